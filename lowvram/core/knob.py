@@ -1,0 +1,127 @@
+"""A knob: one choice of how to train, as a frozen value that acts at one stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowvram.core.rig import Rig
+
+
+class Stage(Enum):
+    """When a knob acts. `assemble` goes through the stages in this order."""
+
+    PROCESS = auto()  # the process itself, before the device is touched
+    BUILD = auto()  # the model, still without memory
+    CHECKPOINT = auto()
+    COMPILE = auto()
+    SHARD = auto()  # after it, the weights get memory
+    OPTIMIZER = auto()
+    STEPPING = auto()
+    LOGITS = auto()
+    NUMERICS = auto()
+    BATCH = auto()
+
+
+# The fields of the rig that each stage may write. The stages without any change the process or patch the model in place.
+WRITES: dict[Stage, frozenset[str]] = {
+    Stage.PROCESS: frozenset(),
+    Stage.BUILD: frozenset({"model", "criterion", "rounding"}),
+    Stage.CHECKPOINT: frozenset(),
+    Stage.COMPILE: frozenset(),
+    Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),
+    Stage.OPTIMIZER: frozenset({"make_optimizer"}),
+    Stage.STEPPING: frozenset({"stepper"}),
+    Stage.LOGITS: frozenset({"forward", "criterion"}),
+    Stage.NUMERICS: frozenset({"forward", "criterion", "stepper"}),
+    Stage.BATCH: frozenset({"split"}),
+}
+
+
+class Fact(Enum):
+    """Something that a knob can rely on, and that the machine or another knob can take away."""
+
+    CUDA = "the device is an NVIDIA GPU"
+    CPU = "the device is the CPU"
+    TF32 = "the device multiplies in TF32"
+    BF16 = "the device computes in bf16"
+    C_COMPILER = "a C++ compiler is installed"
+    MANY_RANKS = "the point has several ranks"
+    GRADS_AT_UPDATE = "every gradient is alive when the update runs"
+    PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
+    RETAINABLE_GRAPH = "a graph can be walked backwards twice"
+    EAGER_AUTOGRAD = "the model runs eagerly under autograd"
+    WHOLE_PARAMS = "every parameter is whole on its rank"
+    FULL_LOGITS = "the logits of a part exist whole"
+
+
+class Exactness(Enum):
+    """What a knob does to the numbers of a step."""
+
+    EXACT = "the same numbers"
+    ROUNDING = "the same numbers up to rounding"
+    LOSSY = "other numbers"
+
+
+class Kind(Enum):
+    """What a piece of memory holds."""
+
+    PARAMETERS = "parameters"  # with the model's buffers
+    GRADIENTS = "gradients"  # of parameters
+    OPTIMIZER = "optimizer"  # its state
+    ACTIVATIONS = "activations"  # made by a forward pass, also by one that is recomputed
+    INPUTS = "inputs"  # the logical batch
+    HOST = "host"  # outside the device
+    OTHER = "other"  # temporaries of the backward pass and the update
+
+
+class Knob(ABC):
+    """One choice of how to train. Subclasses are frozen dataclasses and act only in `apply`."""
+
+    stage: ClassVar[Stage]
+    exactness: ClassVar[Exactness] = Exactness.EXACT
+    saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum goes down
+
+    def needs(self) -> frozenset[Fact]:
+        """The facts without which this knob can't work."""
+        return frozenset()
+
+    def breaks(self) -> frozenset[Fact]:
+        """The facts that this knob takes away from the others."""
+        return frozenset()
+
+    def caveat(self, model: nn.Module) -> str | None:
+        """One sentence if this knob changes what `model` computes (not only how), else None."""
+        del model
+        return None
+
+    @abstractmethod
+    def apply(self, rig: Rig) -> Rig:
+        """The next rig. May write only the fields of its stage (`WRITES`)."""
+
+
+def conflicts(knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> list[str]:
+    """Every reason why `knobs` can't work together, one sentence each.
+
+    Args:
+        knobs: the choices by the name that the user knows, such as "precision=bf16".
+        absent: facts that the machine lacks, each with what the user can do about it.
+    """
+    found = []
+    for name, knob in knobs.items():
+        for fact in _in_order(knob.needs()):
+            if fact in absent:
+                found.append(f"{name} needs that {fact.value}: {absent[fact]}")
+            for other, breaker in knobs.items():
+                if fact in breaker.breaks():
+                    found.append(f"{name} needs that {fact.value}, and {other} ends that")
+    return found
+
+
+def _in_order(facts: frozenset[Fact]) -> Sequence[Fact]:
+    return [fact for fact in Fact if fact in facts]

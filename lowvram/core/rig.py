@@ -1,0 +1,216 @@
+"""The rig: the assembled training machine, as an immutable value. What a knob may change, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowvram.config import Incompatible
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import WRITES, Knob, Stage, conflicts
+
+IGNORE = -100  # a target with this value counts for nothing
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """Samples with their targets: a micro-batch, or a whole logical batch that is not split yet.
+
+    `inputs` is a tensor or a dictionary of tensors; the first dimension of every tensor counts samples.
+    """
+
+    inputs: Any
+    targets: Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.targets)
+
+    @property
+    def num_targets(self) -> Tensor:
+        """How many targets count (0-dim, int64, on the targets' device: asking waits for nothing)."""
+        return (self.targets != IGNORE).sum()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Part:
+        """The part with `change` applied to each of its tensors."""
+        return Part(tree_map(change, self.inputs), change(self.targets))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Part:
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Part:
+        return self.map(Tensor.pin_memory)
+
+    def tensors(self) -> list[Tensor]:
+        return [*tree_leaves(self.inputs), self.targets]
+
+
+class Update(NamedTuple):
+    """What became of one update."""
+
+    grad_norm: Tensor  # global, before clipping; 0-dim
+    applied: bool  # False: a gradient was not finite, and nothing was changed
+    recoverable: bool = False  # not applied because a loss scale was too large; the next step tries a smaller one
+
+
+class Stepper(ABC):
+    """Owns the backward passes and the update of one step."""
+
+    @abstractmethod
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        """A step of `num_parts` backward calls starts; gradients will arrive `divisor` times too large."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one part."""
+
+    @abstractmethod
+    def update(self) -> Update:
+        """Use the gradients of the step and free them."""
+
+    @abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the updates to come."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, as tensors and plain values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+
+class Task(ABC):
+    """A problem: the model that is to be trained, and what training it means."""
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """The model. Called on the meta device: no memory yet."""
+
+    @abstractmethod
+    def criterion(self, outputs: Any, part: Part) -> Tensor:
+        """The *sum* of the losses of the part's targets (0-dim, at least fp32)."""
+
+    @abstractmethod
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated units of the model, in the order of the forward pass."""
+
+    @abstractmethod
+    def initialise(self, model: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one parameter or buffer in place: a pure function of its dotted name and the generator."""
+
+
+def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
+    """Forward and backward of the parts in turn; returns the mean loss. The sum of each part is divided by the target
+    count of the *whole* logical batch, so parts of unequal length weigh what they should."""
+    losses = []
+    for index, part in enumerate(parts):
+        with rig.sync(index == len(parts) - 1):
+            loss = rig.criterion(rig.forward(part), part) / total
+            rig.stepper.backward(loss)
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@final
+@dataclass(frozen=True)
+class Rig:
+    """The assembled training machine. Knobs make the next one with `dataclasses.replace`."""
+
+    task: Task
+    device: torch.device
+    model: nn.Module
+    forward: Callable[[Part], Any]  # calls the model
+    criterion: Callable[[Any, Part], Tensor]  # outputs, part -> the sum over the part's targets
+    make_optimizer: MakeOptimizer = None  # pyright: ignore[reportAssignmentType] # until OPTIMIZER
+    stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
+    rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 update lands in weights of fewer bits
+    split: Callable[[Part], list[Part]] = lambda batch: [batch]
+    total: Callable[[list[Part]], Tensor] = lambda parts: torch.stack([part.num_targets for part in parts]).sum()
+    sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
+    run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether a 0-dim tensor is a number; waits for the device. One without memory counts as a number."""
+    return isinstance(value, FakeTensor) or bool(torch.isfinite(value))
+
+
+def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: int = 0) -> Rig:
+    """The rig that trains `task` with `knobs` on `device`.
+
+    Args:
+        knobs: by the name that messages use for each, such as "precision=bf16". Within a stage they act in
+            the mapping's order.
+        seed: initial weights are a function of it and of each parameter's name.
+
+    Raises:
+        Incompatible: all conflicts between the knobs, or with this machine, in one message, before any
+            weight has memory.
+    """
+    with torch.device("meta"):
+        model = task.make_model()
+    rig = Rig(task, device, model, forward=lambda part: model(part.inputs), criterion=task.criterion)
+    rig = act(Stage.PROCESS, knobs, rig)
+    if found := conflicts(knobs, absent_facts(device)):
+        raise Incompatible("; ".join(found))
+    for stage in list(Stage)[1:]:
+        rig = act(stage, knobs, rig)
+        if stage is Stage.SHARD:
+            materialise(rig, seed)
+    return rig
+
+
+def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:
+    """The rig after the knobs of one stage; holds each to the fields that its stage may write."""
+    for name, knob in knobs.items():
+        if knob.stage is stage:
+            new = knob.apply(rig)
+            changed = {field.name for field in fields(rig) if getattr(new, field.name) is not getattr(rig, field.name)}
+            if not changed <= WRITES[stage]:
+                raise TypeError(f"{name} wrote {sorted(changed - WRITES[stage])}, which its stage {stage.name} may not")
+            rig = new
+    return rig
+
+
+@torch.no_grad()
+def materialise(rig: Rig, seed: int) -> None:
+    """Give every tensor of the model memory on the device and its initial value. Tied ones stay tied, strides stay."""
+    real: dict[Tensor, Tensor] = {}
+    for prefix, module in rig.model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in real:
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    real[tensor] = torch.empty_like(tensor, device=rig.device)
+                    rig.task.initialise(rig.model, full_name, real[tensor], generator_for(seed, full_name, rig.device))
+                    if isinstance(tensor, nn.Parameter):
+                        real[tensor] = nn.Parameter(real[tensor], tensor.requires_grad)
+                table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
+    rig.model.to(rig.device)
+
+
+def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """Randomness that belongs to one name, whatever else is drawn before or after."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

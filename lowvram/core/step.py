@@ -1,0 +1,22 @@
+"""The only training step in the repository: plan, measure and train all run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowvram.core.rig import Part, Rig, Update
+
+
+def step(rig: Rig, batch: Part) -> tuple[Tensor, Update]:
+    """One optimizer update on one logical batch.
+
+    Returns:
+        The mean loss over the batch's targets (0-dim, on the device, detached) and what became of the update.
+    """
+    parts = rig.split(batch)
+    rig.stepper.begin(len(parts))
+    loss = rig.run(rig, parts, rig.total(parts))
+    return loss, rig.stepper.update()

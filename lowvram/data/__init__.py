@@ -1,0 +1,1 @@
+"""Where samples come from (sources) and how they are read (loaders)."""

@@ -1,0 +1,35 @@
+"""data=auto: samples that every machine has, of the kind that the model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from lowvram.config import BadInput, require
+from lowvram.data.glyphs import Glyphs
+from lowvram.data.python_source import PythonSource
+from lowvram.data.source import Data, FollowedModel, Source, require_count
+from lowvram.data.spec import Modality
+
+
+@final
+@dataclass(frozen=True)
+class Auto(Source):
+    """`python_source` for a model of tokens, `glyphs` for a model of images. Each takes its own size."""
+
+    sequence_length: int | None = None
+    image_size: int | None = None
+    eval_samples: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("data.sequence_length", self.sequence_length)
+        require_count("data.image_size", self.image_size)
+        require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
+
+    def resolve(self, model: FollowedModel) -> Source:
+        if model.modality is Modality.TOKENS:
+            return PythonSource(self.sequence_length, eval_samples=self.eval_samples).resolve(model)
+        return Glyphs(self.image_size, eval_samples=self.eval_samples).resolve(model)
+
+    def open(self, seed: int) -> Data:
+        raise BadInput("data", "auto", "resolved for a model first: see resolve_source")

@@ -1,0 +1,260 @@
+"""data=imagefolder: images of the user's own, one folder per class. Listed through the library `datasets`.
+
+Shapes: s side of the image in pixels, always square.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from omegaconf import MISSING
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from lowvram.config import BadInput, require
+from lowvram.data.local import escaped, existing_path, load_local
+from lowvram.data.randomness import Stream, generator
+from lowvram.data.source import Data, FollowedModel, Samples, Source, given, require_count
+from lowvram.data.spec import DataSpec, Modality
+
+EVAL_FOLDERS = ("validation", "val", "eval", "test")  # beside train/; the first that is there
+# Of ImageNet's pixels in [0, 1].
+CHANNEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+CHANNEL_STD = np.array([0.229, 0.224, 0.225], np.float32)
+# What Pillow's readers raise for a broken file; MemoryError is not among them.
+BROKEN = (
+    OSError,
+    EOFError,
+    SyntaxError,
+    ValueError,
+    IndexError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
+
+
+@final
+@dataclass(frozen=True)
+class ImageFolder(Source):
+    """Which folder is the image from? `path` holds a folder per class, or train/ and validation/ (val, eval,
+    test) with a folder per class each. Without the latter a tenth of each class is held out.
+
+    Raises:
+        BadInput: a value out of range; a path that is missing or empty, fewer than 2 classes, or a file that
+            isn't an image or can't be read. The file is named.
+    """
+
+    modality: ClassVar[Modality | None] = Modality.IMAGES
+
+    path: str = MISSING
+    image_size: int | None = None
+    min_area: float = 0.35
+    flip: bool = True
+    eval_samples: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("data.image_size", self.image_size)
+        require(0 < self.min_area <= 1, "data.min_area", self.min_area, "more than 0 and at most 1")
+        require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
+
+    def resolve(self, model: FollowedModel) -> Source:
+        return replace(self, image_size=self.image_size or model.natural_shape()[-1])
+
+    def open(self, seed: int) -> Data:
+        size = given("data.image_size", self.image_size)
+        files, (train_rows, eval_rows) = listed(self.path)
+        eval_rows = spread(eval_rows, self.eval_samples)
+        crop = RandomCrop(self.min_area, self.flip, seed)
+        num_classes = len(files.classes)
+        description = (
+            f"images of {self.path}: {num_classes} classes, {len(train_rows)} to train on,"
+            f" {len(eval_rows)} held out, {size}x{size} pixels"
+        )
+        return Data(
+            DataSpec(Modality.IMAGES, num_classes, (3, size, size)),
+            train=CroppedImages(files, train_rows, size, crop),
+            eval=CroppedImages(files, eval_rows, size, middle),
+            description=description,
+        )
+
+
+@final
+@dataclass(frozen=True)
+class ImageFiles:
+    """All images, train and eval: Arrow columns that `datasets` keeps on disk."""
+
+    paths: Any  # pyarrow.ChunkedArray of strings
+    labels: np.ndarray  # (num_images,) int64
+    classes: list[str]
+
+    def load(self, row: int, size: int) -> Image.Image:
+        """The image in RGB and upright. Raises RuntimeError, naming the file, when it can't be decoded."""
+        path = self.paths[row].as_py()
+        try:
+            with Image.open(path) as image:
+                image.draft("RGB", (2 * size, 2 * size))  # a JPEG far larger than needed is decoded at a fraction
+                upright = ImageOps.exif_transpose(image)
+                # A palette may hold transparency, which only RGBA can take over.
+                return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+        except BROKEN as error:
+            raise RuntimeError(f"the image {path} can't be decoded ({error}): mend it or take it out") from error
+
+
+@final
+class CroppedImages(Samples):
+    """The images of some rows; `crop` says which part of each is seen, and whether from behind."""
+
+    def __init__(self, files: ImageFiles, rows: np.ndarray, size: int, crop: Crop) -> None:
+        self.files, self.rows, self.size, self.crop = files, rows, size, crop
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
+        row = int(self.rows[index])
+        image = self.files.load(row, self.size)
+        box, mirrored = self.crop(image.width, image.height, epoch, index)
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
+        pixels_ss3 = np.asarray(ImageOps.mirror(image) if mirrored else image, np.float32) / 255
+        scaled_ss3 = (pixels_ss3 - CHANNEL_MEAN) / CHANNEL_STD
+        image_3ss = torch.from_numpy(np.ascontiguousarray(scaled_ss3.transpose(2, 0, 1)))
+        return image_3ss, torch.tensor(int(self.files.labels[row]))
+
+
+Crop = Callable[[int, int, int, int], tuple[Box, bool]]  # width, height, epoch, index -> what is seen, mirrored?
+
+
+@final
+@dataclass(frozen=True)
+class RandomCrop:
+    """Any part of the image, in any shape (Szegedy et al., 2015, "Going deeper with convolutions")."""
+
+    min_area: float
+    flip: bool
+    seed: int
+
+    def __call__(self, width: int, height: int, epoch: int, index: int) -> tuple[Box, bool]:
+        rng = generator(Stream.TRAIN, self.seed, epoch, index)
+        area = width * height * rng.uniform(self.min_area, 1)
+        aspect = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))
+        wide, high = min(width, (area * aspect) ** 0.5), min(height, (area / aspect) ** 0.5)
+        left, upper = rng.uniform(0, width - wide), rng.uniform(0, height - high)
+        return (left, upper, left + wide, upper + high), self.flip and bool(rng.random() < 0.5)
+
+
+def middle(width: int, height: int, epoch: int, index: int) -> tuple[Box, bool]:
+    """The largest square in the middle, the same in every epoch."""
+    side = min(width, height)
+    left, upper = (width - side) / 2, (height - side) / 2
+    return (left, upper, left + side, upper + side), False
+
+
+def listed(path: str) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
+    """All images below `path`, and the rows to train on and to hold out.
+
+    Raises:
+        BadInput: anything amiss, before an image is decoded.
+    """
+    root = existing_path(path)
+    require(root.is_dir(), "data.path", path, "a folder with a folder of images per class")
+    has_splits = (root / "train").is_dir() and bool(subfolders(root / "train"))
+    eval_folder = next((root / name for name in EVAL_FOLDERS if has_splits and (root / name).is_dir()), None)
+    folders = {"train": scanned(path, root / "train" if has_splits else root)}
+    if eval_folder is not None:
+        folders["test"] = scanned(path, eval_folder)
+        unknown = {folder.name for folder in folders["test"]} - {folder.name for folder in folders["train"]}
+        allowed = f"without classes that only {eval_folder.name}/ has: {', '.join(sorted(unknown))}"
+        require(not unknown, "data.path", path, allowed)
+    require(
+        len(folders["train"]) >= 2,
+        "data.path",
+        path,
+        "a folder with a folder of images for each of 2 or more classes",
+    )
+    return read_listing(path, folders)
+
+
+def scanned(path: str, root: Path) -> list[Path]:
+    """The class folders of `root`, after a look at the header of every image in them."""
+    folders = subfolders(root)
+    for folder in folders:
+        files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
+        require(bool(files), "data.path", path, f"without empty class folders: {folder} holds no image")
+        for file in files:
+            check_header(path, file)
+    return folders
+
+
+def subfolders(root: Path) -> list[Path]:
+    """The folders directly below, sorted, without hidden ones."""
+    return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def check_header(path: str, file: Path) -> None:
+    """Raises BadInput, naming the file, unless it is an image of a kind that `datasets` lists."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder as Lister
+
+    hint = "mend it or take it out"
+    plain = not file.exists() or file.is_file()
+    require(plain, "data.path", path, f"such that class folders hold images only: {file} is something else")
+    try:
+        with Image.open(file):
+            pass
+    except BROKEN as error:
+        raise BadInput("data.path", path, f"made of images: {file} can't be read as one ({error}): {hint}") from None
+    known = file.suffix.lower() in Lister.EXTENSIONS
+    require(known, "data.path", path, f"made of images with the usual endings: rename {file}")
+
+
+def read_listing(path: str, folders: dict[str, list[Path]]) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
+    """The images of the class folders as Arrow columns, and the rows of each split."""
+    import pyarrow
+
+    patterns = {split: [f"{folder}/*" for folder in escaped(inner)] for split, inner in folders.items()}
+    splits = load_local("imagefolder", patterns, drop_labels=False, drop_metadata=True)
+    tables = [splits[split].data.table for split in folders]
+    columns = pyarrow.concat_tables(tables)
+    paths = pyarrow.chunked_array([chunk.field("path") for chunk in columns.column("image").chunks])
+    labels = columns.column("label").to_numpy()
+    files = ImageFiles(paths, labels, splits["train"].features["label"].names)
+    if len(tables) == 2:
+        num_train = len(tables[0])
+        return files, (np.arange(num_train), np.arange(num_train, len(labels)))
+    held_out = held_out_tenth([Path(name).name for name in paths.to_pylist()], labels)
+    require(
+        bool(held_out.any()),
+        "data.path",
+        path,
+        "a folder in which a class has at least 2 images, so that one can be held out",
+    )
+    return files, (np.flatnonzero(~held_out), np.flatnonzero(held_out))
+
+
+def held_out_tenth(names: list[str], labels: np.ndarray) -> np.ndarray:
+    """Which images are held out, (num_images,) bool.
+
+    In each class it is the tenth with the smallest hash of their names: at least one, but never all.
+    """
+    hashes = np.array([zlib.crc32(name.encode()) for name in names])
+    held_out = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        num_held = min(max(1, len(rows) // 10), len(rows) - 1)
+        held_out[rows[np.argsort(hashes[rows], kind="stable")[:num_held]]] = True
+    return held_out
+
+
+def spread(rows: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` of the rows, evenly spread, so that every class has its share."""
+    count = min(limit, len(rows))
+    return rows[np.arange(count) * len(rows) // count]

@@ -1,0 +1,157 @@
+"""Batches from samples. Which samples a step sees is a pure function of the seed and the step's number.
+
+So every loader gives the same batches, and resuming takes two integers: the seed and the step.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from lowvram.config import require
+from lowvram.core.rig import Part
+from lowvram.data.randomness import Stream, generator
+from lowvram.data.source import Samples
+
+Key = tuple[int, int]  # index and epoch of a sample
+
+
+class Loader(ABC):
+    """The configuration of one option of `loader`: who makes the batches, and when."""
+
+    @abstractmethod
+    def batches(
+        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+    ) -> Generator[Part, None, None]:
+        """Endless logical batches on the device, from that of step `first_step` on. Close it when done.
+
+        Batches are always full: what is left of an epoch is the start of a batch that the next epoch fills.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class Inline(Loader):
+    """Each batch is made when it is asked for, by whoever asks."""
+
+    def batches(
+        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+    ) -> Generator[Part, None, None]:
+        for keys in batch_keys(len(samples), batch_size, seed, first_step):
+            yield collate(samples, keys).to(device)
+
+
+@final
+@dataclass(frozen=True)
+class Workers(Loader):
+    """Batches are made ahead of time, in processes of their own.
+
+    Raises:
+        BadInput: a value out of range.
+    """
+
+    num_workers: int = 2
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        inline = "at least 1: for none choose loader=inline"
+        require(self.num_workers >= 1, "loader.num_workers", self.num_workers, inline)
+        require(self.prefetch >= 1, "loader.prefetch", self.prefetch, "at least 1 batch for each worker")
+
+    def batches(
+        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+    ) -> Generator[Part, None, None]:
+        loader = DataLoader(
+            CollatedBatches(samples),
+            batch_size=None,  # a key of the dataset is already a whole batch
+            sampler=batch_keys(len(samples), batch_size, seed, first_step),
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch,
+            pin_memory=device.type == "cuda",
+            multiprocessing_context="fork",
+            worker_init_fn=leave_interrupts_to_parent,
+            generator=torch.Generator(),  # else starting draws from the global one, and dropout would change
+        )
+        workers = iter(loader)
+        assert isinstance(workers, _MultiProcessingDataLoaderIter)
+        try:
+            for part in workers:
+                yield part.to(device, non_blocking=True)
+        finally:
+            # Torch does this when the last reference goes; an exception's traceback would hold one.
+            workers._shutdown_workers()
+
+
+@final
+class CollatedBatches(Dataset[Part]):
+    """A torch dataset whose items are batches: item [(index, epoch), ...] is the batch of those samples."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, keys: list[Key]) -> Part:
+        return collate(self.samples, keys)
+
+
+@final
+class Waited(Iterator[Part]):
+    """Batches, and how long their reader has waited for them."""
+
+    def __init__(self, batches: Generator[Part, None, None]) -> None:
+        self.batches = batches
+        self.waits_s: list[float] = []  # for each batch
+
+    def __next__(self) -> Part:
+        start = time.perf_counter()
+        try:
+            return next(self.batches)
+        finally:
+            self.waits_s.append(time.perf_counter() - start)
+
+    def close(self) -> None:
+        """No more batches: ends what makes them."""
+        self.batches.close()
+
+
+def eval_batches(samples: Samples, batch_size: int, device: torch.device) -> Iterator[Part]:
+    """Every sample once, in order, as in epoch 0. The last batch may be smaller."""
+    for start in range(0, len(samples), batch_size):
+        stop = min(start + batch_size, len(samples))
+        yield collate(samples, [(index, 0) for index in range(start, stop)]).to(device)
+
+
+def collate(samples: Samples, keys: list[Key]) -> Part:
+    """The samples as one part on the CPU: inputs (num_samples, ...), targets (num_samples, ...)."""
+    inputs, targets = zip(*(samples.sample(index, epoch) for index, epoch in keys), strict=True)
+    return Part(torch.stack(inputs), torch.stack(targets))
+
+
+def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:
+    """The samples of each batch from step `first_step` on, without end."""
+    keys = reading_order(num_samples, seed, first_step * batch_size)
+    while True:
+        yield list(islice(keys, batch_size))
+
+
+def reading_order(num_samples: int, seed: int, start: int) -> Iterator[Key]:
+    """The order of reading from position `start` on: every epoch is a permutation of its own, without end."""
+    first_epoch, offset = divmod(start, num_samples)
+    for epoch in count(first_epoch):
+        permutation = generator(Stream.ORDER, seed, epoch).permutation(num_samples)
+        for index in permutation[offset:]:
+            yield int(index), epoch
+        offset = 0
+
+
+def leave_interrupts_to_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; only the parent answers it, and then ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,57 @@
+"""Files of the user's own, and `datasets` as their reader. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lowvram.config import BadInput, require
+
+
+def existing_path(text: str) -> Path:
+    """`data.path` with `~` expanded. Raises BadInput when nothing is there."""
+    require(bool(text), "data.path", text, "a file or folder")
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~somebody who isn't here
+        raise BadInput("data.path", text, f"an existing file or folder that can be read ({error})") from None
+    return path
+
+
+def is_hidden(path: Path, root: Path) -> bool:
+    """Whether a part of the path below the root starts with a dot."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def load_local(builder: str, patterns: Mapping[str, Sequence[str]], **options: Any) -> Any:
+    """A `datasets.DatasetDict` with one split per entry, memory-mapped from datasets' own cache.
+
+    `patterns` are glob patterns: pass a plain path through `glob.escape`.
+    """
+    from datasets import load_dataset  # takes a second: only those who read files pay
+
+    with quiet_progress():
+        return load_dataset(builder, data_files=patterns, **options)
+
+
+def escaped(paths: Sequence[Path]) -> list[str]:
+    """The paths as patterns that match only themselves."""
+    return [glob.escape(str(path.absolute())) for path in paths]
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Without datasets' progress bars, which would run through our own lines."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    was_quiet = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_quiet:
+            enable_progress_bars()

@@ -1,0 +1,115 @@
+"""data=text: text files of the user's own, as bytes. Read through the library `datasets`."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+from omegaconf import MISSING
+
+from lowvram.config import BadInput, require
+from lowvram.data.local import escaped, existing_path, is_hidden, load_local
+from lowvram.data.source import Data, FollowedModel, Source, given, require_count
+from lowvram.data.spec import Modality
+from lowvram.data.windows import ByteStream, byte_data
+
+HELD_OUT_SHARE = 10  # one byte in so many, at the end of each file
+CHUNK_BYTES = 1 << 20  # read at once
+MAX_FILE_BYTES = 2**31 - 1  # of one text in an Arrow table
+
+
+@final
+@dataclass(frozen=True)
+class Text(Source):
+    """The next byte of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out.
+
+    Raises:
+        BadInput: a value out of range; a path that is missing or empty, too short for one sample, or that
+            holds a file that can't be read or is not UTF-8. The file is named.
+    """
+
+    modality: ClassVar[Modality | None] = Modality.TOKENS
+
+    path: str = MISSING
+    pattern: str = "**/*"
+    sequence_length: int | None = None
+    eval_samples: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("data.sequence_length", self.sequence_length)
+        require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
+
+    def resolve(self, model: FollowedModel) -> Source:
+        return replace(self, sequence_length=self.sequence_length or model.natural_shape()[0])
+
+    def open(self, seed: int) -> Data:
+        length = given("data.sequence_length", self.sequence_length)
+        files = text_files(self.path, self.pattern)
+        for file in files:
+            check_text(self.path, file)
+        table = load_local("text", {"train": escaped(files)}, sample_by="document")["train"].data
+        texts = list(mapped_texts(table.column("text")))
+        cuts = [len(text) - len(text) // HELD_OUT_SHARE for text in texts]
+        train = ByteStream([text[:cut] for text, cut in zip(texts, cuts, strict=True)])
+        held_out = ByteStream([text[cut:] for text, cut in zip(texts, cuts, strict=True)])
+        allowed = (
+            f"longer: a tenth of each file is held out, {len(held_out)} bytes in all,"
+            f" and one sample takes {length + 1} (data.sequence_length={length})"
+        )
+        require(len(held_out) > length, "data.path", self.path, allowed)
+        return byte_data(train, held_out, length, self.eval_samples, seed, f"{len(files)} text files of {self.path}")
+
+
+def text_files(path: str, pattern: str) -> list[Path]:
+    """The file itself, or the folder's files that match the pattern, sorted, without hidden ones."""
+    root = existing_path(path)
+    if not root.is_dir():
+        return [root]
+    try:
+        matches = list(root.glob(pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise BadInput("data.pattern", pattern, f"a pattern inside data.path, such as **/*.txt ({error})") from None
+    found = sorted(file for file in matches if not file.is_dir() and not is_hidden(file, root))
+    require(bool(found), "data.path", path, f"a folder with files that match data.pattern={pattern}")
+    return found
+
+
+def check_text(path: str, file: Path) -> None:
+    """Raises BadInput, naming the file, unless it can be read from end to end as UTF-8."""
+    require(
+        not file.exists() or file.is_file(),
+        "data.path",
+        path,
+        f"made of plain files: {file} is something else",
+    )
+    hint = "mend it, take it out, or choose others with data.pattern"
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_bytes = 0
+    try:
+        with file.open("rb") as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                decoder.decode(chunk)
+                num_bytes += len(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise BadInput("data.path", path, f"text in UTF-8: {file} is not ({error.reason}): {hint}") from None
+    except OSError as error:
+        raise BadInput("data.path", path, f"readable: {file} can't be read ({error.strerror}): {hint}") from None
+    allowed = f"made of files of at most {MAX_FILE_BYTES} bytes: split {file}"
+    require(num_bytes <= MAX_FILE_BYTES, "data.path", path, allowed)
+
+
+def mapped_texts(column: Any) -> Iterator[np.ndarray]:
+    """The texts of an Arrow string column, (num_bytes,) uint8 each: views of the mapped file, no copies."""
+    for chunk in column.chunks:
+        _, offsets, letters = chunk.buffers()
+        if letters is None:  # Arrow keeps no buffer for nothing but empty texts
+            continue
+        ends = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+        for start, stop in pairwise(ends.tolist()):
+            yield np.frombuffer(letters, np.uint8)[start:stop]

@@ -1,0 +1,83 @@
+"""How a point can end in its own process, and what is said of it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lowvram.config import BadInput, Incompatible
+
+OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "thread creation failed",
+)
+PHASES = {  # the innermost of these functions of ours on the stack names the phase
+    "update": "the update",
+    "backward": "the backward pass",
+    "one_after_another": "the forward pass",
+    "evaluate": "the evaluation",
+    "save": "saving a snapshot",
+    "materialise": "building the model",
+}
+
+
+class Interrupted(BaseException):
+    """Somebody asked the point to stop."""
+
+
+class NonFinite(ArithmeticError):
+    """The loss or the gradients are no numbers any more."""
+
+
+def ending(error: BaseException) -> dict[str, Any]:
+    """Status and reason of a point that ended with `error`."""
+    text = str(error)
+    if isinstance(error, BadInput | Incompatible):
+        return {"status": "incompatible", "reason": text}
+    if isinstance(error, Interrupted):
+        return {"status": "interrupted", "reason": text or "stopped before the first step"}
+    if isinstance(error, NonFinite):
+        return {"status": "nonfinite", "reason": text}
+    if is_out_of_memory(error):
+        return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
+    if isinstance(error, SystemExit):
+        return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return {"status": "error", "reason": f"the disk is full: {error.filename or text}"}
+    return {
+        "status": "error",
+        "reason": f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}",
+    }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    says_so = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
+    return is_refused or says_so
+
+
+def phase(trace: TracebackType | None) -> str:
+    """What was going on, read off the stack, so that no step pays for keeping track."""
+    found = "setting up"
+    for frame, _ in traceback.walk_tb(trace):
+        if "lowvram" in frame.f_code.co_filename:
+            found = PHASES.get(frame.f_code.co_name, found)
+    return found
+
+
+def asked(text: str) -> str:
+    """The size that was asked for, from the allocator's message."""
+    if match := re.search(r"allocate (\d+) bytes", text):
+        return f", asking for {int(match[1]) / 2**20:.1f} MiB more"
+    if match := re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", text):
+        return f", asking for {match[1]} more"
+    return ""

@@ -1,0 +1,77 @@
+"""One point, inside its child: from the checked configuration to the fields of its row."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowvram.config import BadInput
+from lowvram.core.device import choose_device
+from lowvram.core.knob import Knob
+from lowvram.core.rig import assemble
+from lowvram.data.source import Data, resolve_source
+from lowvram.knobs.allocator import Default, Tight
+from lowvram.modes.fields import status_bytes
+from lowvram.modes.session import Events, Session, Stop
+from lowvram.modes.trace import peak_on_paper
+from lowvram.process.limits import Cap
+from lowvram.settings import KNOB_GROUPS, Settings
+
+
+def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop) -> dict[str, Any]:
+    """Assemble the point, run its mode, return what it says in its row."""
+    started, resident_bytes = time.monotonic(), status_bytes("VmRSS")
+    device = choose_device(settings.root.device)
+    knobs = named_knobs(settings, request["choices"], device)
+    data = open_data(settings)
+    problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
+    rig = assemble(problem, knobs, device, settings.root.seed)
+    torch.manual_seed(settings.root.seed)
+    events("ready", fields=ready_fields(device))
+    print(f"data: {data.description}")
+    folder, is_resumed = Path(request["folder"]), request["resume"]
+    session = Session(settings, knobs, problem, rig, data, events, stop, folder, is_resumed, started, resident_bytes)
+    return {"choices": {"allocator": request["choices"]["allocator"]}, **settings.groups["mode"].run(session)}
+
+
+def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
+    """The plan of a point that ran out of memory: what it would have held, by kind, at its peak."""
+    spec = open_data(settings).spec
+    problem = settings.groups["task"].pose(settings.groups["model"], spec)
+    knobs = named_knobs(settings, choices, torch.device("cpu"))
+    peak = peak_on_paper(problem, knobs, settings.train.batch_size)
+    by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}
+    return {"allocated_bytes": peak.peak_bytes, "by_kind": by_kind}
+
+
+def open_data(settings: Settings) -> Data:
+    """The data, scanned and checked against the rest of the configuration."""
+    batch_size, parts = settings.train.batch_size, settings.groups["accum"].parts
+    if batch_size % parts:
+        left = batch_size % parts
+        allowed = f"a multiple of accum.parts={parts}: {batch_size} = {batch_size // parts} x {parts} + {left}"
+        raise BadInput("train.batch_size", batch_size, allowed)
+    return resolve_source(settings.groups["data"], settings.groups["model"]).open(settings.root.seed)
+
+
+def named_knobs(settings: Settings, choices: dict[str, str], device: torch.device) -> dict[str, Knob]:
+    """The knobs by the names that the user typed, in the order in which they act within a stage."""
+    knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
+    if settings.vram_bytes is None:
+        return knobs
+    if device.type == "cpu" and isinstance(settings.groups["allocator"], Default):
+        knobs.pop(f"allocator={choices['allocator']}")
+        choices["allocator"] = "tight"  # a cap means little while malloc keeps what was freed
+        knobs = {"allocator=tight": Tight(), **knobs}
+    return {**knobs, f"vram={settings.root.vram}": Cap(settings.vram_bytes)}
+
+
+def ready_fields(device: torch.device) -> dict[str, Any]:
+    """What the parent can't know by itself."""
+    provenance = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        provenance["device_name"] = torch.cuda.get_device_name(device)
+    return {"provenance": provenance}

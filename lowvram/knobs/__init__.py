@@ -1,0 +1,1 @@
+"""One module per knob group. A knob imports the core and never another knob."""

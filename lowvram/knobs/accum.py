@@ -1,0 +1,62 @@
+"""accum: the logical batch in parts, one after another, with one update at the end. Memory changes, not the science."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lowvram.config import require
+from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.rig import Part, Rig
+
+
+@dataclass(frozen=True)
+class Whole(Knob):
+    """The logical batch in one piece."""
+
+    parts: int = 1
+
+    stage = Stage.BATCH
+
+    def __post_init__(self) -> None:
+        require(
+            self.parts == 1,
+            "accum.parts",
+            self.parts,
+            "1 with accum=none: choose accum=x2 (or x4 … x32) to split the batch",
+        )
+
+    def apply(self, rig: Rig) -> Rig:
+        return rig
+
+
+@dataclass(frozen=True)
+class Parts(Knob):
+    """The logical batch in `parts` pieces of (nearly) equal size."""
+
+    parts: int = 2
+
+    stage = Stage.BATCH
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        require(self.parts >= 1, "accum.parts", self.parts, "at least 1")
+
+    def caveat(self, model: nn.Module) -> str | None:
+        if self.parts == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return None
+        return f"BatchNorm normalises over each of the {self.parts} parts, not over the whole batch (model.norm=group doesn't)"
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, split=self.split)
+
+    def split(self, batch: Part) -> list[Part]:
+        """The parts, along the first dimension; fewer when the batch has fewer samples."""
+        num_parts = min(self.parts, batch.num_samples)
+        leaves, spec = tree_flatten(batch.inputs)
+        pieces = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
+        targets = batch.targets.tensor_split(num_parts)
+        return [Part(tree_unflatten(piece, spec), target) for piece, target in zip(pieces, targets, strict=True)]

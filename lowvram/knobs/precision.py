@@ -1,0 +1,143 @@
+"""precision: in which number format the model computes. Weights stay fp32 in all of these.
+
+Autocast: Micikevicius et al., "Mixed Precision Training" (2018); PyTorch, torch.amp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowvram.config import require
+from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.rig import Part, Rig, Stepper, Update
+
+SMALLEST_SCALE = 2.0**-14  # below it no scale can help: the gradients themselves are not finite
+
+
+@dataclass(frozen=True)
+class Fp32(Knob):
+    """IEEE single precision, also inside convolutions (cuDNN would use TF32 there by default)."""
+
+    stage = Stage.NUMERICS
+
+    def apply(self, rig: Rig) -> Rig:
+        set_fp32_products("ieee")
+        return rig
+
+
+@dataclass(frozen=True)
+class Tf32(Knob):
+    """fp32 tensors, products with 10 bits of mantissa on tensor cores. Saves time, no memory."""
+
+    stage = Stage.NUMERICS
+    exactness = Exactness.ROUNDING
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.TF32})
+
+    def apply(self, rig: Rig) -> Rig:
+        set_fp32_products("tf32")
+        return rig
+
+
+@dataclass(frozen=True)
+class Bf16(Knob):
+    """autocast to bfloat16: half the activations, the range of fp32, no loss scale."""
+
+    stage = Stage.NUMERICS
+    exactness = Exactness.ROUNDING
+    saves = Kind.ACTIVATIONS
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.BF16})
+
+    def apply(self, rig: Rig) -> Rig:
+        return autocast(rig, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Fp16(Knob):
+    """autocast to float16 with a loss scale, for cards without bf16."""
+
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+
+    stage = Stage.NUMERICS
+    exactness = Exactness.ROUNDING
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        allowed = f"between {SMALLEST_SCALE} and 2**31"
+        require(SMALLEST_SCALE <= self.init_scale <= 2.0**31, "precision.init_scale", self.init_scale, allowed)
+        require(self.growth_interval >= 1, "precision.growth_interval", self.growth_interval, "at least 1")
+
+    def apply(self, rig: Rig) -> Rig:
+        scaled = ScaledStepper(rig.stepper, self.init_scale, self.growth_interval)
+        return replace(autocast(rig, torch.float16), stepper=scaled)
+
+
+def set_fp32_products(precision: str) -> None:
+    """How CUDA multiplies fp32 matrices and convolutions: "ieee" or "tf32"."""
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def autocast(rig: Rig, dtype: torch.dtype) -> Rig:
+    """The rig with forward and criterion under autocast."""
+
+    def forward(part: Part) -> Any:
+        with torch.autocast(rig.device.type, dtype):
+            return rig.forward(part)
+
+    def criterion(outputs: Any, part: Part) -> Tensor:
+        with torch.autocast(rig.device.type, dtype):
+            return rig.criterion(outputs, part)
+
+    return replace(rig, forward=forward, criterion=criterion)
+
+
+class ScaledStepper(Stepper):
+    """A loss scale around any stepper: the loss goes in `scale` times too large, and the inner stepper is told so.
+
+    An update that overflowed changes nothing; the scale halves. After `growth_interval` good updates it doubles.
+    (torch's GradScaler wants one optimizer with its gradients on the device.)
+    """
+
+    def __init__(self, inner: Stepper, scale: float, growth_interval: int) -> None:
+        self.inner, self.scale, self.growth_interval = inner, scale, growth_interval
+        self.num_good = self.skipped_steps = 0
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.inner.begin(num_parts, divisor * self.scale)
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss * self.scale)
+
+    def update(self) -> Update:
+        update = self.inner.update()
+        if update.applied:
+            self.num_good += 1
+            if self.num_good % self.growth_interval == 0:
+                self.scale *= 2.0
+            return update
+        self.num_good, self.skipped_steps, self.scale = 0, self.skipped_steps + 1, self.scale / 2.0
+        return update._replace(recoverable=self.scale >= SMALLEST_SCALE)
+
+    def set_lr(self, lr: float) -> None:
+        self.inner.set_lr(lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("scale", "num_good", "skipped_steps")
+        return {"inner": self.inner.state_dict(), **{name: getattr(self, name) for name in names}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.scale, self.num_good, self.skipped_steps = (
+            state["scale"],
+            state["num_good"],
+            state["skipped_steps"],
+        )

@@ -1,0 +1,73 @@
+"""stepping: when gradients are used and freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.config import require
+from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.rig import Rig, Stepper, Update, is_finite
+
+
+@dataclass(frozen=True)
+class AfterBackward(Knob):
+    """The plain way: all gradients are born, then one update uses them."""
+
+    clip: float | None = None
+
+    stage = Stage.STEPPING
+
+    def __post_init__(self) -> None:
+        require(self.clip is None or self.clip > 0, "stepping.clip", self.clip, "null (off) or a norm above 0")
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.GRADS_AT_UPDATE})
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, stepper=AfterBackwardStepper(rig.trainable, rig.make_optimizer(rig.trainable), self.clip))
+
+
+class AfterBackwardStepper(Stepper):
+    """One optimizer over all gradients, clipped to a global norm. A gradient that isn't finite stops the update."""
+
+    def __init__(self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        self.parameters, self.optimizer, self.clip = parameters, optimizer, clip
+        self.divisor: Tensor | float = 1.0
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.divisor = divisor
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> Update:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) / self.divisor
+        applied = is_finite(norm)
+        if applied:
+            rescale(gradients, norm, self.clip, self.divisor)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(norm, applied)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def rescale(gradients: list[Tensor], norm: Tensor, clip: float | None, divisor: Tensor | float) -> None:
+    """Divide the gradients by `divisor`, and bring their global norm (given after that division) down to `clip`."""
+    if clip is not None:
+        torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) / divisor)  # pyright: ignore[reportPrivateImportUsage]
+    elif not isinstance(divisor, float) or divisor != 1.0:
+        torch._foreach_mul_(gradients, 1.0 / divisor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,140 @@
+"""Mistakes of the command line, each in one sentence. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterable
+
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from lowvram.config import BadInput
+from lowvram.results.terminal import hydra_quoted
+from lowvram.settings import GROUPS, ROOT_KEYS
+
+
+class Refused(Exception):
+    """A sentence that is ready to be shown."""
+
+
+MISTAKES = (BadInput, Refused, HydraException, OmegaConfBaseException)
+
+# What other tools call it -> where it is here.
+ELSEWHERE = {
+    "lr": "the learning rate is optimizer.lr",
+    "learning_rate": "the learning rate is optimizer.lr",
+    "momentum": "it is optimizer.momentum with optimizer=sgd",
+    "weight_decay": "it is optimizer.weight_decay",
+    "epochs": "training is counted in updates: train.steps",
+    "num_train_epochs": "training is counted in updates: train.steps",
+    "max_steps": "it is train.steps",
+    "steps": "it is train.steps",
+    "batch_size": "the logical batch is train.batch_size; accum=x4 runs it in 4 parts",
+    "per_device_train_batch_size": "the logical batch is train.batch_size; accum=x4 runs it in 4 parts",
+    "gradient_accumulation_steps": "choose accum=x2 (… x32): the logical batch stays train.batch_size",
+    "accumulate_grad_batches": "choose accum=x2 (… x32): the logical batch stays train.batch_size",
+    "gradient_checkpointing": "choose ckpt=every1 (or every2 … every4)",
+    "activation_checkpointing": "choose ckpt=every1 (or every2 … every4)",
+    "bf16": "choose precision=bf16",
+    "fp16": "choose precision=fp16",
+    "tf32": "choose precision=tf32",
+    "amp": "choose precision=bf16 or precision=fp16",
+    "mixed_precision": "choose precision=bf16 or precision=fp16",
+    "optim": "choose optimizer=adamw or optimizer=sgd",
+    "max_grad_norm": "it is stepping.clip",
+    "gradient_clip_val": "it is stepping.clip",
+    "clip": "it is stepping.clip",
+    "lr_scheduler_type": "choose schedule=cosine (or constant, warmup_cosine)",
+    "num_workers": "choose loader=workers; their number is loader.num_workers",
+    "dataloader_num_workers": "choose loader=workers; their number is loader.num_workers",
+    "max_length": "it is data.sequence_length",
+    "sequence_length": "it is data.sequence_length",
+    "image_size": "it is data.image_size",
+    "dropout": "it is model.dropout",
+    "dataset": "choose data=text data.path=… (or imagefolder, synthetic, …)",
+    "gpu": "choose device=cuda",
+    "gpus": "choose device=cuda",
+    "accelerator": "choose device=cuda or device=cpu",
+    "memory": "the memory that a point may use is vram=8GiB",
+    "output_dir": "it is paths.outputs",
+    "resume_from_checkpoint": "it is resume=last or resume=FOLDER",
+}
+SNAPSHOT_HINT = "ckpt is activation checkpointing; saved training state is a snapshot: resume=last or resume=FOLDER"
+
+
+def sentence(error: Exception) -> str:
+    """What is wrong and how to mend it, in one sentence."""
+    cause = cause_of_ours(error)
+    if isinstance(cause, BadInput):
+        hint = ELSEWHERE.get(cause.key.rpartition(".")[2])
+        return f"{cause}; {hint}" if hint and "removed" in cause.allowed else str(cause)
+    if isinstance(error, OverrideParseException):
+        return unreadable(error.override)
+    for pattern, translate in PATTERNS.items():
+        if match := re.search(pattern, str(error), re.DOTALL):
+            return translate(match)
+    return " ".join(str(error).split("\n    ")[0].split())
+
+
+def cause_of_ours(error: BaseException | None) -> BaseException | None:
+    """A BadInput that Hydra or OmegaConf has wrapped."""
+    while error is not None and not isinstance(error, BadInput):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def unknown_option(match: re.Match[str]) -> str:
+    """Hydra could not find a file of a group."""
+    path, listed = match[1], re.search(r"Available options in '[^']*':(.*?)Config search path", match.string, re.DOTALL)
+    group, _, option = path.partition("/")
+    options = listed[1].split() if listed else []
+    if group == "ckpt" and "/" in option:
+        return f"{group}={option}: {SNAPSHOT_HINT}"
+    known = f"must be one of {', '.join(options)}" if options else f"the group {group} has no such option"
+    return f"{group}={option}: {known}{closest(option, options)}"
+
+
+def unknown_key(match: re.Match[str]) -> str:
+    """Hydra could not override a key that isn't there."""
+    key = match[1].lstrip("+~")
+    last = key.rpartition(".")[2]
+    if last in ELSEWHERE:
+        return f"{key}: no such key; {ELSEWHERE[last]}"
+    section = f"{key.rpartition('.')[0]} has no such key" if "." in key else "no such key or group"
+    return f"{key}: {section}{closest(key, [*GROUPS, *ROOT_KEYS])}; `python train.py --cfg job` shows them all"
+
+
+def ambiguous(match: re.Match[str]) -> str:
+    """A list of values without -m."""
+    key, _, value = match[1].partition("=")
+    return f"{key}={value}: has several values; add -m to sweep over them, or quote it for Hydra: {quoted(key, value)}"
+
+
+def unreadable(override: str | None) -> str:
+    """A word that Hydra's grammar doesn't know."""
+    key, equals, value = (override or "").partition("=")
+    if not equals:
+        return f"{override}: must be key=value, such as precision=bf16"
+    return f"{override}: Hydra can't read this value; quote it: {quoted(key, value)}"
+
+
+def quoted(key: str, value: str) -> str:
+    """An override as it must be typed in a shell, its value quoted for Hydra too."""
+    bare = value.strip("'\"")
+    return shlex.quote(f"{key}={hydra_quoted(bare)}")
+
+
+def closest(word: str, choices: Iterable[str]) -> str:
+    """A guess at what was meant."""
+    found = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+PATTERNS = {
+    r"Could not find '([^']+)'": unknown_option,
+    r"Could not override '([^']+)'": unknown_key,
+    r"Could not delete from config\. '([^']+)'": unknown_key,
+    r"Ambiguous value for argument '([^\n]+)'\n": ambiguous,
+}

@@ -1,0 +1,304 @@
+"""Residual networks for images.
+
+Shapes: n samples, c channels, h height and w width of an image, k classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.config import BadInput, require
+from lowvram.data.spec import DataSpec, Modality
+
+GROUPS = 32  # of a group norm, or fewer where they would not divide the channels (Wu & He, 2018)
+EPSILON = 1e-5  # added to variances
+HEAD_STD = 0.01  # of the last layer's initial weights (Goyal et al., 2017)
+
+
+class Residual(Enum):
+    """What a block computes beside its shortcut. The names are what a user types."""
+
+    basic = "two 3x3 convolutions (ResNet-18, -34)"
+    bottleneck = "1x1, 3x3 and 1x1 to four times the width (ResNet-50 and deeper)"
+
+
+class StemKind(Enum):
+    """What comes before the blocks, named by the share of the image's side that is left."""
+
+    full = "3x3 convolution"
+    half = "3x3 convolution of stride 2"
+    quarter = "7x7 convolution of stride 2, then max pooling of stride 2 (ImageNet's)"
+
+
+class NormKind(Enum):
+    """How activations are normalised."""
+
+    batch = "by the statistics of the batch; running ones in evaluation"
+    group = "by the statistics of groups of channels of each sample"
+    frozen = "by statistics and an affine map that never change"
+
+
+class Initialisation(Enum):
+    """How convolutions start."""
+
+    kaiming = "normal, keeping the variance of gradients through ReLU (He et al., 2015)"
+    xavier = "uniform, keeping variances through linear layers (Glorot & Bengio, 2010)"
+
+
+@final
+@dataclass(frozen=True)
+class ResNetConfig:
+    """A residual network: sizes, and what a user may choose about it.
+
+    Raises:
+        BadInput: a value out of range; it names `model.<field>`.
+    """
+
+    modality: ClassVar[Modality] = Modality.IMAGES
+
+    block: Residual = Residual.basic
+    layers: list[int] = field(default_factory=lambda: [3, 3, 3])
+    width: int = 16
+    stem: StemKind = StemKind.half
+    image_size: int = 64
+    num_classes: int | None = None
+    norm: NormKind = NormKind.batch
+    in_place: bool = True
+    channels_last: bool = False
+    zero_init_last_gamma: bool = False
+    initialisation: Initialisation = Initialisation.kaiming
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = bool(self.layers) and min(self.layers) > 0
+        require(positive, "model.layers", self.layers, "a list of positive numbers, one per stage")
+        for name in ("width", "image_size"):
+            size = getattr(self, name)
+            require(size > 0, f"model.{name}", size, "a positive number")
+        if self.num_classes is not None:
+            require(self.num_classes > 0, "model.num_classes", self.num_classes, "a positive number, or null")
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and less than 1")
+        dead = self.zero_init_last_gamma and self.norm is NormKind.frozen
+        why = "false with model.norm=frozen: a gamma of zero that never learns switches its block off"
+        require(not dead, "model.zero_init_last_gamma", self.zero_init_last_gamma, why)
+
+    def natural_shape(self) -> tuple[int, ...]:
+        """The shape of a sample when the data does not say."""
+        return (3, self.image_size, self.image_size)
+
+    def make(self, spec: DataSpec) -> ResNet:
+        """The model for this data, whatever its image size. Its tensors hold no values yet: see `ResNet.initialise`.
+
+        Raises:
+            BadInput: the data are not images, or have more classes than the configuration pins.
+        """
+        if spec.modality is not self.modality:
+            allowed = f"a source of {self.modality.value} for this model: data=auto follows the model"
+            raise BadInput("data", spec.modality.value, allowed)
+        num_classes = self.num_classes if self.num_classes is not None else spec.num_classes
+        holds = f"at least {spec.num_classes}, the data's classes: null follows the data"
+        require(num_classes >= spec.num_classes, "model.num_classes", num_classes, holds)
+        return ResNet(self, spec.shape[0], num_classes)
+
+
+@final
+class ResNet(nn.Module):
+    """A classifier of images (He et al., 2016); the stride of a bottleneck sits on its 3x3, as in torchvision."""
+
+    def __init__(self, config: ResNetConfig, num_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.last_gamma = 0.0 if config.zero_init_last_gamma else 1.0
+        self.fill = FILLS[config.initialisation]
+        self.memory_format = memory_format(config)
+        self.stem = make_stem(config, num_channels)
+        self.blocks = make_blocks(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(
+            config.width * 2 ** (len(config.layers) - 1) * BLOCKS[config.block].expansion, num_classes
+        )
+
+    def forward(self, images_nchw: Tensor) -> Tensor:
+        """Images (n, c, h, w) to logits (n, k)."""
+        x_nchw = self.stem(images_nchw.contiguous(memory_format=self.memory_format))
+        for block in self.blocks:
+            x_nchw = block(x_nchw)
+        return self.head(self.dropout(x_nchw.mean((2, 3))))
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        """The repeated units, in the order of the forward pass."""
+        return list(self.blocks)
+
+    @torch.no_grad()
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one tensor in place with its initial value.
+
+        Convolutions follow the configuration, the head is N(0, 0.01), norms start as the identity; the last norm of
+        a block may start at zero, and the block as its shortcut (Goyal et al., 2017).
+
+        Args:
+            name: the dotted name in `named_parameters()` or `named_buffers()`.
+            generator: on the device of `tensor`.
+
+        Raises:
+            KeyError: no tensor of this model has this name.
+        """
+        match name.split("."):
+            case [*_, "bias" | "running_mean" | "num_batches_tracked"]:
+                tensor.zero_()
+            case [*_, "last", "norm", "weight"]:
+                tensor.fill_(self.last_gamma)
+            case [*_, "norm", "weight" | "running_var"]:
+                tensor.fill_(1.0)
+            case ["head", "weight"]:
+                tensor.normal_(0.0, HEAD_STD, generator=generator)
+            case [*_, "conv", "weight"]:
+                # Drawn in one order and then copied: the same values whatever the strides of the tensor.
+                drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                tensor.copy_(self.fill(drawn, generator))
+            case _:
+                raise KeyError(name)
+
+
+@final
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut: (n, c, h, w) to (n, c', h / stride, w / stride)."""
+
+    expansion: ClassVar[int] = 1  # channels that it returns per `width`
+
+    def __init__(self, config: ResNetConfig, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first = ConvNorm(config, width_in, width, 3, stride)
+        self.last = ConvNorm(config, width, width, 3)
+        self.shortcut = make_shortcut(config, width_in, width, stride)
+        self.activation = nn.ReLU(config.in_place)
+
+    def forward(self, x_nchw: Tensor) -> Tensor:
+        y_nchw = self.last(self.activation(self.first(x_nchw)))
+        # The sum is a new tensor, so that an activation in place never overwrites the input of the block.
+        return self.activation(y_nchw + self.shortcut(x_nchw))
+
+
+@final
+class Bottleneck(nn.Module):
+    """A 3x3 convolution between two 1x1, beside a shortcut: (n, c, h, w) to (n, 4 width, h / stride, w / stride)."""
+
+    expansion: ClassVar[int] = 4  # channels that it returns per `width`
+
+    def __init__(self, config: ResNetConfig, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        width_out = width * self.expansion
+        self.first = ConvNorm(config, width_in, width, 1)
+        self.middle = ConvNorm(config, width, width, 3, stride)
+        self.last = ConvNorm(config, width, width_out, 1)
+        self.shortcut = make_shortcut(config, width_in, width_out, stride)
+        self.activation = nn.ReLU(config.in_place)
+
+    def forward(self, x_nchw: Tensor) -> Tensor:
+        y_nchw = self.last(self.activation(self.middle(self.activation(self.first(x_nchw)))))
+        # The sum is a new tensor, so that an activation in place never overwrites the input of the block.
+        return self.activation(y_nchw + self.shortcut(x_nchw))
+
+
+@final
+class ConvNorm(nn.Module):
+    """A convolution and the norm that follows it, which stands in for the bias."""
+
+    def __init__(self, config: ResNetConfig, width_in: int, width_out: int, size: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width_in, width_out, size, stride, padding=size // 2, bias=False)
+        # A parameter anew, since `Module.to(memory_format=)` fails on fake tensors (torch 2.13).
+        self.conv.weight = nn.Parameter(self.conv.weight.detach().contiguous(memory_format=memory_format(config)))
+        self.norm = NORMS[config.norm](width_out)
+
+    def forward(self, x_nchw: Tensor) -> Tensor:
+        return self.norm(self.conv(x_nchw))
+
+
+@final
+class FrozenNorm(nn.Module):
+    """A batch norm that never changes: four buffers per channel, nothing kept for the backward but the scale.
+
+    It is meant for fine-tuning: the statistics of a trained model fit in by name.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_channels: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.empty(num_channels))
+
+    def forward(self, x_nchw: Tensor) -> Tensor:
+        scale_c = self.weight * (self.running_var + EPSILON).rsqrt()
+        shift_c = self.bias - self.running_mean * scale_c
+        scale_c11, shift_c11 = (values.to(x_nchw.dtype)[:, None, None] for values in (scale_c, shift_c))
+        return torch.addcmul(shift_c11, x_nchw, scale_c11)
+
+
+def make_stem(config: ResNetConfig, num_channels: int) -> nn.Sequential:
+    """What comes before the blocks: (n, c, h, w) to (n, width, h', w')."""
+    size, stride, pool = {
+        StemKind.full: (3, 1, nn.Identity()),
+        StemKind.half: (3, 2, nn.Identity()),
+        StemKind.quarter: (7, 2, nn.MaxPool2d(3, stride=2, padding=1)),
+    }[config.stem]
+    return nn.Sequential(ConvNorm(config, num_channels, config.width, size, stride), nn.ReLU(config.in_place), pool)
+
+
+def make_blocks(config: ResNetConfig) -> nn.ModuleList:
+    """All blocks of all stages; from the second stage on, the first block of each halves the image."""
+    blocks = nn.ModuleList()
+    width_in = config.width
+    for stage, num_blocks in enumerate(config.layers):
+        width = config.width * 2**stage
+        for index in range(num_blocks):
+            stride = 2 if stage > 0 and index == 0 else 1
+            blocks.append(BLOCKS[config.block](config, width_in, width, stride))
+            width_in = width * BLOCKS[config.block].expansion
+    return blocks
+
+
+def make_shortcut(config: ResNetConfig, width_in: int, width_out: int, stride: int) -> nn.Module:
+    """The input itself, or a 1x1 convolution of it where a block changes its shape."""
+    same = width_in == width_out and stride == 1
+    return nn.Identity() if same else ConvNorm(config, width_in, width_out, 1, stride)
+
+
+def memory_format(config: ResNetConfig) -> torch.memory_format:
+    """How images and the weights of convolutions lie in memory."""
+    return torch.channels_last if config.channels_last else torch.contiguous_format
+
+
+def group_norm(num_channels: int) -> nn.GroupNorm:
+    """A group norm of as many groups as divide both the channels and the usual number."""
+    return nn.GroupNorm(math.gcd(GROUPS, num_channels), num_channels)
+
+
+def kaiming_(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
+
+
+def xavier_(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return nn.init.xavier_uniform_(tensor, generator=generator)
+
+
+BLOCKS: dict[Residual, type[BasicBlock | Bottleneck]] = {
+    Residual.basic: BasicBlock,
+    Residual.bottleneck: Bottleneck,
+}
+NORMS: dict[NormKind, Callable[[int], nn.Module]] = {
+    NormKind.batch: nn.BatchNorm2d,
+    NormKind.group: group_norm,
+    NormKind.frozen: FrozenNorm,
+}
+FILLS = {Initialisation.kaiming: kaiming_, Initialisation.xavier: xavier_}

@@ -1,0 +1,47 @@
+"""The mean loss and the scores on the held-out samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowvram.core.rig import Part, Rig
+from lowvram.data.loader import eval_batches
+from lowvram.modes.session import Session
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss per target (nats) and the task's scores."""
+
+    loss: float
+    scores: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """By W&B's names."""
+        return {"loss/eval": self.loss} | {f"eval/{name}": value for name, value in self.scores.items()}
+
+
+def evaluate(session: Session) -> Evaluation:
+    """One pass over the held-out samples, in parts no larger than those of training."""
+    rig, batch_size = session.rig, session.settings.train.batch_size
+    part_size = math.ceil(batch_size / session.settings.groups["accum"].parts)
+    parts = eval_batches(session.data.eval, part_size, rig.device)
+    rig.model.eval()
+    try:
+        sums = torch.stack([part_sums(session, rig, part) for part in parts]).sum(0)
+    finally:
+        rig.model.train()
+    loss, correct, num_targets = sums.tolist()
+    return Evaluation(loss / num_targets, session.problem.scores(loss / num_targets, correct / num_targets))
+
+
+@torch.no_grad()
+def part_sums(session: Session, rig: Rig, part: Part) -> Any:
+    """(loss, correct answers, targets) of one part, summed: fp64 (3,)."""
+    outputs = rig.forward(part)
+    loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
+    return torch.stack([loss.double(), correct.double(), part.num_targets.double()])

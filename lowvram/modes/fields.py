@@ -1,0 +1,100 @@
+"""The fields of a row, as the child knows them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowvram.data.spec import Modality
+from lowvram.modes.evaluate import Evaluation
+from lowvram.modes.session import Session
+
+GIB = 2**30
+DISTURBING_BYTES = 2**30  # more than a CUDA context: somebody else is on the device
+Fields = dict[str, Any]
+
+
+def merged(*fragments: Fields) -> Fields:
+    """Fragments of a row as one; what two of them say of the same section is put together."""
+    whole: Fields = {}
+    for fragment in fragments:
+        for name, value in fragment.items():
+            whole[name] = {**whole.get(name, {}), **value} if isinstance(value, dict) else value
+    return whole
+
+
+def common(session: Session) -> Fields:
+    """The model, and what the knobs did to the numbers."""
+    parameters = list(session.rig.model.parameters())
+    caveats = [knob.caveat(session.rig.model) for knob in session.knobs.values()]
+    state = session.rig.stepper.state_dict()
+    return {
+        "compiled": False,
+        "model": {
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "blocks": described_blocks(session),
+        },
+        "precision": {"skipped_steps": state.get("skipped_steps", 0), "scale": state.get("scale")},
+        "semantics_changed": "; ".join(filter(None, caveats)) or None,
+    }
+
+
+def described_blocks(session: Session) -> str:
+    """Such as "4 Block"."""
+    counted = Counter(type(block).__name__ for block in session.problem.blocks(session.rig.model))
+    return ", ".join(f"{count} {name}" for name, count in counted.items())
+
+
+def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
+    return {"loss": {"first": first, "last": last, "eval": evaluation.loss}, "eval": evaluation.scores}
+
+
+def pace(session: Session, num_targets: list[Tensor], seconds: float) -> dict[str, float]:
+    """Throughput over steps with so many targets each, by W&B's names. What is no target is no throughput."""
+    num_steps = len(num_targets)
+    values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
+    if session.data.spec.modality is Modality.TOKENS:
+        values["throughput/tokens_per_s"] = int(torch.stack(num_targets).sum()) / seconds
+    return values | {"time/step_ms": 1e3 * seconds / num_steps}
+
+
+def times(session: Session, step_ms: list[float], waits_s: list[float], num_targets: list[Tensor]) -> Fields:
+    """Throughput and the spread of the step's time over the timed steps; null when there were none."""
+    if not step_ms:
+        return {"time": {"steps": 0}}
+    seconds = sum(step_ms) / 1e3
+    values = pace(session, num_targets, seconds)
+    p05, *_, p95 = quantiles(step_ms, n=20, method="inclusive") if len(step_ms) > 1 else (step_ms[0], step_ms[0])
+    return {
+        "throughput": {
+            name.partition("/")[2]: value for name, value in values.items() if name.startswith("throughput/")
+        },
+        "time": {
+            "step_ms_p50": median(step_ms),
+            "step_ms_p05": p05,
+            "step_ms_p95": p95,
+            "steps": len(step_ms),
+            "data_wait_frac": min(1.0, sum(waits_s) / seconds),
+        },
+    }
+
+
+def memory_now(session: Session) -> dict[str, float]:
+    """What can be read while training without disturbing it, by W&B's names."""
+    if session.rig.device.type == "cuda":
+        return {"memory/peak_gib": torch.cuda.max_memory_allocated() / GIB}
+    return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB}
+
+
+def status_bytes(name: str) -> int:
+    """A line of /proc/self/status, in bytes: VmHWM (peak of resident memory), VmRSS (resident), VmData …"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)

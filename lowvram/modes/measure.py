@@ -1,0 +1,80 @@
+"""mode=measure: warm up, then time a window of steps. Same step as training; no weights are saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lowvram.core.rig import Update
+from lowvram.data.loader import Waited
+from lowvram.endings import NonFinite
+from lowvram.modes import fields
+from lowvram.modes.clock import clock_for, synchronise
+from lowvram.modes.evaluate import evaluate
+from lowvram.modes.last_acts import last_acts
+from lowvram.modes.session import Session
+
+
+@final
+@dataclass(frozen=True)
+class Measure:
+    """conf/mode/measure.yaml"""
+
+    def run(self, session: Session) -> dict[str, Any]:
+        limits, device = session.settings.measure, session.rig.device
+        batches, clock, history = session.batches(0), clock_for(device), History(session)
+        session.events("begin", step=0, num_steps=limits.warmup_steps + limits.steps, setup_s=session.age_s())
+        for _ in range(limits.warmup_steps):  # optimizer state is born here
+            history.step(batches)
+        synchronise(device)
+        began = time.monotonic()
+        while history.num_steps < limits.warmup_steps + limits.steps and time.monotonic() - began < limits.max_seconds:
+            with clock.lap("step"):
+                history.step(batches)
+        synchronise(device)
+        step_ms, losses, timed = clock.laps_ms("step"), history.tell(), slice(limits.warmup_steps, None)
+        return fields.merged(
+            fields.common(session),
+            fields.losses(losses[0], losses[-1], evaluate(session)),
+            fields.times(session, step_ms, batches.waits_s[timed], history.num_targets[timed]),
+            last_acts(session, batches),
+        )
+
+
+class History:
+    """The losses of a measurement, left on the device until it is over."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._steps: list[tuple[Tensor, Update]] = []
+        self._num_applied = 0
+        self.num_targets: list[Tensor] = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    def step(self, batches: Waited) -> None:
+        limits = self._session.settings.measure
+        batch = next(batches)
+        self.num_targets.append(batch.num_targets)
+        loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
+        self._num_applied += update.applied
+        self._steps.append((loss, update))
+
+    def tell(self) -> Sequence[float]:
+        """A line of metrics.jsonl for every step; returns the losses."""
+        losses = torch.stack([loss for loss, _ in self._steps]).tolist()
+        for number, (loss, (_, update)) in enumerate(zip(losses, self._steps, strict=True), start=1):
+            if not math.isfinite(loss):
+                raise NonFinite(f"the loss of step {number} is {loss}: {self._session.remedy()}")
+            self._session.events(
+                "metrics", step=number, values={"loss/train": loss, "grad_norm": float(update.grad_norm)}
+            )
+        return losses

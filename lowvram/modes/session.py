@@ -1,0 +1,84 @@
+"""All that a mode works with."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from torch import Tensor
+
+from lowvram.core.knob import Knob
+from lowvram.core.rig import Part, Rig, Update
+from lowvram.core.step import step
+from lowvram.data.loader import Loader, Waited
+from lowvram.data.source import Data
+from lowvram.endings import NonFinite
+from lowvram.schedule import Schedule
+from lowvram.settings import Settings
+from lowvram.tasks import Problem
+
+
+class Events(Protocol):
+    """The way to the parent."""
+
+    def __call__(self, event: str, **fields: Any) -> None: ...
+
+
+class Stop(Protocol):
+    """Whether somebody asked the point to stop."""
+
+    requested: bool
+
+    def between_steps(self) -> AbstractContextManager[None]: ...
+
+
+@final
+@dataclass(frozen=True)
+class Session:
+    """One point, assembled and ready to run."""
+
+    settings: Settings
+    knobs: dict[str, Knob]
+    problem: Problem
+    rig: Rig
+    data: Data
+    events: Events
+    stop: Stop
+    folder: Path
+    is_resumed: bool
+    started: float  # time.monotonic() when the child began
+    resident_bytes: int  # of the process, before it did anything
+
+    def batches(self, first_step: int) -> Waited:
+        """The logical batches from `first_step` on, without end."""
+        loader: Loader = self.settings.groups["loader"]
+        batch_size, seed = self.settings.train.batch_size, self.settings.root.seed
+        return Waited(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device))
+
+    def update(self, batch: Part, num_applied: int, num_steps: int) -> tuple[Tensor, Update]:
+        """One step at the learning rate that is due after `num_applied` updates of `num_steps`.
+
+        Raises:
+            NonFinite: the gradients are not finite, and no smaller loss scale can help.
+        """
+        self.rig.stepper.set_lr(self.lr(num_applied, num_steps))
+        loss, update = step(self.rig, batch)
+        if not (update.applied or update.recoverable):
+            raise NonFinite(f"the gradients are not finite any more (loss {loss.item():g}): {self.remedy()}")
+        return loss, update
+
+    def lr(self, num_applied: int, num_steps: int) -> float:
+        """The learning rate after `num_applied` updates: a skipped one doesn't move the schedule."""
+        schedule: Schedule = self.settings.groups["schedule"]
+        return self.settings.groups["optimizer"].lr * schedule.factor(num_applied, num_steps)
+
+    def remedy(self) -> str:
+        """What helps against numbers that grow without bound."""
+        return f"try a smaller learning rate (optimizer.lr={self.settings.groups['optimizer'].lr / 10:g}) or stepping.clip=1.0"
+
+    def age_s(self) -> float:
+        """Seconds since the child began."""
+        return time.monotonic() - self.started

@@ -1,0 +1,44 @@
+"""A step on tensors without memory: what a point would hold, and how much it computes."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.ledger import Peak, ledger
+from lowvram.core.rig import Part, assemble
+from lowvram.core.step import step
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.tasks import Problem
+
+CPU = torch.device("cpu")
+
+
+def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> Peak:
+    """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state."""
+    harmless = {name: knob for name, knob in knobs.items() if knob.stage is not Stage.PROCESS}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rig = assemble(problem, harmless, CPU)
+        batch = example(problem.spec, batch_size)
+        step(rig, batch)
+        with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+            step(rig, batch)
+    return peak
+
+
+def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
+    """Floating-point operations of forward and backward for one sample, without any recomputation."""
+    needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        step(assemble(problem, needed, CPU), example(problem.spec, 1))
+    return counter.get_total_flops()
+
+
+def example(spec: DataSpec, num_samples: int) -> Part:
+    """A part of the right shape."""
+    shape = (num_samples, *spec.shape)
+    if spec.modality is Modality.TOKENS:
+        return Part(torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+    return Part(torch.zeros(shape), torch.zeros(num_samples, dtype=torch.long))

@@ -1,0 +1,162 @@
+"""mode=train: all steps, with evaluations and snapshots; the weights are saved at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, final
+
+from safetensors.torch import save_model
+from torch import Tensor
+
+from lowvram.core.rig import Part, Update
+from lowvram.data.loader import Waited
+from lowvram.endings import Interrupted, NonFinite
+from lowvram.modes import fields
+from lowvram.modes.clock import clock_for
+from lowvram.modes.evaluate import Evaluation, evaluate
+from lowvram.modes.last_acts import last_acts
+from lowvram.modes.session import Session
+from lowvram.modes.snapshot import Snapshots, random_state, set_random_state
+
+SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
+
+
+@final
+@dataclass(frozen=True)
+class Train:
+    """conf/mode/train.yaml"""
+
+    def run(self, session: Session) -> dict[str, Any]:
+        run, settings = TrainingRun(session), session.settings
+        batches, clock = session.batches(run.step), clock_for(session.rig.device)
+        run.begin()
+        with session.stop.between_steps():
+            while run.step < settings.train.steps:
+                with clock.lap("step"):
+                    batch = next(batches)
+                    loss, update = session.update(batch, run.num_applied, settings.train.steps)
+                run.count(loss, update, batch)
+                if is_due(run.step, settings.train.eval_every):
+                    run.evaluate()
+                if is_due(run.step, settings.snapshot.every_steps):
+                    run.save()
+                if session.stop.requested:
+                    run.save()
+                    raise Interrupted(f"stopped after step {run.step} of {settings.train.steps}")
+        return run.finish(batches, clock.laps_ms("step"))
+
+
+def is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+class TrainingRun:
+    """Where a run stands: what is counted, logged and saved between the steps."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.snapshots = Snapshots(session.folder / "snapshots", session.settings.snapshot.keep)
+        self.step = self.num_applied = self.saved_step = 0
+        self.first_loss = self.last_loss = math.nan
+        self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
+        self.random: dict[str, Tensor] | None = None
+        self.num_targets: list[Tensor] = []  # of each step of this process
+        self.logged_at, self.logged_step = time.monotonic(), 0
+        if session.is_resumed and (state := self.snapshots.load()):
+            self.restore(state)
+
+    def begin(self) -> None:
+        """The last thing before the first step, after all that draws random numbers."""
+        if self.random is not None:
+            set_random_state(self.random)
+        total = self.session.settings.train.steps
+        self.session.events("begin", step=self.step, num_steps=total, setup_s=self.session.age_s())
+        self.logged_at = time.monotonic()
+
+    def count(self, loss: Tensor, update: Update, batch: Part) -> None:
+        """One more step was made; log it when it is due."""
+        settings = self.session.settings.train
+        lr = self.session.lr(self.num_applied, settings.steps)
+        self.step += 1
+        self.num_applied += update.applied
+        self.num_targets.append(batch.num_targets)
+        if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
+            self.last_loss = loss.item()
+            self.first_loss = self.last_loss if self.step == 1 else self.first_loss
+            self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
+
+    def log(self, values: dict[str, float]) -> None:
+        """One line of metrics.jsonl, with the pace since the last one."""
+        if not math.isfinite(self.last_loss):
+            raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {self.session.remedy()}")
+        now = time.monotonic()
+        steps = self.step - self.logged_step
+        pace = fields.pace(self.session, self.num_targets[-steps:], now - self.logged_at)
+        self.session.events("metrics", step=self.step, values=values | pace | fields.memory_now(self.session))
+        self.logged_at, self.logged_step = now, self.step
+
+    def evaluate(self) -> Evaluation:
+        """The evaluation after the last step; made once."""
+        if self.evaluation is None or self.evaluation[0] != self.step:
+            self.evaluation = (self.step, evaluate(self.session))
+            self.session.events("metrics", step=self.step, values=self.evaluation[1].metrics())
+        return self.evaluation[1]
+
+    def save(self) -> None:
+        """A snapshot of the run as it stands; made once."""
+        if self.saved_step != self.step:
+            self.snapshots.save(self.step, self.state())
+            self.saved_step = self.step
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on. The data's position is the step: its order is a function of the seed."""
+        return {
+            "step": self.step,
+            "num_applied": self.num_applied,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "model": self.session.rig.model.state_dict(),
+            "stepper": self.session.rig.stepper.state_dict(),
+            "random": random_state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; the random state is set when the run begins."""
+        self.session.rig.model.load_state_dict(state["model"])
+        self.session.rig.stepper.load_state_dict(state["stepper"])
+        self.step = self.saved_step = self.logged_step = state["step"]
+        self.num_applied, self.random = state["num_applied"], state["random"]
+        self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+
+    def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
+        """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
+        timed = slice(SETTLING_STEPS, len(step_ms))
+        evaluation = self.evaluate()
+        self.save()
+        export(self.session)
+        return fields.merged(
+            fields.common(self.session),
+            fields.losses(self.first_loss, self.last_loss, evaluation),
+            fields.times(self.session, step_ms[timed], batches.waits_s[timed], self.num_targets[timed]),
+            last_acts(self.session, batches),
+        )
+
+
+def export(session: Session) -> None:
+    """`model/`: the weights as safetensors, and what it takes to build the plain model around them."""
+    folder = session.folder / "model"
+    folder.mkdir(exist_ok=True)
+    save_model(session.rig.model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    described = {"model": session.problem.model, "data": session.data.spec}
+    text = json.dumps({name: plain(value) for name, value in described.items()}, indent=2)
+    (folder / "config.json").write_text(text + "\n")
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A frozen dataclass as JSON would have it, with its class."""
+    values = {name: value.name if isinstance(value, Enum) else value for name, value in asdict(config).items()}
+    return {"_target_": f"{type(config).__module__}.{type(config).__qualname__}", **values}

@@ -1,0 +1,251 @@
+"""One point: a child computes it, and this module, in the parent, records it. Imports no torch.
+
+The parent is the only writer of `metrics.jsonl`, of W&B and of `result.json`, so a child that dies in whatever way
+still gets its row and its failed W&B run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from lowvram.process.client import Event, Server
+from lowvram.process.server import KILL, TERM
+from lowvram.results import row as rows
+from lowvram.results.advice import data_wait_advice, out_of_memory_advice
+from lowvram.results.row import Row, Status
+from lowvram.results.terminal import Progress
+from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, stored_run_id
+from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS
+
+METRICS = "metrics.jsonl"
+CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
+NATIVE_LOG = "native.log"
+TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
+MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the parent knows of a point before it runs."""
+
+    id: str
+    name: str  # what was swept, or the run's name
+    index: int  # its place in the sweep
+    folder: Path
+    config: dict[str, Any]  # composed and resolved
+    choices: dict[str, str]  # group -> option
+    sweep: str | None  # the name of its sweep
+    provenance: dict[str, Any]
+    is_resumed: bool = False
+
+    def first_row(self) -> Row:
+        known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
+        return rows.merge(rows.empty_row(), {**known, "provenance": self.provenance})
+
+
+def run_point(point: Point, server: Server, progress: Progress, stop_signals: Callable[[], int]) -> Row:
+    """Run one point and leave its row.
+
+    Args:
+        stop_signals: how often somebody asked to stop so far.
+    """
+    recording, killed_before = Recording(point, progress), num_oom_kills()
+    orders = Orders(point.config["timeout_s"], stop_signals)
+    request = {
+        "config": {key: point.config[key] for key in CHILDS_OWN},
+        "choices": point.choices,
+        "folder": str(point.folder),
+        "resume": point.is_resumed,
+        "threads": len(os.sched_getaffinity(0)),
+    }
+    status = server.run(request, recording.on_event, orders)
+    try:
+        progress.stop()
+        if recording.row["status"] is None:
+            recording.add(last_words(point.folder, status, killed_before, orders))
+        elif orders.is_timed_out and recording.row["status"] != Status.OK:
+            recording.add(orders.as_row())
+        return recording.close()
+    except OSError as error:
+        return recording.unwritable(error)
+
+
+class Orders:
+    """What to tell the child: asked again and again while it runs, answers each order once."""
+
+    def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:
+        self._timeout_s, self._stop_signals = timeout_s, stop_signals
+        self._began = time.monotonic()
+        self._given: set[bytes] = set()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop_signals() > 0
+
+    @property
+    def is_timed_out(self) -> bool:
+        return self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s
+
+    def __call__(self) -> bytes | None:
+        order = self._due()
+        if order is None or order in self._given:
+            return None
+        self._given.add(order)
+        return order
+
+    def _due(self) -> bytes | None:
+        if self._stop_signals() > 1:
+            return KILL
+        if self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s + TIMEOUT_GRACE_S:
+            return KILL
+        return TERM if self.is_stopped or self.is_timed_out else None
+
+    def as_row(self) -> dict[str, Any]:
+        return {"status": Status.TIMEOUT, "reason": f"still running after timeout_s={self._timeout_s:g}"}
+
+
+class Recording:
+    """Turns the child's events into files, W&B and a row."""
+
+    def __init__(self, point: Point, progress: Progress) -> None:
+        self.point, self.progress = point, progress
+        self.row = point.first_row()
+        self.recorder: Recorder = NullRecorder()
+        self._metrics: TextIO | None = None
+        self._is_recorded = False
+
+    def on_event(self, event: Event) -> None:
+        """One event of the child. The events are the methods named on_…"""
+        handlers: dict[str, Callable[..., None]] = {
+            "ready": self.add,
+            "begin": self._on_begin,
+            "metrics": self._on_metrics,
+            "say": self.progress.say,
+            "row": self.add,
+        }
+        handlers[event.pop("event")](**event)
+
+    def add(self, fields: dict[str, Any]) -> None:
+        """More of the row is known."""
+        self.row = rows.merge(self.row, fields)
+
+    def _on_begin(self, step: int, num_steps: int, setup_s: float) -> None:
+        self.add({"time": {"setup_s": setup_s}})
+        cut_back(self.point.folder / METRICS, step)
+        self._metrics = (self.point.folder / METRICS).open("a")
+        self._start_recorder()
+        self.progress.start(self.point.name, num_steps)
+        self.progress.update(step, {})
+
+    def _on_metrics(self, step: int, values: dict[str, float]) -> None:
+        assert self._metrics is not None
+        self._metrics.write(rows.to_json({"step": step, **values}) + "\n")
+        self._metrics.flush()
+        self.recorder.log(step, values)
+        self.progress.update(step, values)
+
+    def _start_recorder(self) -> None:
+        """The W&B run; once per point."""
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        logger, folder = self.point.config["logger"], self.point.folder
+        start = RECORDERS[logger["name"]].start
+        names = (self.point.name, self.point.sweep, self.point.config, self.row["choices"])
+        self.recorder = start(folder, logger, *names, resume_id=stored_run_id(folder))
+
+    def close(self) -> Row:
+        """The row is whole: add advice, write it, end the W&B run."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
+            return self.row  # nothing ran: there is nothing to keep
+        self._advise()
+        self._start_recorder()
+        self.recorder.finish(self.row)
+        rows.write(self.point.folder, self.row)
+        for line in (self.recorder.notice, self.recorder.address):
+            if line:
+                self.progress.say(line)
+        return self.row
+
+    def _advise(self) -> None:
+        status, choices = self.row["status"], self.row["choices"]
+        if status == Status.OOM:
+            by_kind = (self.row["plan"] or {}).get("by_kind")
+            self.add({"reason": f"{self.row['reason']}; {out_of_memory_advice(by_kind, choices)}"})
+        if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
+            self.progress.say(advice)
+
+    def unwritable(self, error: OSError) -> Row:
+        """The row when it can't be written: it is told, and the sweep goes on."""
+        self.add(
+            {"status": Status.ERROR, "reason": f"{error.strerror} while writing {error.filename or self.point.folder}"}
+        )
+        self.recorder.finish(self.row)
+        return self.row
+
+
+def cut_back(metrics: Path, step: int) -> None:
+    """Keep the lines up to `step`; a torn last line goes too."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    rows.write_text(metrics, "".join(kept))
+
+
+def last_words(folder: Path, status: int | None, killed_before: int, orders: Orders) -> dict[str, Any]:
+    """The row of a child that said nothing: read off how it died."""
+    if orders.is_stopped:
+        return {"status": Status.INTERRUPTED, "reason": "killed by a second signal before it could save"}
+    if orders.is_timed_out:
+        return orders.as_row()
+    if status is None:
+        return {"status": Status.KILLED, "reason": "the process that starts points has died"}
+    log = (folder / NATIVE_LOG).read_text(errors="replace") if (folder / NATIVE_LOG).exists() else ""
+    if any(word in log for word in MEMORY_WORDS):
+        return {"status": Status.OOM, "reason": f"out of memory in native code (see {NATIVE_LOG})"}
+    if not os.WIFSIGNALED(status):
+        return {
+            "status": Status.ERROR,
+            "reason": f"the process ended by itself with exit code {os.WEXITSTATUS(status)}",
+        }
+    number = os.WTERMSIG(status)
+    if number == signal.SIGKILL and num_oom_kills() > killed_before:
+        return {"status": Status.OOM, "reason": "the kernel ended it because the machine had no memory left"}
+    name = signal.Signals(number).name
+    is_killed = number in (signal.SIGKILL, signal.SIGTERM)
+    told = "" if is_killed else f" (see {NATIVE_LOG})"
+    return {"status": Status.KILLED if is_killed else Status.ERROR, "reason": f"the process died of {name}{told}"}
+
+
+def num_oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory since the machine started."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
+
+
+def remove_folder(folder: Path) -> None:
+    """Forget a run that was refused: its folder, and the folders above it that held nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for above in folder.parents:
+        try:
+            above.rmdir()
+        except OSError:
+            return

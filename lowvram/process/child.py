@@ -1,0 +1,150 @@
+"""The child: one point in a process of its own. It computes and tells; the parent records.
+
+Every way to end becomes an event with a status, except a death that leaves no time to speak: the parent names that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowvram import job
+from lowvram.endings import Interrupted, ending
+from lowvram.process.limits import lift
+from lowvram.settings import settings
+
+NATIVE_LOG = "native.log"  # in the point's folder
+EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": 75}
+
+
+class Events:
+    """The pipe to the parent: one line of JSON an event. Nothing is lost if the parent is gone: nobody would read it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        data = json.dumps({"event": event, **fields}).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except BrokenPipeError:
+            pass
+
+
+class SpokenStream:
+    """A stand-in for stdout and stderr: each line becomes an event, so that it is printed above the progress bar."""
+
+    def __init__(self, events: Events) -> None:
+        self._events, self._rest = events, ""
+        self.encoding, self.errors = "utf-8", "replace"
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._events("say", text=line)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._rest:
+            self._events("say", text=self._rest)
+            self._rest = ""
+
+    def isatty(self) -> bool:
+        return False
+
+
+class Stop:
+    """SIGINT and SIGTERM. Outside `between_steps` they interrupt at once; inside, they wait for the step to end."""
+
+    def __init__(self) -> None:
+        self.requested = self._patient = False
+        self._pid = os.getpid()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # a loader's worker inherited the handler
+            os._exit(128 + number)
+        first, self.requested = not self.requested, True
+        if first and not self._patient:
+            raise Interrupted
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+
+def main(request: dict[str, Any], events_fd: int) -> int:
+    """Run one request; returns the exit code."""
+    events = Events(events_fd)
+    spoken: Any = SpokenStream(events)
+    sys.stdout = sys.stderr = spoken
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        stop = Stop()
+        fields = check(request["check"]) if "check" in request else run_point(request, events, stop)
+    except BaseException as error:  # the last net: a point always tells how it ended
+        fields = ending(error)
+        if fields["status"] == "error":
+            traceback.print_exc()
+    lift()
+    if fields["status"] == "oom":
+        fields |= after_out_of_memory(request)
+    spoken.flush()
+    events("row", fields=fields)
+    return EXIT_CODES.get(fields["status"], 1)
+
+
+def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build the objects of every configuration of a sweep; the first mistake is raised."""
+    for config in configs:
+        settings(config)
+    return {"status": "ok"}
+
+
+def run_point(request: dict[str, Any], events: Events, stop: Stop) -> dict[str, Any]:
+    """The point itself; returns what it says in its row."""
+    prepare(Path(request["folder"]), request["threads"])
+    return {"status": "ok", **job.run(settings(request["config"]), request, events, stop)}
+
+
+def prepare(folder: Path, num_threads: int) -> None:
+    """Make the process one that is measured cleanly and dies usefully."""
+    write_proc("oom_score_adj", "800")  # the kernel takes the point, not the sweep
+    write_proc("clear_refs", "5")  # the peak of resident memory starts here
+    log = os.open(folder / NATIVE_LOG, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
+    os.dup2(log, 2)  # what C++ says on its way out
+    faulthandler.enable(file=log, all_threads=True)
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError("the fork server has touched CUDA: its children can't")
+    torch.set_num_threads(num_threads)
+
+
+def write_proc(name: str, text: str) -> None:
+    """Best effort: where a sandbox forbids it, a figure is less sharp."""
+    with suppress(OSError):
+        Path(f"/proc/self/{name}").write_text(text)
+
+
+def after_out_of_memory(request: dict[str, Any]) -> dict[str, Any]:
+    """What the point would have held at its peak, traced on tensors without memory, for the advice."""
+    try:
+        return {"plan": job.trace(settings(request["config"]), request["choices"])}
+    except Exception as error:
+        print(f"note: the memory that it needs can't be traced ({type(error).__name__}: {error})")
+        return {}

@@ -1,0 +1,158 @@
+"""The parent's end of the fork server. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lowvram.process.server import KILL
+
+POLL_S = 0.1  # how soon a signal or a time-out is passed on
+Event = dict[str, Any]
+
+
+class Server:
+    """One fork server, started when it is first needed and started anew if it should die."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_ready = False
+
+    def start(self) -> None:
+        """Start importing in the background; returns at once."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C never hits a starting server
+        try:
+            command = [sys.executable, "-m", "lowvram.process.server", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
+        finally:
+            signal.signal(signal.SIGINT, before)
+        theirs.close()
+        self._socket, self._is_ready = ours, False
+
+    def stop(self) -> None:
+        """End the server; a child that still runs gets its grace."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            if not self._is_ready:
+                self._process.kill()  # still importing: there is nothing to save
+            self._process.wait()
+        self._process = self._socket = None
+
+    def run(
+        self, request: dict[str, Any], on_event: Callable[[Event], None], order: Callable[[], bytes | None]
+    ) -> int | None:
+        """Run one child to its end.
+
+        Args:
+            on_event: called with each event of the child, in order.
+            order: asked every POLL_S; TERM or KILL is passed on to the child.
+
+        Returns:
+            The child's wait status, or None if the server itself died.
+        """
+        self.start()
+        assert self._socket is not None
+        reader, writer = os.pipe()
+        try:
+            if not self._wait_ready(order):
+                return None
+            send(self._socket, request, writer)
+        except OSError:
+            return None
+        finally:
+            os.close(writer)
+        with os.fdopen(reader, "rb", buffering=0) as events:
+            return self._follow(self._socket, EventReader(events, on_event), order)
+
+    def _wait_ready(self, order: Callable[[], bytes | None]) -> bool:
+        assert self._socket is not None
+        while not self._is_ready:
+            if order() is not None:
+                self.stop()
+                return False
+            if select.select([self._socket], [], [], POLL_S)[0]:
+                if not self._socket.recv(64):
+                    return False
+                self._is_ready = True
+        return True
+
+    def _follow(self, server: socket.socket, events: EventReader, order: Callable[[], bytes | None]) -> int | None:
+        while True:
+            listening = [server, *events.open_files()]
+            ready = select.select(listening, [], [], POLL_S)[0]
+            try:
+                if told := order():
+                    server.send(told)
+                if server in ready:
+                    answer = server.recv(4096)
+                    events.drain()
+                    return json.loads(answer)["status"] if answer else None
+            except OSError:
+                events.drain()
+                return None
+            if ready:
+                events.read()
+
+
+class EventReader:
+    """Lines of JSON from the child's pipe. A torn last line of a child that was killed is dropped."""
+
+    def __init__(self, file: Any, on_event: Callable[[Event], None]) -> None:
+        self._file, self._on_event = file, on_event
+        self._rest, self._at_end = b"", False
+
+    def open_files(self) -> list[Any]:
+        return [] if self._at_end else [self._file]
+
+    def read(self) -> None:
+        """Pass on what is there now."""
+        if self._at_end or not select.select([self._file], [], [], 0)[0]:
+            return
+        data = self._file.read(1 << 16)
+        self._at_end = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._on_event(json.loads(line))
+
+    def drain(self) -> None:
+        """Pass on all that is left. The child is dead by now, so this ends."""
+        while not self._at_end and select.select([self._file], [], [], 0)[0]:
+            self.read()
+
+
+def send(server: socket.socket, request: dict[str, Any], events_fd: int) -> None:
+    """A request of any size: its text travels in a memory file."""
+    memory = os.memfd_create("request")
+    try:
+        with os.fdopen(os.dup(memory), "w") as file:
+            json.dump(request, file)
+        socket.send_fds(server, [b"run"], [memory, events_fd])
+    finally:
+        os.close(memory)
+
+
+def environment() -> dict[str, str]:
+    """The server's environment."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    # passive: OpenMP threads that spin on busy cores turned steps of 0.6 ms into 30 ms
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
+    env.pop("HYDRA_FULL_ERROR", None)  # set by us for the parent alone
+    return env
+
+
+__all__ = ["KILL", "Server"]

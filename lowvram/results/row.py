@@ -1,0 +1,219 @@
+"""The row: what is known about a point, kept as strict JSON in `result.json`. Needs no torch.
+
+A row is a plain dict with every key of `empty_row`. One process writes it (the parent of the point),
+always as a whole, so that a reader never sees half a row.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+SCHEMA = 1
+FILE_NAME = "result.json"
+GIB = 2**30
+MIB = 2**20
+KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
+REFUSED = "<refused>"
+
+_SECRET_WORD = re.compile(r"(key|token|password|passwd|passphrase|secret|credential|passwords|secrets|credentials)$")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_HELD_MEMORY = "another process held"
+
+
+class Status(StrEnum):
+    """How a point ended, whether a re-run skips it, and the exit codes that follow."""
+
+    def __new__(cls, word: str, is_final: bool, exit_single: int, exit_sweep: int) -> Status:
+        status = str.__new__(cls, word)
+        status._value_ = word
+        status.is_final = is_final
+        status.exit_single = exit_single
+        status.exit_sweep = exit_sweep
+        return status
+
+    is_final: bool
+    exit_single: int
+    exit_sweep: int
+
+    OK = "ok", True, 0, 0
+    OOM = "oom", True, 1, 0
+    INCOMPATIBLE = "incompatible", True, 3, 0
+    NONFINITE = "nonfinite", True, 1, 1
+    TIMEOUT = "timeout", False, 1, 1
+    KILLED = "killed", False, 1, 1
+    ERROR = "error", False, 1, 1
+    INTERRUPTED = "interrupted", False, 75, 75
+
+
+def empty_row() -> Row:
+    """A row in which nothing is known yet: every key is there, every value is null."""
+    return {
+        "schema": SCHEMA,
+        **_nulls("id name index status reason"),
+        "choices": {},
+        "config": {},
+        "compiled": None,
+        "model": _nulls("parameters trainable blocks"),
+        "memory": _nulls(
+            "peak_bytes source steady_peak_bytes reserved_bytes device_bytes free_at_start_bytes "
+            "alloc_retries process_peak_bytes host_peak_bytes by_kind by_kind_max by_kind_reason"
+        ),
+        "plan": None,
+        "throughput": _nulls("samples_per_s tokens_per_s mfu"),
+        "time": _nulls(
+            "step_ms_p50 step_ms_p05 step_ms_p95 forward_ms backward_ms update_ms setup_s compile_s data_wait_frac"
+        ),
+        "loss": _nulls("first last eval"),
+        "eval": _nulls("accuracy perplexity"),
+        "precision": _nulls("skipped_steps scale"),
+        **_nulls("fidelity semantics_changed disturbed ranks"),
+        "provenance": _nulls("git_sha dirty lowvram torch device_name driver threads seed python command"),
+    }
+
+
+def _nulls(keys: str) -> dict[str, Any]:
+    return dict.fromkeys(keys.split())
+
+
+def merge(row: Row, fragment: Mapping[str, Any]) -> Row:
+    """A new row: `fragment` over `row`, mapping by mapping; lists and numbers are replaced.
+
+    Raises KeyError for a top-level key that the schema doesn't know, TypeError where the fragment
+    would replace a section such as `memory` by something else.
+    """
+    schema = empty_row()
+    for key, value in fragment.items():
+        if key not in schema:
+            raise KeyError(f"a row has no key {key!r}: use one of {', '.join(schema)}")
+        if isinstance(schema[key], dict) and not isinstance(value, Mapping):
+            raise TypeError(f"row[{key!r}] is a mapping, it can't become {value!r}")
+    return _merged(row, fragment)
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(dict(old))
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def read(folder: str | os.PathLike[str]) -> Row | None:
+    """The row of a point's folder; None when there is none, or when the file isn't a whole row."""
+    try:
+        text = (Path(folder) / FILE_NAME).read_text(encoding="utf-8")
+        stored = json.loads(text, parse_constant=lambda _: None)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        return None
+    return _merged(empty_row(), stored)
+
+
+def write(folder: str | os.PathLike[str], row: Row) -> None:
+    """Writes `result.json` in one move. What isn't finite becomes null; secrets are refused."""
+    safe = {**row, "config": refuse_secrets(row["config"])}
+    write_text(Path(folder) / FILE_NAME, to_json(safe, indent=1) + "\n")
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinity, which JSON doesn't know, become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole: a reader, or a power cut, meets the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_final(row: Row) -> bool:
+    """Whether a re-run skips this point.
+
+    Running out of memory is final, except when another process held memory of the device meanwhile.
+    """
+    if row["status"] is None:
+        return False
+    status = Status(row["status"])
+    crowded = status is Status.OOM and _HELD_MEMORY in (row["disturbed"] or "")
+    return status.is_final and not crowded
+
+
+def held_by_another_process(num_bytes: int) -> str:
+    """The `disturbed` reason that `is_final` understands."""
+    return f"{_HELD_MEMORY} {size_text(num_bytes)} of the device's memory"
+
+
+def exit_code(rows: Iterable[Row], sweep: bool) -> int:
+    """The exit code of the program: that of the worst row, 0 when nothing ran.
+
+    In a sweep, rows that ran out of memory or don't fit together are results, not failures;
+    it exits with 3 only when no configuration at all could run.
+    """
+    statuses = [Status(row["status"]) for row in rows]
+    if not sweep:
+        return max((status.exit_single for status in statuses), default=0)
+    if statuses and all(status is Status.INCOMPATIBLE for status in statuses):
+        return Status.INCOMPATIBLE.exit_single
+    return max((status.exit_sweep for status in statuses), default=0)
+
+
+def refuse_secrets(config: Any) -> Any:
+    """A copy in which values under keys that look like keys, tokens, passwords, secrets are refused."""
+    if isinstance(config, Mapping):
+        return {key: REFUSED if _is_secret(str(key), value) else refuse_secrets(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [refuse_secrets(item) for item in config]
+    return config
+
+
+def refuse_secrets_in_words(words: Sequence[str]) -> list[str]:
+    """The same for a command line, whose words are `dotted.key=value`."""
+    return [_refused_word(word) for word in words]
+
+
+def _refused_word(word: str) -> str:
+    key, equals, value = word.partition("=")
+    secret = equals and _is_secret(key.rpartition(".")[2], value)
+    return f"{key}={REFUSED}" if secret else word
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    # "tokens" and "tokenizer" are everyday words of this field; null and true tell nobody anything.
+    is_named_so = any(_SECRET_WORD.search(word.lower()) for word in _WORD.findall(key))
+    return is_named_so and value is not None and not isinstance(value, bool)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for a reader: "0.123 GiB", or "3.21 MiB" when that would lose its digits."""
+    if num_bytes >= GIB // 100:
+        return f"{num_bytes / GIB:.3f} GiB"
+    return f"{num_bytes / MIB:.2f} MiB"

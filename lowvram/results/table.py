@@ -1,0 +1,298 @@
+"""The table of a sweep: a view rebuilt from the `result.json` of its points. Needs no torch.
+
+Nothing else is kept, so there is no shared file that two writers could spoil.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, read, size_text, to_json, write_text
+
+SOURCES = {
+    "cuda_allocator": "CUDA allocator",
+    "tensor_ledger": "tensor bytes on CPU",
+    "process": "growth of the process",
+}
+_SMALLEST_IN_GIB = 0.1 * GIB
+_PLAIN_WIDTH = 10_000  # no terminal, no reason to wrap
+
+Best = Callable[[Iterable[float]], float]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: plain values for CSV, the same formatted for readers, and which rows are the best."""
+
+    title: str
+    values: tuple[float | str | None, ...]
+    texts: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+    is_number: bool = False
+    is_shown: bool = True  # in the terminal and in Markdown
+    is_exported: bool = True  # in CSV
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length, and the lines to print below them."""
+
+    columns: tuple[Column, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns[0].texts)
+
+    @property
+    def shown(self) -> list[Column]:
+        return [column for column in self.columns if column.is_shown]
+
+
+def collect(folder: str | Path) -> list[Row]:
+    """The rows of a sweep's folder, in the order of its points; or the one row of a single run's folder.
+
+    Only folders directly below are looked at: a sweep inside a sweep stays a sweep of its own.
+    """
+    folder = Path(folder)
+    points = [path.parent for path in folder.glob(f"*/{FILE_NAME}")]
+    rows = [row for row in map(read, points or [folder]) if row is not None]
+    return sorted(rows, key=lambda row: (row["index"] is None, row["index"] or 0, label(row)))
+
+
+def label(row: Row) -> str:
+    """How a row is called: by what was swept, else by the point's id."""
+    return row["name"] or row["id"] or "-"
+
+
+def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
+    """The table of `rows`; columns without a value are left out.
+
+    `kept`: ids of the rows that an earlier launch has measured. Bytes of all columns share one unit.
+    """
+    unit, num_unit_bytes = _memory_unit(rows)
+    sources = [SOURCES.get(row["memory"]["source"]) for row in rows]
+    kinds = {source for source in sources if source}
+    # Peaks that were measured in different ways can't be compared.
+    is_comparable = len(kinds) == 1
+    peak = f"peak {unit} ({kinds.pop()})" if is_comparable else f"peak {unit}"
+
+    def numbers(title: str, path: str, best: Best | None, **options: Any) -> Column:
+        return _numbers(rows, title, path, best, **options)
+
+    def sizes(title: str, path: str, best: Best | None) -> Column:
+        return _numbers(rows, title, path, best, divisor=num_unit_bytes)
+
+    columns = (
+        _words("name", map(label, rows)),
+        _words("status", (row["status"] for row in rows)),
+        sizes(peak, "memory.peak_bytes", min if is_comparable else None),
+        _words("memory source", () if is_comparable else sources),
+        sizes(f"planned {unit}", "plan.allocated_bytes", min),
+        _words("fits", (_fits(row) for row in rows)),
+        sizes(f"activations {unit}", "memory.by_kind_max.activations", min),
+        numbers("samples/s", "throughput.samples_per_s", max),
+        numbers("tokens/s", "throughput.tokens_per_s", max),
+        numbers("step ms p50", "time.step_ms_p50", min),
+        numbers("step ms p05", "time.step_ms_p05", None, is_shown=False),
+        numbers("step ms p95", "time.step_ms_p95", None, is_shown=False),
+        _words("p05-p95", _spreads(rows), is_exported=False),
+        numbers("last loss", "loss.last", min, num_digits=4),
+        numbers("eval loss", "loss.eval", min, num_digits=4),
+        numbers("accuracy", "eval.accuracy", max),
+        numbers("perplexity", "eval.perplexity", min),
+    )
+    return Table(tuple(column for column in columns if any(column.texts)), tuple(_notes(rows, kept)))
+
+
+def _words(title: str, words: Iterable[str | None], is_exported: bool = True) -> Column:
+    values = tuple(words)
+    return Column(title, values, tuple(value or "" for value in values), is_exported=is_exported)
+
+
+def _numbers(
+    rows: Sequence[Row],
+    title: str,
+    path: str,
+    best: Best | None,
+    num_digits: int = 3,
+    divisor: int = 1,
+    is_shown: bool = True,
+) -> Column:
+    found = [_value(row, path) for row in rows]
+    values = tuple(None if value is None else value / divisor for value in found)
+    texts = _texts(values, num_digits)
+    marked = frozenset() if best is None else _best(rows, values, texts, best)
+    return Column(title, values, texts, marked, is_number=True, is_shown=is_shown)
+
+
+def _value(row: Row, path: str) -> float | None:
+    value: Any = row
+    for key in path.split("."):
+        if value is None:
+            return None
+        value = value.get(key)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _texts(values: Sequence[float | None], num_digits: int) -> tuple[str, ...]:
+    """As many decimals for all as the smallest needs for its digits, so that the column can be compared."""
+    sizes = [abs(value) for value in values if value]
+    exponent = math.floor(math.log10(min(sizes))) if sizes else 0
+    num_decimals = min(max(num_digits - 1 - exponent, 0), num_digits + 1)
+    return tuple("" if value is None else f"{value:.{num_decimals}f}" for value in values)
+
+
+def _best(rows: Sequence[Row], values: Sequence[float | None], texts: Sequence[str], best: Best) -> frozenset[int]:
+    """The rows that nobody can tell from the best one; none where there is nothing to compare."""
+    finished = {
+        i: value
+        for i, value in enumerate(values)
+        if value is not None and rows[i]["status"] == Status.OK and len(rows) > 1
+    }
+    if not finished:
+        return frozenset()
+    winner = best(finished.values())
+    winning_texts = {texts[i] for i, value in finished.items() if value == winner}
+    return frozenset(i for i in finished if texts[i] in winning_texts)
+
+
+def _memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
+    paths = ("memory.peak_bytes", "plan.allocated_bytes", "memory.by_kind_max.activations")
+    largest = max((_value(row, path) or 0 for row in rows for path in paths), default=0)
+    return ("GiB", GIB) if largest >= _SMALLEST_IN_GIB else ("MiB", MIB)
+
+
+def _spreads(rows: Sequence[Row]) -> Iterator[str | None]:
+    fast = [_value(row, "time.step_ms_p05") for row in rows]
+    slow = [_value(row, "time.step_ms_p95") for row in rows]
+    texts = _texts([*fast, *slow], num_digits=3)
+    for low, high in zip(texts[: len(rows)], texts[len(rows) :], strict=True):
+        yield f"{low}-{high}" if low and high else None
+
+
+def _fits(row: Row) -> str | None:
+    return {None: None, True: "yes", False: "no"}[row["plan"] and row["plan"].get("fits")]
+
+
+def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
+    """One line for everything that a reader of the numbers must know."""
+    is_mixed = len({row["provenance"]["git_sha"] for row in rows} - {None}) > 1
+    for row in rows:
+        name = label(row)
+        if row["status"] != Status.OK:
+            yield _one_line(f"{name}: {row['status'] or 'unfinished'}: {row['reason'] or 'no reason is known'}")
+        if _fits(row) == "no" and row["plan"].get("least_vram_bytes"):
+            yield f"{name}: does not fit: needs at least {size_text(row['plan']['least_vram_bytes'])}"
+        if row["disturbed"]:
+            yield _one_line(f"{name}: disturbed: {row['disturbed']}")
+        if row["semantics_changed"]:
+            yield _one_line(f"{name}: semantics changed: {row['semantics_changed']}")
+        if is_mixed or row["id"] in kept:
+            yield f"{name}: measured at {_revision(row)}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _revision(row: Row) -> str:
+    sha, is_dirty = row["provenance"]["git_sha"], row["provenance"]["dirty"]
+    return f"{(sha or 'an unknown revision')[:19]}{' with uncommitted changes' if is_dirty else ''}"
+
+
+def to_markdown(table: Table) -> str:
+    """The table for a page of Markdown; the best of each column is in bold."""
+    titles = [column.title for column in table.shown]
+    rules = ["---:" if column.is_number else "---" for column in table.shown]
+    cells = [
+        [
+            f"**{_escaped(column.texts[i])}**" if i in column.best else _escaped(column.texts[i])
+            for column in table.shown
+        ]
+        for i in range(table.num_rows)
+    ]
+    lines = [f"| {' | '.join(line)} |" for line in (titles, rules, *cells)]
+    notes = ["", *(f"- {_escaped(note)}" for note in table.notes)] if table.notes else []
+    return "\n".join([*lines, *notes]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    special = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|"})
+    return _one_line(text).translate(special)
+
+
+def to_csv(table: Table) -> str:
+    """The table as plain, unrounded numbers."""
+    columns = [column for column in table.columns if column.is_exported]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(column.title for column in columns)
+    writer.writerows(zip(*(column.values for column in columns), strict=True))
+    return text.getvalue()
+
+
+def save(folder: str | Path, rows: Sequence[Row]) -> None:
+    """Writes `table.md`, `table.csv` and `rows.jsonl` into the sweep's folder, each in one move."""
+    table = build(rows)
+    write_text(Path(folder) / "table.md", to_markdown(table))
+    write_text(Path(folder) / "table.csv", to_csv(table))
+    write_text(Path(folder) / "rows.jsonl", "".join(f"{to_json(row)}\n" for row in rows))
+
+
+def render(rows: Sequence[Row], stream: TextIO | None = None, kept: Collection[str] = frozenset()) -> str:
+    """The table and its notes as text for `stream` (default: standard output), coloured for a terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(file=stream)
+    table = build(rows, kept)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    grid = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, header_style="bold")
+    for column in table.shown:
+        # In a narrow terminal the names and the titles are folded, so that the numbers stay whole.
+        width = None if column is table.columns[0] else max(map(len, column.texts))
+        side = "right" if column.is_number else "left"
+        grid.add_column(Text(column.title), justify=side, overflow="fold", min_width=width)
+    for i in range(table.num_rows):
+        grid.add_row(*(Text(c.texts[i], style="bold green" if i in c.best else "") for c in table.shown))
+    with console.capture() as capture:
+        console.print(grid)
+        for note in table.notes:
+            console.print(Text(note), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m lowvram.table FOLDER [FOLDER...]`: prints and saves the table of each. 3: no table."""
+    parser = argparse.ArgumentParser("python -m lowvram.table", description=main.__doc__)
+    parser.add_argument("folders", metavar="FOLDER", nargs="*", help="a sweep's folder, or that of a run")
+    folders = parser.parse_args(arguments).folders
+    return max([_show(Path(folder)) for folder in folders] or [_refuse("name the folder of a sweep")])
+
+
+def _show(folder: Path) -> int:
+    if not folder.is_dir():
+        return _refuse(f"{folder} is not a folder: name the folder of a sweep or of a run")
+    rows = collect(folder)
+    if not rows:
+        return _refuse(f"{folder} holds no {FILE_NAME}, neither itself nor one folder deeper")
+    print(render(rows))
+    save(folder, rows)
+    return 0
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 3

@@ -1,0 +1,239 @@
+"""What a person sees while a point runs, and after it. Needs no torch; imports rich on first use."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shlex
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from lowvram.results.row import GIB, Row, is_final, size_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+SOURCES_IN_WORDS = {
+    "cuda_allocator": "peak of the CUDA allocator",
+    "tensor_ledger": "peak of live tensor bytes on CPU",
+    "process": "peak growth of the process",
+}
+_SECONDS_BETWEEN_LINES = 5.0
+_SHOW_CURSOR_AND_RESET_COLORS = "\x1b[?25h\x1b[0m"
+
+
+class Progress(ABC):
+    """Shows how far a point is. One point at a time: start, update, stop, and again."""
+
+    @abstractmethod
+    def start(self, name: str, total_steps: int | None) -> None:
+        """A point begins; `total_steps` is None when time ends it, not a number of steps."""
+
+    @abstractmethod
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """`step` steps are done; `values` are the metrics since then, named as in `metrics.jsonl`."""
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Prints a line above the progress."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """The point has ended, in whatever way."""
+
+
+class LiveProgress(Progress):
+    """One bar that moves, for a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: RichProgress | None = None
+        self._values: dict[str, float] = {}
+
+    def start(self, name: str, total_steps: int | None) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self.stop()
+        self._values = {}
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=20),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[values]}", markup=False),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(file=self._stream),
+            transient=True,
+        )
+        self._bar.add_task(name, total=total_steps, values="")
+        self._bar.start()
+        # An exception that nobody caught must not leave the shell without a cursor.
+        atexit.register(self.stop)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        if self._bar is not None:
+            self._values |= values
+            self._bar.update(self._bar.task_ids[0], completed=step, values=values_text(self._values))
+
+    def say(self, text: str) -> None:
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            atexit.unregister(self.stop)
+
+
+class QuietProgress(Progress):
+    """A line at the start, then one every few seconds, for files and pipes."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._values: dict[str, float] = {}
+        self._of_total = ""
+        self._started_s = self._printed_s = clock()
+
+    def start(self, name: str, total_steps: int | None) -> None:
+        self._values = {}
+        self._of_total = "" if total_steps is None else f"/{total_steps}"
+        self._started_s = self._printed_s = self._clock()
+        self.say(f"{name}: started" if total_steps is None else f"{name}: started, {total_steps} steps")
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        self._values |= values
+        now_s = self._clock()
+        if now_s - self._printed_s < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed_s = now_s
+        parts = (
+            f"step {step}{self._of_total}",
+            values_text(self._values),
+            f"{now_s - self._started_s:.0f} s",
+        )
+        self.say(", ".join(part for part in parts if part))
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def stop(self) -> None:
+        pass
+
+
+def progress_for(stream: TextIO) -> Progress:
+    """A bar where it can move, lines elsewhere."""
+    can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return LiveProgress(stream) if can_move else QuietProgress(stream)
+
+
+def restore_terminal(stream: TextIO) -> None:
+    """Gives a terminal its cursor and colours back, after a process died while it was drawing."""
+    if stream.isatty():
+        stream.write(_SHOW_CURSOR_AND_RESET_COLORS)
+        stream.flush()
+
+
+def values_text(values: Mapping[str, float]) -> str:
+    """The metrics that are worth a look at every step, on one line; tokens/s rather than samples/s."""
+    unit = "tokens" if "throughput/tokens_per_s" in values else "samples"
+    texts: dict[str, Callable[[float], str]] = {
+        "loss/train": lambda loss: f"loss {loss:.4g}",
+        f"throughput/{unit}_per_s": lambda rate: f"{_rate(rate)} {unit}/s",
+        "memory/peak_gib": lambda peak_gib: f"peak {size_text(peak_gib * GIB)}",
+        "memory/process_gib": lambda peak_gib: f"process {size_text(peak_gib * GIB)}",
+    }
+    return ", ".join(text(values[name]) for name, text in texts.items() if name in values)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def summary(row: Row, folder: Path | None = None) -> list[str]:
+    """The lines that are printed after a single run. What the row doesn't know is left out."""
+    lines = [
+        _parts(": ", row["name"], row["status"], row["reason"]),
+        _memory(row),
+        _plan(row),
+        _titled("speed", _speeds(row)),
+        _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
+        _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
+        _titled("disturbed", [row["disturbed"]]),
+        _titled("semantics changed", [row["semantics_changed"]]),
+        folder and f"results: {shown_path(folder)}",
+        folder and _can_continue(row, folder) and f"continue with: {resume_command(folder)}",
+    ]
+    return [line for line in lines if line]
+
+
+def _parts(between: str, *parts: str | None) -> str:
+    return between.join(part for part in parts if part)
+
+
+def _titled(title: str, parts: list[str | None]) -> str:
+    return _parts(": ", title, _parts(", ", *parts)) if any(parts) else ""
+
+
+def _number(what: str, value: float | None) -> str | None:
+    return None if value is None else f"{what} {value:.4g}"
+
+
+def _memory(row: Row) -> str:
+    num_bytes = row["memory"]["peak_bytes"]
+    source = SOURCES_IN_WORDS.get(row["memory"]["source"], "peak")
+    return "" if num_bytes is None else f"memory: {size_text(num_bytes)} {source}"
+
+
+def _plan(row: Row) -> str:
+    plan = row["plan"] or {}
+    planned, least = plan.get("allocated_bytes"), plan.get("least_vram_bytes")
+    verdict = {None: None, True: "fits", False: "does not fit"}[plan.get("fits")]
+    need = None if least is None else f"needs at least {size_text(least)}"
+    return _titled("plan", [None if planned is None else size_text(planned), verdict, need])
+
+
+def _speeds(row: Row) -> list[str | None]:
+    rates = [(row["throughput"][f"{unit}_per_s"], unit) for unit in ("samples", "tokens")]
+    middle, fast, slow = (row["time"][f"step_ms_{p}"] for p in ("p50", "p05", "p95"))
+    spread = "" if fast is None or slow is None else f" ({fast:.4g}-{slow:.4g})"
+    step = None if middle is None else f"step {middle:.4g} ms{spread}"
+    return [*(None if rate is None else f"{_rate(rate)} {unit}/s" for rate, unit in rates), step]
+
+
+def _can_continue(row: Row, folder: Path) -> bool:
+    return not is_final(row) and any(folder.glob("snapshots/*"))
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with the run of this folder; it works as typed."""
+    return command_line(f"resume={hydra_quoted(shown_path(folder))}")
+
+
+def command_line(*arguments: str) -> str:
+    """The command that starts this program again, as it was typed, with `arguments`; quoted for a shell."""
+    num_program_words = len(sys.orig_argv) - len(sys.argv[1:])
+    return shlex.join([*sys.orig_argv[:num_program_words], *arguments])
+
+
+def hydra_quoted(value: str) -> str:
+    """`value` as Hydra reads it back, whatever characters a path has."""
+    # A slash, or Hydra might read a number or a null.
+    if re.fullmatch(r"[\w./@%+-]*/[\w./@%+-]*", value, re.ASCII):
+        return value
+    return '"' + re.sub(r'(\\*)("|$)', r"\1\1\2", value).replace('"', '\\"') + '"'
+
+
+def shown_path(path: Path) -> str:
+    """Relative to where the user is, when it lies below."""
+    path, here = path.resolve(), Path.cwd().resolve()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,227 @@
+"""Weights & Biases: one run per point, recorded by the parent. Needs no torch; imports wandb on first use.
+
+W&B is a view: whatever happens to it, the point goes on; `result.json` and `metrics.jsonl` have everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shlex
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowvram.results.row import GIB, KINDS, Row, Status, refuse_secrets
+
+if TYPE_CHECKING:
+    import wandb
+
+RUN_ID_FILE = "wandb_run_id"
+_INIT_TIMEOUT_S = 30.0
+_UPLOAD_TIMEOUT_S = 60.0
+_FLUSH_INTERVAL_S = 2.0  # what a kill may cost of an offline run; W&B's own default is 15
+
+
+class Recorder(ABC):
+    """Where the metrics of one point go."""
+
+    notice: str | None = None  # what the user must know: why it is offline, or why it stopped
+    address: str | None = None  # the page of an online run
+    sync_command: str | None = None  # uploads what was recorded offline
+
+    @classmethod
+    @abstractmethod
+    def start(
+        cls,
+        folder: Path,
+        logger_cfg: Mapping[str, Any],
+        name: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        choices: Mapping[str, str],
+        resume_id: str | None = None,
+    ) -> Recorder:
+        """Begins to record a point, or goes on with the run `resume_id`.
+
+        `folder` is the point's, `logger_cfg` names `entity` and `project`, `group` is the sweep.
+        """
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the metrics of one step, under the names of `metrics.jsonl`."""
+
+    @abstractmethod
+    def finish(self, row: Row) -> None:
+        """Records the row's final numbers and its status, and ends."""
+
+
+class NullRecorder(Recorder):
+    """Records nothing: `logger=none`."""
+
+    @classmethod
+    def start(cls, *_: Any, **__: Any) -> NullRecorder:
+        return cls()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def finish(self, row: Row) -> None:
+        pass
+
+
+class Run(Recorder):
+    """A run of W&B: `logger=wandb`. Nothing here raises; `notice` says what went wrong."""
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        logger_cfg: Mapping[str, Any],
+        name: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        choices: Mapping[str, str],
+        resume_id: str | None = None,
+    ) -> Recorder:
+        run_id = resume_id or _new_run_id(folder)
+        arguments = {
+            "dir": str(folder),
+            "entity": logger_cfg["entity"],
+            "project": logger_cfg["project"],
+            "name": name,
+            "group": group,
+            "id": run_id,
+            "resume": "allow" if resume_id else None,
+            "config": {f"choice.{axis}": option for axis, option in choices.items()} | refuse_secrets(config),
+        }
+        try:
+            run, notice = _open(arguments)
+        except Exception as error:
+            silent = NullRecorder()
+            silent.notice = f"W&B does not record this point: {_first_line(error)}"
+            return silent
+        if run is None:
+            return NullRecorder()
+        (folder / RUN_ID_FILE).write_text(run_id, encoding="utf-8")
+        return cls(run, folder, notice)
+
+    def __init__(self, run: wandb.Run, folder: Path, notice: str | None) -> None:
+        self._run = run
+        self._is_recording = True
+        self.notice = notice
+        self.address = None if run.offline else run.url
+        self.sync_command = _sync_command(folder) if run.offline else None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        # Not committed, a step would reach the log only after the next one, and then overwrite the summary.
+        self._attempt(lambda: self._run.log(dict(values), step=step, commit=True))
+
+    def finish(self, row: Row) -> None:
+        failed = row["status"] != Status.OK
+        self._attempt(lambda: self._run.summary.update(final_values(row)))
+        self._attempt(lambda: self._run.finish(exit_code=int(failed)))
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if not self._is_recording:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._is_recording = False
+            self.notice = f"W&B stopped recording: {_first_line(error)}"
+
+
+RECORDERS: dict[str, type[Recorder]] = {"wandb": Run, "none": NullRecorder}
+
+
+def stored_run_id(folder: Path) -> str | None:
+    """The `resume_id` that goes on with the run of this point's folder, if it had one."""
+    file = folder / RUN_ID_FILE
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def final_values(row: Row) -> dict[str, float | str]:
+    """The summary of a run: status, reason, and whatever the row knows, under the names of the metrics."""
+    memory, by_kind = row["memory"], row["memory"]["by_kind_max"] or {}
+    planned = (row["plan"] or {}).get("allocated_bytes")
+    sizes = {
+        "peak": memory["peak_bytes"],
+        "reserved": memory["reserved_bytes"],
+        "planned": planned,
+        **{kind: by_kind.get(kind) for kind in KINDS},
+    }
+    values = {
+        "status": row["status"],
+        "reason": row["reason"],
+        **{f"memory/{what}_gib": size and size / GIB for what, size in sizes.items()},
+        **{f"throughput/{what}": value for what, value in row["throughput"].items()},
+        "time/step_ms": row["time"]["step_ms_p50"],
+        "loss/train": row["loss"]["last"],
+        "loss/eval": row["loss"]["eval"],
+        **{f"eval/{what}": value for what, value in row["eval"].items()},
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _open(arguments: dict[str, Any]) -> tuple[wandb.Run | None, str | None]:
+    """The run, and what the user must know about it. No run when W&B is disabled."""
+    import wandb
+
+    try:
+        mode = _mode()
+        return (None if mode == "disabled" else _init(mode, arguments)), None
+    except Exception as error:
+        # The service still holds the id of the failed attempt, or it is gone: begin anew. And stay offline:
+        # not every point of a sweep shall wait for the same timeout.
+        with contextlib.suppress(Exception):
+            wandb.teardown()
+        wandb.setup(settings=wandb.Settings(silent=True, mode="offline"))
+        return _init("offline", arguments), f"W&B records offline: {_first_line(error)}"
+
+
+def _mode() -> str:
+    """`online` needs a key (environment, netrc or settings); nobody is ever asked for one."""
+    import wandb
+
+    chosen = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+    if chosen in ("disabled", "offline", "dryrun"):
+        return "disabled" if chosen == "disabled" else "offline"
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
+
+
+def _init(mode: Any, arguments: dict[str, Any]) -> wandb.Run:
+    import wandb
+
+    settings = wandb.Settings(
+        console="off",  # the progress bar has the terminal
+        save_code=False,
+        disable_git=True,
+        x_disable_stats=True,  # sampled memory misses peaks
+        x_disable_meta=True,  # holds the command line, which may hold secrets
+        x_transaction_log_flush_interval=_FLUSH_INTERVAL_S,
+        init_timeout=_INIT_TIMEOUT_S,
+        finish_timeout=_UPLOAD_TIMEOUT_S,
+        silent=True,
+    )
+    return wandb.init(mode=mode, reinit="finish_previous", settings=settings, **arguments)
+
+
+def _new_run_id(folder: Path) -> str:
+    point = re.sub(r"[^\w.-]", "-", folder.resolve().name)[:80]
+    return f"{point}-{secrets.token_hex(3)}"
+
+
+def _sync_command(folder: Path) -> str:
+    """A resumed run has several parts; W&B joins them when they come together."""
+    parts = [str(part) for part in sorted((folder / "wandb").glob("offline-run-*"))]
+    program = ["wandb"] if shutil.which("wandb") else [sys.executable, "-m", "wandb"]
+    return shlex.join([*program, "sync", *parts])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

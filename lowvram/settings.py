@@ -1,0 +1,178 @@
+"""The root of the configuration: every key that belongs to no group, with its type. Imports no torch.
+
+Values live in conf/config.yaml alone; these classes say what they may be.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lowvram.config import BadInput, build, build_as, checked_values, require
+
+UNITS = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+KNOB_GROUPS = (
+    "allocator",
+    "adapter",
+    "precision",
+    "ckpt",
+    "compile",
+    "sharding",
+    "optimizer",
+    "stepping",
+    "logits",
+    "offload",
+    "accum",
+)
+OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built like knobs, but no knobs
+GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
+PARENT_ONLY = ("logger", "paths")  # plain values that no child sees
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """`train.*`"""
+
+    batch_size: int
+    steps: int
+    eval_every: int | None
+    log_every: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        require(
+            self.eval_every is None or self.eval_every >= 1,
+            "train.eval_every",
+            self.eval_every,
+            "null or at least 1",
+        )
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """`measure.*`"""
+
+    warmup_steps: int
+    steps: int
+    max_seconds: float
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 1, "measure.warmup_steps", self.warmup_steps, "at least 1")
+        require(self.steps >= 1, "measure.steps", self.steps, "at least 1")
+        require(self.max_seconds > 0, "measure.max_seconds", self.max_seconds, "more than 0 seconds")
+
+
+@dataclass(frozen=True)
+class SnapshotSettings:
+    """`snapshot.*`"""
+
+    every_steps: int | None
+    keep: int
+
+    def __post_init__(self) -> None:
+        allowed = "null (only at the end and at an interrupt) or at least 1"
+        require(
+            self.every_steps is None or self.every_steps >= 1,
+            "snapshot.every_steps",
+            self.every_steps,
+            allowed,
+        )
+        require(self.keep >= 1, "snapshot.keep", self.keep, "at least 1")
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """The root keys that are plain values."""
+
+    seed: int
+    device: str
+    vram: str | None
+    timeout_s: float | None
+    resume: str | None
+    name: str | None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        allowed = "auto, cpu, cuda or cuda:N"
+        require(bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)), "device", self.device, allowed)
+        require(
+            self.timeout_s is None or self.timeout_s > 0,
+            "timeout_s",
+            self.timeout_s,
+            "null or more than 0 seconds",
+        )
+        check_name(self.name)
+        parse_bytes("vram", self.vram)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole configuration of one point, checked. `groups` holds the object that each group's option names."""
+
+    root: RootSettings
+    train: TrainSettings
+    measure: MeasureSettings
+    snapshot: SnapshotSettings
+    groups: dict[str, Any]
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """The memory that the point may use, or None for all that there is."""
+        return parse_bytes("vram", self.root.vram)
+
+
+SECTIONS = {"train": TrainSettings, "measure": MeasureSettings, "snapshot": SnapshotSettings}
+ROOT_KEYS = (*RootSettings.__dataclass_fields__, *SECTIONS)
+
+
+def check_root(config: DictConfig) -> dict[str, Any]:
+    """The typed root and its sections; raises `BadInput` for a key that nobody knows or a group that is gone."""
+    known = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)
+    for name in config:
+        if name not in (*known, "hydra"):
+            raise BadInput(str(name), config[name], f"removed: the root knows {', '.join(known)}")
+    for name in known:
+        if name not in config:
+            raise BadInput(f"~{name}", "", "left out: without it nothing runs (its neutral option changes nothing)")
+    for name in (*GROUPS, *PARENT_ONLY, *SECTIONS):
+        if not isinstance(config[name], DictConfig):
+            raise BadInput(name, config[name], f"one option of the group {name}, or its keys one by one")
+    root = DictConfig({name: config[name] for name in RootSettings.__dataclass_fields__})
+    built = {"root": build_as(RootSettings, checked_values(root, ""), "")}
+    return built | {name: build_as(cls, checked_values(config[name], name), name) for name, cls in SECTIONS.items()}
+
+
+def settings(values: dict[str, Any]) -> Settings:
+    """The whole configuration, every group built. Imports what the groups name, so it needs torch."""
+    config = DictConfig(values)
+    return Settings(**check_root(config), groups={group: build(config[group], group) for group in GROUPS})
+
+
+def check_name(name: str | None) -> None:
+    """A run's name is part of a folder's name."""
+    allowed = "null or 1 to 100 letters, digits and . _ + @ -, the first a letter or digit: it names a folder"
+    require(name is None or bool(re.fullmatch(r"[A-Za-z0-9][\w.+@-]{0,99}", str(name))), "name", name, allowed)
+
+
+def parse_bytes(key: str, text: str | None) -> int | None:
+    """'8GiB' -> 8 * 2**30; '8GB' -> 8 * 10**9; None stays None."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
+        raise BadInput(key, text, f"null or a number above 0 with a unit ({', '.join(UNITS)}), such as 8GiB")
+    return int(float(match[1]) * UNITS[match[2]])

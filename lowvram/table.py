@@ -1,0 +1,8 @@
+"""`python -m lowvram.table FOLDER`: rebuilds, prints and saves the table of a sweep."""
+
+import sys
+
+from lowvram.results.table import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Every YAML of the groups data and loader builds, lists every field, and repeats the class's defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from lowvram.config import BadInput, build
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTIONS = sorted([*(CONF / "data").glob("*.yaml"), *(CONF / "loader").glob("*.yaml")])
+NEEDS_PATH = {"text", "imagefolder"}
+
+
+def node(option: Path) -> DictConfig:
+    config = OmegaConf.load(option)
+    assert isinstance(config, DictConfig)
+    return config
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.stem)
+def test_yaml_and_dataclass_agree(option: Path) -> None:
+    config = node(option)
+    given = {"path": "somewhere"} if option.stem in NEEDS_PATH else {}
+    built = build(OmegaConf.merge(config, given), option.parent.name)  # pyright: ignore[reportArgumentType]
+    assert built == type(built)(**given)
+    assert set(config) - {"_target_"} == {field.name for field in dataclasses.fields(built)}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.stem)
+def test_every_field_has_a_comment(option: Path) -> None:
+    lines = option.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    fields = [line for line in lines if not line.startswith(("#", "_target_"))]
+    assert all("  # " in line for line in fields)
+
+
+@pytest.mark.parametrize("option", sorted(NEEDS_PATH))
+def test_a_missing_path_is_named(option: str) -> None:
+    with pytest.raises(BadInput, match=r"data\.path="):
+        build(node(CONF / "data" / f"{option}.yaml"), "data")
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        ("auto", "sequence_length", 0),
+        ("auto", "image_size", 0),
+        ("auto", "eval_samples", 0),
+        ("python_source", "sequence_length", -1),
+        ("python_source", "max_bytes", 0),
+        ("python_source", "eval_samples", 0),
+        ("glyphs", "image_size", 7),
+        ("glyphs", "num_samples", 0),
+        ("glyphs", "eval_samples", 0),
+        ("synthetic", "sequence_length", 0),
+        ("synthetic", "image_size", 0),
+        ("synthetic", "vocab_size", 0),
+        ("synthetic", "num_classes", 0),
+        ("synthetic", "eval_samples", 0),
+        ("text", "sequence_length", 0),
+        ("text", "eval_samples", 0),
+        ("imagefolder", "image_size", 0),
+        ("imagefolder", "min_area", 0.0),
+        ("imagefolder", "min_area", 1.5),
+        ("imagefolder", "min_area", float("nan")),
+        ("imagefolder", "eval_samples", 0),
+        ("workers", "num_workers", 0),
+        ("workers", "prefetch", 0),
+    ],
+)
+def test_values_out_of_range_are_named(option: str, field: str, value: float) -> None:
+    group = "loader" if option == "workers" else "data"
+    config = node(CONF / group / f"{option}.yaml")
+    config[field] = value
+    if option in NEEDS_PATH:
+        config.path = "somewhere"
+    with pytest.raises(BadInput, match=rf"{group}\.{field}={value}"):
+        build(config, group)

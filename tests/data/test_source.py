@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from lowvram.config import BadInput
+from lowvram.data.auto import Auto
+from lowvram.data.glyphs import Glyphs
+from lowvram.data.imagefolder import ImageFolder
+from lowvram.data.python_source import PythonSource
+from lowvram.data.source import Source, given, require_count, resolve_source
+from lowvram.data.synthetic import Synthetic
+from lowvram.data.text import Text
+
+
+@pytest.mark.parametrize("source", [Auto(), Synthetic(), Text("nowhere"), PythonSource()])
+def test_sources_of_tokens_fit_a_model_of_tokens(source: Source, token_model) -> None:
+    assert resolve_source(source, token_model()).modality is token_model().modality
+
+
+@pytest.mark.parametrize("source", [Auto(), Synthetic(), ImageFolder("nowhere"), Glyphs()])
+def test_sources_of_images_fit_a_model_of_images(source: Source, image_model) -> None:
+    assert resolve_source(source, image_model()).modality is image_model().modality
+
+
+def test_a_mismatch_names_the_options_that_fit_and_opens_nothing(token_model, image_model) -> None:
+    with pytest.raises(BadInput, match=r"^data='text': must be a source of images, .*auto, glyphs, imagefolder"):
+        resolve_source(Text("nowhere"), image_model())
+    with pytest.raises(BadInput, match=r"^data='imagefolder': must be a source of tokens, .*python_source, text"):
+        resolve_source(ImageFolder("nowhere"), token_model())
+
+
+@pytest.mark.parametrize("source", [Text("x", sequence_length=7), PythonSource(sequence_length=7)])
+def test_a_chosen_length_is_kept(source: Source, token_model) -> None:
+    assert resolve_source(source, token_model()) == source
+
+
+def test_opened_without_a_model_a_source_says_what_it_lacks() -> None:
+    with pytest.raises(BadInput, match=r"data\.sequence_length=null"):
+        PythonSource().open(seed=0)
+    with pytest.raises(BadInput, match=r"data\.image_size=null"):
+        Glyphs().open(seed=0)
+
+
+def test_counts() -> None:
+    require_count("data.x", None)
+    require_count("data.x", 1)
+    assert given("data.x", 3) == 3
+    with pytest.raises(BadInput, match=r"data\.x=0: must be null or at least 1"):
+        require_count("data.x", 0)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowvram.config import BadInput
+from lowvram.data.source import Data
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.synthetic import Synthetic
+
+
+def opened(source: Synthetic, model, seed: int = 0) -> Data:
+    return source.resolve(model).open(seed)
+
+
+def test_follows_the_natural_shape_and_the_pinned_classes(token_model, image_model) -> None:
+    tokens, images = Modality.TOKENS, Modality.IMAGES
+    assert opened(Synthetic(), token_model()).spec == DataSpec(tokens, 256, (32,))
+    assert opened(Synthetic(), token_model(vocab_size=50)).spec == DataSpec(tokens, 50, (32,))
+    assert opened(Synthetic(), image_model()).spec == DataSpec(images, 1000, (3, 24, 24))
+    assert opened(Synthetic(), image_model(num_classes=7)).spec == DataSpec(images, 7, (3, 24, 24))
+
+
+def test_its_own_fields_come_first(token_model, image_model) -> None:
+    source = Synthetic(sequence_length=5, image_size=9, vocab_size=11, num_classes=13)
+    assert opened(source, token_model(vocab_size=50)).spec == DataSpec(Modality.TOKENS, 11, (5,))
+    assert opened(source, image_model(num_classes=7)).spec == DataSpec(Modality.IMAGES, 13, (3, 9, 9))
+
+
+def test_tokens(token_model) -> None:
+    data = opened(Synthetic(vocab_size=10), token_model())
+    inputs, targets = data.train.sample(3, epoch=0)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs[1:], targets[:-1])
+    seen = torch.cat([data.train.sample(index, 0)[0] for index in range(16)]).unique()
+    assert torch.equal(seen, torch.arange(10))
+
+
+def test_images(image_model) -> None:
+    image, label = opened(Synthetic(), image_model()).train.sample(3, epoch=0)
+    assert (image.shape, image.dtype) == ((3, 24, 24), torch.float32)
+    assert 0 <= label < 1000
+
+
+def test_samples_are_views_of_one_pool_and_differ_by_seed(image_model) -> None:
+    data = opened(Synthetic(eval_samples=40), image_model())
+    image = data.train.sample(1, 0)[0]
+    assert len(data.eval) == 40
+    assert data.train.sample(17, 5)[0].data_ptr() == image.data_ptr()
+    assert torch.equal(opened(Synthetic(), image_model()).train.sample(1, 0)[0], image)
+    assert not torch.equal(opened(Synthetic(), image_model(), seed=1).train.sample(1, 0)[0], image)
+    assert not any(torch.equal(data.eval.sample(index, 0)[0], image) for index in range(40))
+
+
+def test_cannot_be_opened_unresolved() -> None:
+    with pytest.raises(BadInput, match="data='synthetic'"):
+        Synthetic().open(seed=0)

@@ -1,0 +1,251 @@
+"""The table: what it collects, how it compares, what it says below."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowvram.results.row import GIB, MIB, Row, empty_row, merge, write
+from lowvram.results.table import Table, build, collect, main, render, save, to_csv, to_markdown
+
+
+def point(name: str, peak_gib: float | None = 1.0, **fields: Any) -> Row:
+    source = None if peak_gib is None else "tensor_ledger"
+    memory = {"peak_bytes": None if peak_gib is None else int(peak_gib * GIB), "source": source}
+    fields = {"memory": memory, "status": "ok", **fields}
+    return merge(empty_row(), {"id": f"id-{name}", "name": name, **fields})
+
+
+def column(table: Table, title: str) -> list[str]:
+    return next(list(c.texts) for c in table.columns if c.title == title)
+
+
+def best(table: Table, title: str) -> set[str]:
+    found = next(c for c in table.columns if c.title == title)
+    return {table.columns[0].texts[i] for i in found.best}
+
+
+def titles(table: Table) -> list[str]:
+    return [c.title for c in table.columns]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_rows_come_in_the_order_of_the_points(tmp_path: Path):
+    for folder, index in {"a": 10, "b": 2, "c": None, "d": 0}.items():
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, merge(point(folder), {"index": index}))
+    assert [row["name"] for row in collect(tmp_path)] == ["d", "b", "a", "c"]
+
+
+def test_only_the_points_of_this_sweep_are_collected(tmp_path: Path):
+    for folder in ("point", "inner/point", ".hydra", "torn"):
+        (tmp_path / folder).mkdir(parents=True)
+    write(tmp_path / "point", point("mine"))
+    write(tmp_path / "inner/point", point("another sweep's"))
+    (tmp_path / "torn/result.json").write_text('{"schema": 1,')
+    assert [row["name"] for row in collect(tmp_path)] == ["mine"]
+    assert [row["name"] for row in collect(tmp_path / "point")] == ["mine"]
+    assert collect(tmp_path / ".hydra") == []
+
+
+def test_the_peak_says_how_it_was_measured():
+    assert "peak GiB (tensor bytes on CPU)" in titles(build([point("a")]))
+    on_cuda = point("a", memory={"peak_bytes": GIB, "source": "cuda_allocator"})
+    assert "peak GiB (CUDA allocator)" in titles(build([on_cuda]))
+
+
+def test_peaks_of_different_sources_are_named_and_not_compared():
+    compiled = point("compiled", memory={"peak_bytes": 5, "source": "process"})
+    table = build([point("eager"), compiled])
+    assert column(table, "memory source") == ["tensor bytes on CPU", "growth of the process"]
+    assert best(table, "peak GiB") == set()
+
+
+def test_only_columns_with_a_value_are_there():
+    bare = titles(build([point("a"), point("b")]))
+    assert bare == ["name", "status", "peak GiB (tensor bytes on CPU)"]
+    rows = [
+        point(
+            "a",
+            memory={"peak_bytes": GIB, "source": "tensor_ledger", "by_kind_max": {"activations": GIB // 2}},
+            plan={"allocated_bytes": GIB, "fits": False, "least_vram_bytes": 2 * GIB},
+            throughput={"samples_per_s": 3.0, "tokens_per_s": 300.0},
+            time={"step_ms_p50": 10.0, "step_ms_p05": 9.0, "step_ms_p95": 12.0},
+            loss={"last": 2.0, "eval": 2.5},
+            eval={"accuracy": 0.5, "perplexity": 7.0},
+        )
+    ]
+    shown = [c.title for c in build(rows).shown]
+    assert shown == [
+        *("name", "status", "peak GiB (tensor bytes on CPU)", "planned GiB", "fits", "activations GiB"),
+        *(
+            "samples/s",
+            "tokens/s",
+            "step ms p50",
+            "p05-p95",
+            "last loss",
+            "eval loss",
+            "accuracy",
+            "perplexity",
+        ),
+    ]
+    assert build(rows).notes == ("a: does not fit: needs at least 2.000 GiB",)
+
+
+def test_small_sizes_are_in_mib_all_of_them():
+    memory = {"peak_bytes": 20 * MIB, "source": "tensor_ledger", "by_kind_max": {"activations": 5 * MIB}}
+    table = build([point("a", memory=memory)])
+    assert column(table, "peak MiB (tensor bytes on CPU)") == ["20.0"]
+    assert column(table, "activations MiB") == ["5.00"]
+
+
+def test_numbers_of_a_column_have_the_same_decimals():
+    table = build([point("a", 0.1234), point("b", 12.5), point("c", None, status="oom")])
+    assert column(table, "peak GiB (tensor bytes on CPU)") == ["0.123", "12.500", ""]
+
+
+@pytest.mark.parametrize(
+    ("title", "path", "less_is_better"),
+    [
+        ("samples/s", ("throughput", "samples_per_s"), False),
+        ("tokens/s", ("throughput", "tokens_per_s"), False),
+        ("step ms p50", ("time", "step_ms_p50"), True),
+        ("last loss", ("loss", "last"), True),
+        ("eval loss", ("loss", "eval"), True),
+        ("accuracy", ("eval", "accuracy"), False),
+        ("perplexity", ("eval", "perplexity"), True),
+        ("planned GiB", ("plan", "allocated_bytes"), True),
+    ],
+)
+def test_the_best_of_a_column_is_marked(title: str, path: tuple[str, str], less_is_better: bool):
+    section, key = path
+    low = merge(point("low"), {section: {key: 2.0 * GIB}})
+    high = merge(point("high"), {section: {key: 3.0 * GIB}})
+    assert best(build([low, high]), title) == {"low" if less_is_better else "high"}
+
+
+def test_only_rows_that_went_well_can_be_the_best():
+    table = build([point("a", 2.0), point("b", 3.0), point("c", 1.0, status="oom")])
+    assert best(table, "peak GiB (tensor bytes on CPU)") == {"a"}
+
+
+def test_what_reads_the_same_is_marked_the_same():
+    table = build([point("a", 2.0), point("b", 2.0 + 1e-6), point("c", 3.0)])
+    assert best(table, "peak GiB (tensor bytes on CPU)") == {"a", "b"}
+
+
+def test_a_single_row_is_not_the_best_of_anything():
+    assert best(build([point("a")]), "peak GiB (tensor bytes on CPU)") == set()
+
+
+def test_everything_that_went_wrong_is_said_in_a_line_each():
+    rows = [
+        point("fine"),
+        point("big", status="oom", reason="out of memory\n  in the backward pass"),
+        point("odd", status="killed"),
+        point("busy", disturbed="another process held 1 GiB"),
+        point("norm", semantics_changed="BatchNorm normalises parts"),
+    ]
+    assert build(rows).notes == (
+        "big: oom: out of memory in the backward pass",
+        "odd: killed: no reason is known",
+        "busy: disturbed: another process held 1 GiB",
+        "norm: semantics changed: BatchNorm normalises parts",
+    )
+
+
+def test_kept_rows_tell_their_revision():
+    rows = [point(name, provenance={"git_sha": "abc123", "dirty": name == "b"}) for name in ("a", "b")]
+    assert build(rows).notes == ()
+    assert build(rows, kept={"id-b"}).notes == ("b: measured at abc123 with uncommitted changes",)
+    newer = point("c", provenance={"git_sha": "def456"})
+    assert build([rows[0], newer]).notes == ("a: measured at abc123", "c: measured at def456")
+    assert build([rows[0], point("early", status="error", reason="x")]).notes == ("early: error: x",)
+
+
+def test_markdown_marks_and_escapes():
+    lines = to_markdown(build([point("a|b", 2.0), point("x_y", 3.0, disturbed="*")])).splitlines()
+    assert lines[0] == "| name | status | peak GiB (tensor bytes on CPU) |"
+    assert lines[1] == "| --- | --- | ---: |"
+    assert lines[2:4] == [r"| a\|b | ok | **2.00** |", r"| x\_y | ok | 3.00 |"]
+    assert lines[4:] == ["", r"- x\_y: disturbed: \*"]
+
+
+def test_csv_holds_plain_numbers():
+    time = {"step_ms_p50": 10.0, "step_ms_p05": 9.5, "step_ms_p95": 12.25}
+    text = to_csv(build([point('a,"b"', 0.123456789, time=time), point("c", 3.0)]))
+    first, second = csv.DictReader(io.StringIO(text))
+    assert first["name"] == 'a,"b"'
+    assert float(first["peak GiB (tensor bytes on CPU)"]) == pytest.approx(0.123456789, abs=1e-8)
+    assert (float(first["step ms p05"]), float(first["step ms p95"])) == (9.5, 12.25)
+    assert second["step ms p50"] == ""
+    assert "p05-p95" not in first
+
+
+def test_the_spread_of_the_step_is_shown():
+    rows = [point("a", time={"step_ms_p50": 10.0, "step_ms_p05": 9.5, "step_ms_p95": 12.25}), point("b")]
+    assert column(build(rows), "p05-p95") == ["9.50-12.25", ""]
+
+
+def test_nothing_that_is_not_finite_is_shown():
+    table = build([point("a", loss={"last": float("nan"), "eval": float("inf")})])
+    assert titles(table) == ["name", "status", "peak GiB (tensor bytes on CPU)"]
+
+
+def test_saved_files_are_rebuilt_as_a_whole(tmp_path: Path):
+    rows = [point("a"), point("b", status="nonfinite", loss={"last": float("nan")})]
+    save(tmp_path, rows)
+    save(tmp_path, rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "table.csv", "rows.jsonl"}
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in lines] == ["a", "b"]
+    assert "NaN" not in lines[1]
+    assert "b: nonfinite" in (tmp_path / "table.md").read_text()
+
+
+def test_plain_text_is_wide_and_a_terminal_has_colours(monkeypatch: pytest.MonkeyPatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [point("[bold]" + "n" * 200, 2.0), point("b", 3.0, status="oom", reason="r" * 200)]
+    plain = render(rows, io.StringIO())
+    assert "\x1b" not in plain
+    assert "[bold]" + "n" * 200 in plain
+    assert "b: oom: " + "r" * 200 in plain
+    assert all(line == line.rstrip() for line in plain.splitlines())
+    coloured = render(rows, Terminal())
+    assert re.search(r"\x1b\[1;32m *2\.00", coloured)
+    assert "3.00" in coloured
+    assert not re.search(r"\x1b\[1;32m *3\.00", coloured)
+
+
+def test_the_command_prints_and_saves(tmp_path: Path):
+    (tmp_path / "p").mkdir()
+    write(tmp_path / "p", point("bf16-every2"))
+    command = [sys.executable, "-m", "lowvram.table", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "bf16-every2" in done.stdout
+    assert "tensor bytes on CPU" in done.stdout
+    assert (tmp_path / "table.md").exists()
+
+
+def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "full").mkdir()
+    write(tmp_path / "full", point("a"))
+    (tmp_path / "full/empty").mkdir()
+    for folders in ([str(tmp_path / "nowhere")], [str(tmp_path / "full/empty")], []):
+        assert main(folders) == 3
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main([str(tmp_path / "full"), str(tmp_path / "nowhere")]) == 3
+    assert main([str(tmp_path / "full"), str(tmp_path)]) == 0
