@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram import identity, sweeper
+from lowvram.config import require
 from lowvram.mistakes import MISTAKES, Refused, sentence
 from lowvram.point import CHILDS_OWN, Point, remove_folder, run_point
 from lowvram.process.client import Event, Server
@@ -72,6 +73,7 @@ class Program:
         self.kept: set[str] = set()  # ids of points that an earlier call has finished
         self.swept: list[str] = []  # the keys that differ between the points of a sweep
         self.last: Point | None = None
+        self.mistake: Exception | None = None
         self.num_signals = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._count_signal)  # only counts, so nothing is torn in the middle
@@ -83,7 +85,10 @@ class Program:
         """Hand the words to Hydra, which calls back with each composed point."""
 
         def job(config: DictConfig) -> None:  # a plain function: Hydra asks for its name and module
-            self.run_one(config)
+            try:
+                self.run_one(config)
+            except MISTAKES as error:  # Hydra would print more than it
+                self.mistake = error
 
         identity.register_resolvers()
         sweeper.register(self.check_sweep)
@@ -97,6 +102,8 @@ class Program:
         )
         with contextlib.suppress(KeyboardInterrupt):
             hydra.main(version_base="1.3", config_path=config_path(), config_name="config", **trust)(job)()
+        if self.mistake is not None:
+            raise self.mistake
 
     def check_sweep(self, configs: list[DictConfig], batch: sweeper.Batch) -> None:
         """Before the first point of a sweep: build the objects of all of them, in a child that does nothing else."""
@@ -141,18 +148,18 @@ class Program:
         folder, is_sweep = Path(about.runtime.output_dir), about.mode == RunMode.MULTIRUN
         words = list(about.overrides.task)
         try:
-            seed = check_root(config)["root"].seed
+            seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
         except MISTAKES:
             forget(folder)
             raise
         command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words(words)])
         return Point(
             id=identity.point_id(_root_=config),
-            name=identity.point_name(words, self.swept) or identity.run_name(_root_=config),
+            name=identity.point_name(words, self.swept) or folder.name,
             index=about.job.num if is_sweep else 0,
             folder=folder,
             config=plain(config),
-            choices={group: about.runtime.choices[group] for group in (*GROUPS, "logger")},
+            choices=choices,
             sweep=folder.parent.name if is_sweep else None,
             provenance=identity.provenance(seed, command),
             is_resumed=has_snapshots(folder),
@@ -188,6 +195,13 @@ class Program:
             print(
                 f"to run what is missing: {command_line(*words, f'hydra.sweep.dir={hydra_quoted(shown_path(folder))}')}"
             )
+
+
+def chosen(choices: DictConfig) -> dict[str, str]:
+    """Group -> option, as Hydra tells it."""
+    for group in GROUPS:
+        require(choices.get(group) is not None, group, None, f"one option of the group {group}, not a list of them")
+    return {group: choices[group] for group in (*GROUPS, "logger")}
 
 
 def forget(folder: Path) -> None:

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lowvram.config import BadInput
 from lowvram.results.terminal import hydra_quoted
-from lowvram.settings import GROUPS, ROOT_KEYS
+from lowvram.settings import GROUPS, ROOT_KEYS, SECTIONS
 
 
 class Refused(Exception):
@@ -68,8 +68,8 @@ def sentence(error: Exception) -> str:
     """What is wrong and how to mend it, in one sentence."""
     cause = cause_of_ours(error)
     if isinstance(cause, BadInput):
-        hint = ELSEWHERE.get(cause.key.rpartition(".")[2])
-        return f"{cause}; {hint}" if hint and "removed" in cause.allowed else str(cause)
+        hint = ELSEWHERE.get(cause.key)  # a root key that nobody knows, forced in with +
+        return f"{cause.key}: no such key; {hint}" if hint else str(cause)
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
     for pattern, translate in PATTERNS.items():
@@ -102,8 +102,11 @@ def unknown_key(match: re.Match[str]) -> str:
     last = key.rpartition(".")[2]
     if last in ELSEWHERE:
         return f"{key}: no such key; {ELSEWHERE[last]}"
-    section = f"{key.rpartition('.')[0]} has no such key" if "." in key else "no such key or group"
-    return f"{key}: {section}{closest(key, [*GROUPS, *ROOT_KEYS])}; `python train.py --cfg job` shows them all"
+    section, _, _ = key.rpartition(".")
+    if section in SECTIONS:
+        return f"{key}: {section} has no such key, it knows {', '.join(SECTIONS[section].__dataclass_fields__)}"
+    known = f"{section} has no such key" if section else f"no such key or group{closest(key, [*GROUPS, *ROOT_KEYS])}"
+    return f"{key}: {known}; `python train.py --cfg job` shows them all"
 
 
 def ambiguous(match: re.Match[str]) -> str:

@@ -207,7 +207,8 @@ def materialise(rig: Rig, seed: int) -> None:
                     if isinstance(tensor, nn.Parameter):
                         real[tensor] = nn.Parameter(real[tensor], tensor.requires_grad)
                 table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
-    rig.model.to(rig.device)
+    if any(tensor.device.type != rig.device.type for tensor in [*rig.model.parameters(), *rig.model.buffers()]):
+        rig.model.to(rig.device)  # a task may build its model for real
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:

@@ -23,7 +23,9 @@ from lowvram.data.spec import DataSpec, Modality
 # (Cohen et al., 2017).
 CHARACTERS = "0123456789" + "ABCDEFGHJKLMNPQRSTUVWXYZ" + "adefhnrt"
 MIN_IMAGE_SIZE = 8  # pixels; characters can't be told apart below
-FONT_SHARE = 0.65  # size of the font as a share of the image's side, on average
+FONT_SHARE = 0.75  # size of the font as a share of the image's side, on average
+NOISE = np.float32(0.1)  # its width, where pixels run from 0 (black) to 1 (white)
+PIXEL_MEAN, PIXEL_STD = np.float32(0.25), np.float32(0.2)  # about those of all pixels
 
 
 @final
@@ -88,19 +90,19 @@ def mask(character: str, size: int) -> Image.Image:
 
 
 def draw(upright: Image.Image, rng: np.random.Generator) -> np.ndarray:
-    """One random view of a character: (3, s, s) float32 between about -1 and 1."""
+    """One random view of a character, bright on dark: (3, s, s) float32 of about mean 0 and variance 1."""
     size = upright.width
-    scale, angle = rng.uniform(0.75, 1.25), radians(rng.uniform(-15, 15))
-    shift_x, shift_y = rng.uniform(-0.12, 0.12, 2) * size
+    scale, angle = rng.uniform(0.8, 1.2), radians(rng.uniform(-15, 15))
+    shift_x, shift_y = rng.uniform(-0.08, 0.08, 2) * size
     # Pillow asks for the way back: from a pixel of the view to a point of the upright image.
     a, b = cos(angle) / scale, sin(angle) / scale
     x, y = size / 2 + shift_x, size / 2 + shift_y
     back = (a, b, size / 2 - a * x - b * y, -b, a, size / 2 + b * x - a * y)
     view = upright.transform((size, size), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
 
-    dark, bright = rng.uniform(0, 0.4, (3, 1, 1)), rng.uniform(0.6, 1, (3, 1, 1))
-    paper, ink = (dark, bright) if rng.random() < 0.5 else (bright, dark)
-    noise_3ss = rng.random((3, size, size), dtype=np.float32)
+    paper = rng.uniform(0, 0.4, (3, 1, 1)).astype(np.float32)
+    ink = rng.uniform(0.6, 1, (3, 1, 1)).astype(np.float32)
+    noise_3ss = rng.random((3, size, size), dtype=np.float32) - np.float32(0.5)
     ink_ss = np.asarray(view, np.float32) / 255
-    # Half the noise's width is taken off again, and [0, 1] becomes [-1, 1].
-    return ink_ss * (2 * (ink - paper)).astype(np.float32) + 0.2 * noise_3ss + (2 * paper - 1.1).astype(np.float32)
+    image_3ss = paper + ink_ss * (ink - paper) + NOISE * noise_3ss
+    return (image_3ss - PIXEL_MEAN) / PIXEL_STD

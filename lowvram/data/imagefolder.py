@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lowvram.config import BadInput, require
-from lowvram.data.local import escaped, existing_path, load_local
+from lowvram.data.local import escaped, existing_path, load_local, visible_entries
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, given, require_count
 from lowvram.data.spec import DataSpec, Modality
@@ -167,7 +167,7 @@ def listed(path: str) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
     """
     root = existing_path(path)
     require(root.is_dir(), "data.path", path, "a folder with a folder of images per class")
-    has_splits = (root / "train").is_dir() and bool(subfolders(root / "train"))
+    has_splits = (root / "train").is_dir() and bool(subfolders(path, root / "train"))
     eval_folder = next((root / name for name in EVAL_FOLDERS if has_splits and (root / name).is_dir()), None)
     folders = {"train": scanned(path, root / "train" if has_splits else root)}
     if eval_folder is not None:
@@ -186,18 +186,18 @@ def listed(path: str) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
 
 def scanned(path: str, root: Path) -> list[Path]:
     """The class folders of `root`, after a look at the header of every image in them."""
-    folders = subfolders(root)
+    folders = subfolders(path, root)
     for folder in folders:
-        files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
+        files = visible_entries(path, folder)
         require(bool(files), "data.path", path, f"without empty class folders: {folder} holds no image")
         for file in files:
             check_header(path, file)
     return folders
 
 
-def subfolders(root: Path) -> list[Path]:
+def subfolders(path: str, root: Path) -> list[Path]:
     """The folders directly below, sorted, without hidden ones."""
-    return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return [entry for entry in visible_entries(path, root) if entry.is_dir()]
 
 
 def check_header(path: str, file: Path) -> None:

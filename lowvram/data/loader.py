@@ -9,6 +9,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import final
@@ -78,10 +79,10 @@ class Workers(Loader):
             prefetch_factor=self.prefetch,
             pin_memory=device.type == "cuda",
             multiprocessing_context="fork",
-            worker_init_fn=leave_interrupts_to_parent,
             generator=torch.Generator(),  # else starting draws from the global one, and dropout would change
         )
-        workers = iter(loader)
+        with interrupts_blocked():
+            workers = iter(loader)
         assert isinstance(workers, _MultiProcessingDataLoaderIter)
         try:
             for part in workers:
@@ -152,6 +153,12 @@ def reading_order(num_samples: int, seed: int, start: int) -> Iterator[Key]:
         offset = 0
 
 
-def leave_interrupts_to_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; only the parent answers it, and then ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes started inside never see a Ctrl-C, which reaches all processes of a terminal: their parent answers it,
+    and ends them. It comes through to the parent itself afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -22,6 +22,14 @@ def existing_path(text: str) -> Path:
     return path
 
 
+def visible_entries(text: str, folder: Path) -> list[Path]:
+    """What lies directly in the folder, sorted, without hidden things. Raises BadInput when it can't be listed."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise BadInput("data.path", text, f"readable: {folder} can't be listed ({error.strerror})") from None
+
+
 def is_hidden(path: Path, root: Path) -> bool:
     """Whether a part of the path below the root starts with a dot."""
     return any(part.startswith(".") for part in path.relative_to(root).parts)

@@ -62,7 +62,7 @@ class Text(Source):
             f" and one sample takes {length + 1} (data.sequence_length={length})"
         )
         require(len(held_out) > length, "data.path", self.path, allowed)
-        return byte_data(train, held_out, length, self.eval_samples, seed, f"{len(files)} text files of {self.path}")
+        return byte_data(train, held_out, length, self.eval_samples, seed, f"text of {self.path}, files: {len(files)}")
 
 
 def text_files(path: str, pattern: str) -> list[Path]:

@@ -1,1 +1,1 @@
-"""Models: plain modules that know no knob. Each file has a config, which is the model's whole description, and its module."""
+"""Models: plain modules that know no knob, each with the configuration that describes it."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -22,7 +23,7 @@ EPSILON = 1e-5  # added to variances
 HEAD_STD = 0.01  # of the last layer's initial weights (Goyal et al., 2017)
 
 
-class Residual(Enum):
+class BlockKind(Enum):
     """What a block computes beside its shortcut. The names are what a user types."""
 
     basic = "two 3x3 convolutions (ResNet-18, -34)"
@@ -63,8 +64,8 @@ class ResNetConfig:
 
     modality: ClassVar[Modality] = Modality.IMAGES
 
-    block: Residual = Residual.basic
-    layers: list[int] = field(default_factory=lambda: [3, 3, 3])
+    block: BlockKind = BlockKind.basic
+    layers: list[int] = field(default_factory=lambda: [3, 3, 3, 3])
     width: int = 16
     stem: StemKind = StemKind.half
     image_size: int = 64
@@ -77,13 +78,12 @@ class ResNetConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        positive = bool(self.layers) and min(self.layers) > 0
+        positive = min(self.layers, default=0) > 0
         require(positive, "model.layers", self.layers, "a list of positive numbers, one per stage")
-        for name in ("width", "image_size"):
-            size = getattr(self, name)
-            require(size > 0, f"model.{name}", size, "a positive number")
-        if self.num_classes is not None:
-            require(self.num_classes > 0, "model.num_classes", self.num_classes, "a positive number, or null")
+        require(self.width > 0, "model.width", self.width, "a positive number")
+        require(self.image_size > 0, "model.image_size", self.image_size, "a positive number")
+        classes = self.num_classes
+        require(classes is None or classes > 0, "model.num_classes", classes, "a positive number, or null")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and less than 1")
         dead = self.zero_init_last_gamma and self.norm is NormKind.frozen
         why = "false with model.norm=frozen: a gamma of zero that never learns switches its block off"
@@ -94,7 +94,7 @@ class ResNetConfig:
         return (3, self.image_size, self.image_size)
 
     def make(self, spec: DataSpec) -> ResNet:
-        """The model for this data, whatever its image size. Its tensors hold no values yet: see `ResNet.initialise`.
+        """The model for this data, whatever its image size. Its tensors hold no values yet: see `initialise`.
 
         Raises:
             BadInput: the data are not images, or have more classes than the configuration pins.
@@ -102,7 +102,7 @@ class ResNetConfig:
         if spec.modality is not self.modality:
             allowed = f"a source of {self.modality.value} for this model: data=auto follows the model"
             raise BadInput("data", spec.modality.value, allowed)
-        num_classes = self.num_classes if self.num_classes is not None else spec.num_classes
+        num_classes = self.num_classes or spec.num_classes
         holds = f"at least {spec.num_classes}, the data's classes: null follows the data"
         require(num_classes >= spec.num_classes, "model.num_classes", num_classes, holds)
         return ResNet(self, spec.shape[0], num_classes)
@@ -110,7 +110,7 @@ class ResNetConfig:
 
 @final
 class ResNet(nn.Module):
-    """A classifier of images (He et al., 2016); the stride of a bottleneck sits on its 3x3, as in torchvision."""
+    """A classifier of images (He et al., 2016). A bottleneck has its stride on its 3x3, as in torchvision."""
 
     def __init__(self, config: ResNetConfig, num_channels: int, num_classes: int) -> None:
         super().__init__()
@@ -120,9 +120,8 @@ class ResNet(nn.Module):
         self.stem = make_stem(config, num_channels)
         self.blocks = make_blocks(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(
-            config.width * 2 ** (len(config.layers) - 1) * BLOCKS[config.block].expansion, num_classes
-        )
+        last_width = config.width * 2 ** (len(config.layers) - 1)
+        self.head = nn.Linear(last_width * BLOCKS[config.block].expansion, num_classes)
 
     def forward(self, images_nchw: Tensor) -> Tensor:
         """Images (n, c, h, w) to logits (n, k)."""
@@ -139,8 +138,8 @@ class ResNet(nn.Module):
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one tensor in place with its initial value.
 
-        Convolutions follow the configuration, the head is N(0, 0.01), norms start as the identity; the last norm of
-        a block may start at zero, and the block as its shortcut (Goyal et al., 2017).
+        Convolutions follow the configuration, the head is N(0, 0.01), norms start as the identity. The last
+        norm of a block may start at zero, and so the block as its shortcut (Goyal et al., 2017).
 
         Args:
             name: the dotted name in `named_parameters()` or `named_buffers()`.
@@ -161,7 +160,7 @@ class ResNet(nn.Module):
             case [*_, "conv", "weight"]:
                 # Drawn in one order and then copied: the same values whatever the strides of the tensor.
                 drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                tensor.copy_(self.fill(drawn, generator))
+                tensor.copy_(self.fill(drawn, generator=generator))
             case _:
                 raise KeyError(name)
 
@@ -187,7 +186,7 @@ class BasicBlock(nn.Module):
 
 @final
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1, beside a shortcut: (n, c, h, w) to (n, 4 width, h / stride, w / stride)."""
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: (n, c, h, w) to (n, c', h / stride, w / stride)."""
 
     expansion: ClassVar[int] = 4  # channels that it returns per `width`
 
@@ -210,12 +209,13 @@ class Bottleneck(nn.Module):
 class ConvNorm(nn.Module):
     """A convolution and the norm that follows it, which stands in for the bias."""
 
-    def __init__(self, config: ResNetConfig, width_in: int, width_out: int, size: int, stride: int = 1) -> None:
+    def __init__(self, config: ResNetConfig, width_in: int, width: int, size: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(width_in, width_out, size, stride, padding=size // 2, bias=False)
-        # A parameter anew, since `Module.to(memory_format=)` fails on fake tensors (torch 2.13).
-        self.conv.weight = nn.Parameter(self.conv.weight.detach().contiguous(memory_format=memory_format(config)))
-        self.norm = NORMS[config.norm](width_out)
+        self.conv = nn.Conv2d(width_in, width, size, stride, padding=size // 2, bias=False)
+        # A new parameter, since `Module.to(memory_format=)` fails on fake tensors (torch 2.13).
+        weight = self.conv.weight.detach().contiguous(memory_format=memory_format(config))
+        self.conv.weight = nn.Parameter(weight)
+        self.norm = NORMS[config.norm](width)
 
     def forward(self, x_nchw: Tensor) -> Tensor:
         return self.norm(self.conv(x_nchw))
@@ -225,7 +225,7 @@ class ConvNorm(nn.Module):
 class FrozenNorm(nn.Module):
     """A batch norm that never changes: four buffers per channel, nothing kept for the backward but the scale.
 
-    It is meant for fine-tuning: the statistics of a trained model fit in by name.
+    Meant for fine-tuning: the tensors of a trained batch norm fit in by name.
     """
 
     weight: Tensor
@@ -252,7 +252,8 @@ def make_stem(config: ResNetConfig, num_channels: int) -> nn.Sequential:
         StemKind.half: (3, 2, nn.Identity()),
         StemKind.quarter: (7, 2, nn.MaxPool2d(3, stride=2, padding=1)),
     }[config.stem]
-    return nn.Sequential(ConvNorm(config, num_channels, config.width, size, stride), nn.ReLU(config.in_place), pool)
+    convolution = ConvNorm(config, num_channels, config.width, size, stride)
+    return nn.Sequential(convolution, nn.ReLU(config.in_place), pool)
 
 
 def make_blocks(config: ResNetConfig) -> nn.ModuleList:
@@ -284,21 +285,16 @@ def group_norm(num_channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(GROUPS, num_channels), num_channels)
 
 
-def kaiming_(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
-
-
-def xavier_(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    return nn.init.xavier_uniform_(tensor, generator=generator)
-
-
-BLOCKS: dict[Residual, type[BasicBlock | Bottleneck]] = {
-    Residual.basic: BasicBlock,
-    Residual.bottleneck: Bottleneck,
+BLOCKS: dict[BlockKind, type[BasicBlock | Bottleneck]] = {
+    BlockKind.basic: BasicBlock,
+    BlockKind.bottleneck: Bottleneck,
 }
 NORMS: dict[NormKind, Callable[[int], nn.Module]] = {
     NormKind.batch: nn.BatchNorm2d,
     NormKind.group: group_norm,
     NormKind.frozen: FrozenNorm,
 }
-FILLS = {Initialisation.kaiming: kaiming_, Initialisation.xavier: xavier_}
+FILLS: dict[Initialisation, Callable[..., Tensor]] = {
+    Initialisation.kaiming: partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"),
+    Initialisation.xavier: nn.init.xavier_uniform_,
+}

@@ -52,19 +52,15 @@ class TransformerConfig:
         for name in ("num_layers", "width", "num_heads", "context"):
             size = getattr(self, name)
             require(size > 0, f"model.{name}", size, "a positive number")
-        if self.vocab_size is not None:
-            require(self.vocab_size > 0, "model.vocab_size", self.vocab_size, "a positive number, or null")
+        vocab_size = self.vocab_size
+        sensible = vocab_size is None or vocab_size > 0
+        require(sensible, "model.vocab_size", vocab_size, "a positive number, or null")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and less than 1")
         divides = self.width % self.num_heads == 0
         require(divides, "model.num_heads", self.num_heads, f"a divisor of model.width={self.width}")
-        if self.positions is Positions.rotary:
-            pairs = self.width // self.num_heads % 2 == 0
-            require(
-                pairs,
-                "model.num_heads",
-                self.num_heads,
-                "such that model.width / model.num_heads is even (rotary)",
-            )
+        turns = self.positions is Positions.learned or self.width // self.num_heads % 2 == 0
+        why = "learned where model.width / model.num_heads is odd: rotary turns pairs of features"
+        require(turns, "model.positions", self.positions.name, why)
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say: as long as the model allows."""
@@ -83,7 +79,7 @@ class TransformerConfig:
         (length,) = spec.shape
         room = f"at most model.context={self.context}: shorten it, or raise model.context"
         require(length <= self.context, "data.sequence_length", length, room)
-        vocab_size = self.vocab_size if self.vocab_size is not None else spec.num_classes
+        vocab_size = self.vocab_size or spec.num_classes
         holds = f"at least {spec.num_classes}, the data's vocabulary: null follows the data"
         require(vocab_size >= spec.num_classes, "model.vocab_size", vocab_size, holds)
         return Transformer(self, vocab_size)
@@ -121,8 +117,8 @@ class Transformer(nn.Module):
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one tensor in place with its initial value, as GPT-2 does.
 
-        Weights are N(0, 0.02); those that write into the residual stream are N(0, 0.02 / sqrt(2 layers)), so that
-        the stream's variance does not grow with depth. Norms start at one, biases at zero.
+        Weights are N(0, 0.02); those that write into the residual stream are N(0, 0.02 / sqrt(2 layers)),
+        so that the stream's variance does not grow with depth. Norms start at one, biases at zero.
 
         Args:
             name: the dotted name in `named_parameters()`, or another name of a tied one.
@@ -158,7 +154,7 @@ class PositionEmbedding(nn.Module):
 
 @final
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each normalised first and added to its input: (b, t, d) to the same."""
+    """Attention, then a feed-forward network; each reads a normalised input and is added to it: (b, t, d)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -182,7 +178,7 @@ class Attention(nn.Module):
         self.num_heads = config.num_heads
         self.dropout = config.dropout
         self.rotate = Rotary() if config.positions is Positions.rotary else nn.Identity()
-        # One projection for all three: under autocast its input is then cast, and kept for the backward, once.
+        # One projection for all three: under autocast its input is then cast, and saved for backward, once.
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.merge = nn.Linear(config.width, config.width)
 
@@ -196,17 +192,17 @@ class Attention(nn.Module):
 
 @final
 class Rotary(nn.Module):
-    """Turns each pair of features of queries and keys by (position * frequency of the pair) (Su et al., 2021).
+    """Turns each pair of features of queries and keys by its frequency times the position (Su et al., 2021).
 
-    The product of a query and a key then depends on their distance only. The angles are computed when they are
-    used: a table would be one more state to place and to keep in fp32.
+    The product of a query and a key then depends on their distance only. The angles are computed when they
+    are used: a table would be one more state to place and to keep in fp32.
     """
 
     def forward(self, qkv_bt3hc: Tensor) -> Tensor:
         cos_t11c, sin_t11c = rotary_angles(qkv_bt3hc)
         first, second = qkv_bt3hc[:, :, :2].chunk(2, dim=-1)
         turned = (first * cos_t11c - second * sin_t11c, first * sin_t11c + second * cos_t11c)
-        # The values are copied too: as a view they would keep the unturned projection alive until the backward.
+        # The values are copied too: as a view they would keep the unturned projection alive until backward.
         return torch.cat([torch.cat(turned, dim=-1), qkv_bt3hc[:, :, 2:]], dim=2)
 
 

@@ -151,7 +151,8 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # passive: OpenMP threads that spin on busy cores turned steps of 0.6 ms into 30 ms
     env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
-    env.pop("HYDRA_FULL_ERROR", None)  # set by us for the parent alone
+    for ours in ("HYDRA_FULL_ERROR", "WANDB_SERVICE"):  # set for the parent alone
+        env.pop(ours, None)
     return env
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -121,6 +122,17 @@ def test_closing_leaves_no_process_behind(number: int) -> None:
     batches.close()
     assert children() == before
     assert not multiprocessing.active_children()
+
+
+def test_ctrl_c_is_left_to_the_parent() -> None:
+    before = children()
+    batches = Workers(num_workers=2).batches(Numbers(10), 4, 0, 0, CPU)
+    parts = [next(batches)]
+    for worker in children() - before:
+        os.kill(worker, signal.SIGINT)
+    parts += itertools.islice(batches, 7)
+    batches.close()
+    assert_same(parts, first_batches(Inline(), Numbers(10), 8))
 
 
 def test_a_worker_hands_its_error_on_and_ends() -> None:

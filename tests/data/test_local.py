@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lowvram.config import BadInput
-from lowvram.data.local import escaped, existing_path, is_hidden, quiet_progress
+from lowvram.data.local import escaped, existing_path, is_hidden, quiet_progress, visible_entries
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,14 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_not_there_is_named(text: str) -> None:
     with pytest.raises(BadInput, match=r"^data\.path="):
         existing_path(text)
+
+
+def test_visible_entries(tmp_path: Path) -> None:
+    for name in ("b", "a", ".hidden"):
+        (tmp_path / name).touch()
+    assert visible_entries("x", tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    with pytest.raises(BadInput, match=r"data\.path='x': must be readable: .*/a can't be listed \(Not a directory\)"):
+        visible_entries("x", tmp_path / "a")
 
 
 def test_hidden_below_the_root_only() -> None:
