@@ -25,7 +25,15 @@ from lowvram.process.client import Event, Server
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.row import Row, Status
-from lowvram.results.terminal import command_line, hydra_quoted, progress_for, restore_terminal, shown_path, summary
+from lowvram.results.wandb import sync_command
+from lowvram.results.terminal import (
+    command_line,
+    hydra_quoted,
+    progress_for,
+    restore_terminal,
+    shown_path,
+    summary,
+)
 from lowvram.resume import has_snapshots, with_resumed
 from lowvram.settings import GROUPS, check_root
 
@@ -188,8 +196,8 @@ class Program:
         """The table, where it lies, how to upload the runs and how to go on."""
         print(table.render(self.rows, sys.stdout, kept=self.kept))
         print(f"results: {shown_path(folder)} (table.md, table.csv, rows.jsonl)")
-        if offline := sorted(folder.glob("*/wandb/offline-run-*")):
-            print(f"to upload: {shlex.join(['wandb', 'sync', *(shown_path(run) for run in offline)])}")
+        if any(folder.glob("*/wandb/offline-run-*")):
+            print(f"to upload: {sync_command(folder)}")
         if not all(rows.is_final(row) for row in self.rows) or self.num_signals:
             words = [word for word in self.words if not word.startswith("hydra.sweep.dir=")]
             print(

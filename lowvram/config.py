@@ -75,8 +75,10 @@ def walk(node: Any, key: str) -> Iterator[tuple[str, Any]]:
                 raise BadInput(f"{key}.{name}" if key else str(name), "???", "given a value")
             yield from walk(node[name], f"{key}.{name}" if key else str(name))
     elif isinstance(node, ListConfig):
-        for index, value in enumerate(node):
-            yield from walk(value, f"{key}[{index}]")
+        for index in range(len(node)):
+            if OmegaConf.is_missing(node, index):
+                raise BadInput(f"{key}[{index}]", "???", "given a value")
+            yield from walk(node[index], f"{key}[{index}]")
 
 
 def refuse_value(key: str, value: Any) -> None:
@@ -94,9 +96,11 @@ def find_target(key: str, path: str | None) -> type:
     module, _, name = path.rpartition(".")
     try:
         target = getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError):
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(PACKAGE):
+            raise  # the class is ours, but something that it imports isn't installed
         raise BadInput(f"{key}._target_", path, "the dotted name of a class of lowvram") from None
-    if not (isinstance(target, type) and dataclasses.is_dataclass(target)):
+    if not (isinstance(target, type) and dataclasses.is_dataclass(target) and target.__module__.startswith(PACKAGE)):
         raise BadInput(f"{key}._target_", path, "a dataclass of lowvram")
     return target
 

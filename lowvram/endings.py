@@ -42,7 +42,7 @@ def ending(error: BaseException) -> dict[str, Any]:
     if isinstance(error, BadInput | Incompatible):
         return {"status": "incompatible", "reason": text}
     if isinstance(error, Interrupted):
-        return {"status": "interrupted", "reason": text or "stopped before the first step"}
+        return {"status": "interrupted", "reason": text or f"stopped in {phase(error.__traceback__)}"}
     if isinstance(error, NonFinite):
         return {"status": "nonfinite", "reason": text}
     if is_out_of_memory(error):
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def phase(trace: TracebackType | None) -> str:
     """What was going on, read off the stack, so that no step pays for keeping track."""
-    found = "setting up"
+    found = "the set-up"
     for frame, _ in traceback.walk_tb(trace):
         if "lowvram" in frame.f_code.co_filename:
             found = PHASES.get(frame.f_code.co_name, found)

@@ -14,6 +14,7 @@ from lowvram.core.knob import Knob
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
+from lowvram.modes import fields
 from lowvram.modes.fields import status_bytes
 from lowvram.modes.session import Events, Session, Stop
 from lowvram.modes.trace import peak_on_paper
@@ -34,7 +35,10 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop)
     print(f"data: {data.description}")
     folder, is_resumed = Path(request["folder"]), request["resume"]
     session = Session(settings, knobs, problem, rig, data, events, stop, folder, is_resumed, started, resident_bytes)
-    return {"choices": {"allocator": request["choices"]["allocator"]}, **settings.groups["mode"].run(session)}
+    told = settings.groups["mode"].run(session)
+    return fields.merged(
+        told, {"choices": {"allocator": request["choices"]["allocator"]}, "time": {"total_s": session.age_s()}}
+    )
 
 
 def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:

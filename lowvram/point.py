@@ -172,7 +172,8 @@ class Recording:
         self._start_recorder()
         self.recorder.finish(self.row)
         rows.write(self.point.folder, self.row)
-        for line in (self.recorder.notice, self.recorder.address):
+        upload = self.recorder.sync_command if self.point.sweep is None else None  # a sweep tells it once, for all
+        for line in (self.recorder.notice, self.recorder.address, upload and f"to upload: {upload}"):
             if line:
                 self.progress.say(line)
         return self.row

@@ -173,6 +173,7 @@ def parse_bytes(key: str, text: str | None) -> int | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)", text.strip())
-    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
+    num_bytes = float(match[1]) * UNITS.get(match[2], 0) if match else 0
+    if not 1 <= num_bytes < 2**60:
         raise BadInput(key, text, f"null or a number above 0 with a unit ({', '.join(UNITS)}), such as 8GiB")
-    return int(float(match[1]) * UNITS[match[2]])
+    return int(num_bytes)

@@ -28,7 +28,7 @@ class Stage(Enum):
     BATCH = auto()
 
 
-# The fields of the rig that each stage may write. The stages without any change the process or patch the model in place.
+# The fields of the rig that each stage may write. Stages without any change the process or patch the model in place.
 WRITES: dict[Stage, frozenset[str]] = {
     Stage.PROCESS: frozenset(),
     Stage.BUILD: frozenset({"model", "criterion", "rounding"}),
@@ -85,6 +85,9 @@ class Knob(ABC):
 
     stage: ClassVar[Stage]
     exactness: ClassVar[Exactness] = Exactness.EXACT
+    # How far the gradients may lie, relatively, in fp32: from the neutral option's where EXACT (0: not a bit;
+    # more: sums in another order), else from those in fp64.
+    band: ClassVar[float] = 0.0
     saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum goes down
 
     def needs(self) -> frozenset[Fact]:

@@ -11,9 +11,9 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,21 +52,28 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
     """
     peak, book = Peak(), Ledger()
     gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
-    gc.disable()
-    try:
+    with ExitStack() as undo:
+        undo.callback(gc.enable if gc.isenabled() else gc.disable)
+        undo.callback(book.close, peak)
+        gc.disable()
         book.own(inputs, Kind.INPUTS)
-        handles = book.own_model(model) if model is not None else []
+        if model is not None:
+            for handle in book.own_model(model):
+                undo.callback(handle.remove)
         if optimizer is not None:
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)
         with book:
             yield peak
         if optimizer is not None:
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)  # the first update gave birth to it
-        for handle in handles:
-            handle.remove()
-        book.close(peak)
-    finally:
-        gc.enable()
+
+
+class Storage(NamedTuple):
+    """A storage that is alive."""
+
+    serial: int
+    num_bytes: int
+    death: weakref.finalize[..., Any]  # writes it down
 
 
 class Ledger(TorchDispatchMode):
@@ -76,8 +83,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.lines: list[tuple[int, int]] = []  # (serial number of the storage, bytes: negative at its death)
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
-        self.alive: dict[int, tuple[int, int]] = {}  # address of the storage -> (serial number, bytes)
-        self.is_open = True
+        self.alive: dict[int, Storage] = {}  # by the storage's address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -113,20 +119,19 @@ class Ledger(TorchDispatchMode):
         address = storage._cdata
         if address not in self.alive:
             serial, num_bytes = len(self.kinds), -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
-            self.alive[address] = (serial, num_bytes)
+            self.alive[address] = Storage(serial, num_bytes, weakref.finalize(storage, self._died, address))
             self.kinds[serial] = kind
             self.lines.append((serial, num_bytes))
-            weakref.finalize(storage, self._died, address).atexit = False
-        return self.alive[address][0]
+        return self.alive[address].serial
 
     def _died(self, address: int) -> None:
-        serial, num_bytes = self.alive.pop(address)
-        if self.is_open:
-            self.lines.append((serial, -num_bytes))
+        dead = self.alive.pop(address)
+        self.lines.append((dead.serial, -dead.num_bytes))
 
     def close(self, peak: Peak) -> None:
-        """Play the book back, now that every kind is known, and fill `peak`."""
-        self.is_open = False
+        """Let go of what lives on; play the book back, now that every kind is known, and fill `peak`."""
+        for storage in self.alive.values():
+            storage.death.detach()
         live: dict[Kind, int] = defaultdict(int)
         most: dict[Kind, int] = defaultdict(int)
         total = 0

@@ -40,6 +40,7 @@ class Parts(Knob):
     parts: int = 2
 
     stage = Stage.BATCH
+    band = 2e-6
     saves = Kind.ACTIVATIONS
 
     def __post_init__(self) -> None:
@@ -48,7 +49,8 @@ class Parts(Knob):
     def caveat(self, model: nn.Module) -> str | None:
         if self.parts == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
             return None
-        return f"BatchNorm normalises over each of the {self.parts} parts, not over the whole batch (model.norm=group doesn't)"
+        each = f"each of the {self.parts} parts"
+        return f"BatchNorm normalises over {each}, not over the whole batch (model.norm=group doesn't)"
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, split=self.split)

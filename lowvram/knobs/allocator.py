@@ -6,10 +6,12 @@ import ctypes
 import os
 from dataclasses import dataclass
 
+from lowvram.config import require
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import Rig
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
+LARGEST_MMAP_THRESHOLD = 2**25
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Tight(Knob):
     mmap_threshold_bytes: int = 65536
 
     stage = Stage.PROCESS
+
+    def __post_init__(self) -> None:
+        allowed = f"between 1 and {LARGEST_MMAP_THRESHOLD} (glibc's limit)"
+        fits = 1 <= self.mmap_threshold_bytes <= LARGEST_MMAP_THRESHOLD
+        require(fits, "allocator.mmap_threshold_bytes", self.mmap_threshold_bytes, allowed)
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.CPU})

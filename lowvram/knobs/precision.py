@@ -35,6 +35,7 @@ class Tf32(Knob):
 
     stage = Stage.NUMERICS
     exactness = Exactness.ROUNDING
+    band = 5e-3
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.TF32})
@@ -50,6 +51,7 @@ class Bf16(Knob):
 
     stage = Stage.NUMERICS
     exactness = Exactness.ROUNDING
+    band = 2e-2
     saves = Kind.ACTIVATIONS
 
     def needs(self) -> frozenset[Fact]:
@@ -68,6 +70,7 @@ class Fp16(Knob):
 
     stage = Stage.NUMERICS
     exactness = Exactness.ROUNDING
+    band = 5e-3
     saves = Kind.ACTIVATIONS
 
     def __post_init__(self) -> None:

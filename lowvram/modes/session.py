@@ -77,7 +77,8 @@ class Session:
 
     def remedy(self) -> str:
         """What helps against numbers that grow without bound."""
-        return f"try a smaller learning rate (optimizer.lr={self.settings.groups['optimizer'].lr / 10:g}) or stepping.clip=1.0"
+        smaller_lr = self.settings.groups["optimizer"].lr / 10
+        return f"try a smaller learning rate (optimizer.lr={smaller_lr:g}) or stepping.clip=1.0"
 
     def age_s(self) -> float:
         """Seconds since the child began."""

@@ -42,7 +42,9 @@ class Snapshots:
             if match is not None and fingerprint(path) == match[2]:
                 print(f"continuing from {path}")
                 return torch.load(path, map_location="cpu", weights_only=True)
-            print(f"{path} is damaged (its bytes don't match its hash): going back to the one before")
+            aside = path.with_suffix(".damaged")  # no snapshot any more: it must not count among those that are kept
+            path.rename(aside)
+            print(f"{path} is damaged (its bytes don't match its hash), now {aside.name}: going back to the one before")
         return None
 
     def newest_first(self) -> list[Path]:

@@ -21,6 +21,7 @@ import torch
 from lowvram import job
 from lowvram.endings import Interrupted, ending
 from lowvram.process.limits import lift
+from lowvram.process.server import STOPS
 from lowvram.settings import settings
 
 NATIVE_LOG = "native.log"  # in the point's folder
@@ -70,8 +71,12 @@ class Stop:
     def __init__(self) -> None:
         self.requested = self._patient = False
         self._pid = os.getpid()
-        for number in (signal.SIGINT, signal.SIGTERM):
+
+    def listen(self) -> None:
+        """From here on a signal interrupts; also one that came since the fork."""
+        for number in STOPS:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the server has blocked them
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._pid:  # a loader's worker inherited the handler
@@ -88,6 +93,10 @@ class Stop:
         finally:
             self._patient = False
 
+    def settle(self) -> None:
+        """From here on no signal interrupts: the point has ended, and its row is on the way."""
+        self._patient = True
+
 
 def main(request: dict[str, Any], events_fd: int) -> int:
     """Run one request; returns the exit code."""
@@ -95,13 +104,16 @@ def main(request: dict[str, Any], events_fd: int) -> int:
     spoken: Any = SpokenStream(events)
     sys.stdout = sys.stderr = spoken
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stop = Stop()
     try:
-        stop = Stop()
+        stop.listen()
         fields = check(request["check"]) if "check" in request else run_point(request, events, stop)
     except BaseException as error:  # the last net: a point always tells how it ended
+        stop.settle()
         fields = ending(error)
         if fields["status"] == "error":
             traceback.print_exc()
+    stop.settle()
     lift()
     if fields["status"] == "oom":
         fields |= after_out_of_memory(request)

@@ -35,7 +35,8 @@ class Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C never hits a starting server
         try:
-            command = [sys.executable, "-m", "lowvram.process.server", str(theirs.fileno())]
+            # -P: a file of the user's that is called random.py stays out of it
+            command = [sys.executable, "-P", "-m", "lowvram.process.server", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
         finally:
             signal.signal(signal.SIGINT, before)
@@ -65,45 +66,56 @@ class Server:
             The child's wait status, or None if the server itself died.
         """
         self.start()
-        assert self._socket is not None
+        status = None
         reader, writer = os.pipe()
         try:
+            with os.fdopen(reader, "rb", buffering=0) as events:
+                if self._hand_over(request, writer, order):
+                    status = self._follow(EventReader(events, on_event), order)
+        finally:
+            if status is None:  # it is dead, or `on_event` has raised and nobody listens any more: the next one is new
+                self.stop()
+        return status
+
+    def _hand_over(self, request: dict[str, Any], writer: int, order: Callable[[], bytes | None]) -> bool:
+        """Send the request; False if the server has died, or isn't wanted any more."""
+        try:
             if not self._wait_ready(order):
-                return None
-            send(self._socket, request, writer)
+                return False
+            send(self._connection, request, writer)
         except OSError:
-            return None
+            return False
         finally:
             os.close(writer)
-        with os.fdopen(reader, "rb", buffering=0) as events:
-            return self._follow(self._socket, EventReader(events, on_event), order)
+        return True
+
+    @property
+    def _connection(self) -> socket.socket:
+        assert self._socket is not None
+        return self._socket
 
     def _wait_ready(self, order: Callable[[], bytes | None]) -> bool:
-        assert self._socket is not None
         while not self._is_ready:
             if order() is not None:
-                self.stop()
                 return False
-            if select.select([self._socket], [], [], POLL_S)[0]:
-                if not self._socket.recv(64):
+            if select.select([self._connection], [], [], POLL_S)[0]:
+                if not self._connection.recv(64):
                     return False
                 self._is_ready = True
         return True
 
-    def _follow(self, server: socket.socket, events: EventReader, order: Callable[[], bytes | None]) -> int | None:
+    def _follow(self, events: EventReader, order: Callable[[], bytes | None]) -> int | None:
         while True:
-            listening = [server, *events.open_files()]
-            ready = select.select(listening, [], [], POLL_S)[0]
+            ready = select.select([self._connection, *events.open_files()], [], [], POLL_S)[0]
             try:
                 if told := order():
-                    server.send(told)
-                if server in ready:
-                    answer = server.recv(4096)
-                    events.drain()
-                    return json.loads(answer)["status"] if answer else None
+                    self._connection.send(told)
+                answer = self._connection.recv(4096) if self._connection in ready else None
             except OSError:
+                answer = b""  # the server is dead
+            if answer is not None:
                 events.drain()
-                return None
+                return json.loads(answer)["status"] if answer else None
             if ready:
                 events.read()
 

@@ -10,6 +10,7 @@ for CUDA poisons them. So it imports, and never computes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -23,6 +24,7 @@ import time
 from typing import Any
 
 TERM, KILL = b"term", b"kill"
+STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time for a last snapshot
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_ORPHANED = 70
@@ -50,16 +52,17 @@ def prctl(option: int, value: int) -> None:
 def main() -> None:
     """Serve requests until the parent closes the socket."""
     parent = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent and the child
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in STOPS:  # they are for the parent and the child
+        signal.signal(number, signal.SIG_IGN)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # children share these pages
-    parent.send(b"ready")
-    while serve(parent):
-        pass
+    with contextlib.suppress(ConnectionError):  # the parent is gone
+        parent.send(b"ready")
+        while serve(parent):
+            pass
     sweep_strays()
 
 
@@ -86,8 +89,10 @@ def serve(parent: socket.socket) -> bool:
 def spawn(request: dict[str, Any], events_fd: int, parent: socket.socket) -> int:
     """Fork the child of one request; returns its process id."""
     server = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # none is lost before the child can answer it
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         return pid
     code = EXIT_ORPHANED
     try:

@@ -257,21 +257,34 @@ def render(rows: Sequence[Row], stream: TextIO | None = None, kept: Collection[s
 
     console = Console(file=stream)
     table = build(rows, kept)
+    star = "" if console.is_terminal else "*"  # where there is no colour
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     grid = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, header_style="bold")
     for column in table.shown:
         # In a narrow terminal the names and the titles are folded, so that the numbers stay whole.
-        width = None if column is table.columns[0] else max(map(len, column.texts))
+        width = None if column is table.columns[0] else max(map(len, column.texts)) + len(star)
         side = "right" if column.is_number else "left"
         grid.add_column(Text(column.title), justify=side, overflow="fold", min_width=width)
     for i in range(table.num_rows):
-        grid.add_row(*(Text(c.texts[i], style="bold green" if i in c.best else "") for c in table.shown))
+        grid.add_row(*(_cell(column, i, star) for column in table.shown))
     with console.capture() as capture:
         console.print(grid)
+        if star and any(column.best for column in table.shown):
+            console.print(Text("* the best of its column"))
         for note in table.notes:
             console.print(Text(note), soft_wrap=True)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _cell(column: Column, i: int, star: str) -> Any:
+    """The best of a column in colour, or with a star; the others keep its place free, so that digits line up."""
+    from rich.text import Text
+
+    is_best = i in column.best
+    return Text(
+        column.texts[i] + (star if is_best else " " * len(star) * column.is_number), "bold green" if is_best else ""
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

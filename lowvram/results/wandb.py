@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowvram.results.row import GIB, KINDS, Row, Status, refuse_secrets
+from lowvram.results.terminal import shown_path
 
 if TYPE_CHECKING:
     import wandb
@@ -115,7 +116,7 @@ class Run(Recorder):
         self._is_recording = True
         self.notice = notice
         self.address = None if run.offline else run.url
-        self.sync_command = _sync_command(folder) if run.offline else None
+        self.sync_command = sync_command(folder.parent, shlex.quote(folder.name)) if run.offline else None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         # Not committed, a step would reach the log only after the next one, and then overwrite the summary.
@@ -216,11 +217,14 @@ def _new_run_id(folder: Path) -> str:
     return f"{point}-{secrets.token_hex(3)}"
 
 
-def _sync_command(folder: Path) -> str:
-    """A resumed run has several parts; W&B joins them when they come together."""
-    parts = [str(part) for part in sorted((folder / "wandb").glob("offline-run-*"))]
+def sync_command(folder: Path, points: str = "*") -> str:
+    """Uploads the offline runs of the points below `folder`. The shell fills in the stars.
+
+    A resumed run has several parts; W&B joins them when they come together.
+    """
     program = ["wandb"] if shutil.which("wandb") else [sys.executable, "-m", "wandb"]
-    return shlex.join([*program, "sync", *parts])
+    parts = [shlex.quote(shown_path(folder)), points, "wandb", "offline-run-*"]
+    return f"{shlex.join(program)} sync {'/'.join(parts)}"
 
 
 def _first_line(error: Exception) -> str:

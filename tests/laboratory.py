@@ -1,0 +1,191 @@
+"""Tiny models, options by their names, and training that can be looked into: for all tests of what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from lowvram.config import build
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
+from lowvram.core.step import step
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.resnet import NormKind, ResNetConfig
+from lowvram.models.transformer import TransformerConfig
+from lowvram.settings import KNOB_GROUPS
+from lowvram.tasks import Auto, Problem
+
+CPU = torch.device("cpu")
+CONF = Path(__file__).parents[1] / "conf"
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
+
+
+def option_node(group: str, option: str) -> DictConfig:
+    """The YAML of one option."""
+    node = OmegaConf.load(CONF / group / f"{option}.yaml")
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def neutral_options() -> dict[str, str]:
+    """Group -> the option that conf/config.yaml chooses."""
+    node = OmegaConf.load(CONF / "config.yaml")
+    assert isinstance(node, DictConfig)
+    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
+    return {str(group): option for item in chosen for group, option in item.items()}
+
+
+NEUTRAL = {group: option for group, option in neutral_options().items() if group in KNOB_GROUPS}
+OPTIONS = {group: sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in NEUTRAL}
+KNOBS: dict[tuple[str, str], Knob] = {
+    (group, option): build(option_node(group, option), group)
+    for group, options in OPTIONS.items()
+    for option in options
+}
+
+
+def named(*pairs: tuple[str, str]) -> dict[str, Knob]:
+    """Options of knob groups, by the names that messages use."""
+    return {f"{group}={option}": KNOBS[group, option] for group, option in pairs}
+
+
+def knobs_of(**choices: str | Knob) -> dict[str, Knob]:
+    """One knob of each group: those that are chosen, by option or as they are, else the neutral ones."""
+    chosen = {**NEUTRAL, **choices}
+    return {
+        f"{group}={choice}": choice if isinstance(choice, Knob) else KNOBS[group, choice]
+        for group, choice in chosen.items()
+    }
+
+
+def missing_here(pair: tuple[str, str], device: torch.device = CPU) -> bool:
+    """Whether an option needs something that this machine lacks."""
+    return not KNOBS[pair].needs().isdisjoint(absent_facts(device))
+
+
+TOKENS = DataSpec(Modality.TOKENS, 11, (8,))
+IMAGES = DataSpec(Modality.IMAGES, 5, (3, 8, 8))
+TRANSFORMER = TransformerConfig(num_layers=3, width=16, num_heads=2, context=8)
+RESNET = ResNetConfig(layers=[2, 1], width=8, image_size=8)
+PROBLEMS: dict[str, Problem] = {
+    "transformer": Auto().pose(TRANSFORMER, TOKENS),
+    "transformer_dropout": Auto().pose(replace(TRANSFORMER, dropout=0.1), TOKENS),
+    "resnet": Auto().pose(RESNET, IMAGES),
+    "resnet_group": Auto().pose(replace(RESNET, norm=NormKind.group), IMAGES),
+    "resnet_frozen": Auto().pose(replace(RESNET, norm=NormKind.frozen, channels_last=True), IMAGES),
+}
+
+
+def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Part:
+    """Random samples. Sequences end anywhere, and every fifth image has no class: parts differ in their targets."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (num_samples, *spec.shape)
+    if spec.modality is Modality.TOKENS:
+        tokens, targets = (torch.randint(spec.num_classes, shape, generator=draw) for _ in range(2))
+        ends = torch.randint(1, spec.shape[0] + 1, (num_samples, 1), generator=draw)
+        return Part(tokens, targets.where(torch.arange(spec.shape[0]) < ends, IGNORE))
+    labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
+    labels[4::5] = IGNORE
+    return Part(torch.randn(shape, generator=draw, dtype=dtype), labels)
+
+
+def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32) -> Iterator[Part]:
+    """A batch of each of these sizes."""
+    return (make_batch(spec, size, seed, dtype) for seed, size in enumerate(sizes))
+
+
+class InDouble(Task):
+    """The same problem in fp64, from the fp32 model's initial values."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.spec = problem, problem.spec
+
+    def make_model(self) -> nn.Module:
+        return self.problem.make_model().double()
+
+    def criterion(self, outputs: Any, part: Part) -> Tensor:
+        return self.problem.criterion(outputs, part)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return self.problem.blocks(model)
+
+    def initialise(self, model: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        single = tensor.float() if tensor.is_floating_point() else tensor
+        self.problem.initialise(model, name, single, generator)
+        tensor.copy_(single)
+
+
+@dataclass(frozen=True)
+class Watched(Knob):
+    """An optimizer knob whose optimizers note the gradients that they are given, whoever steps them and when."""
+
+    inner: Knob
+    gradients: dict[Tensor, list[Tensor]] = field(default_factory=dict)  # of each parameter, one a step
+
+    stage = Stage.OPTIMIZER
+
+    def apply(self, rig: Rig) -> Rig:
+        make = self.inner.apply(rig).make_optimizer
+
+        def make_watched(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = make(parameters)
+            optimizer.register_step_pre_hook(self.note)
+            return optimizer
+
+        return replace(rig, make_optimizer=make_watched)
+
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.gradients.setdefault(parameter, []).append(parameter.grad.detach().clone())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What some steps did. Everything that could differ, by name."""
+
+    losses: list[Tensor]
+    updates: list[Update]
+    gradients: dict[str, Tensor]  # (steps, ...) each
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def train(
+    task: Problem | InDouble,
+    knobs: Mapping[str, Knob],
+    sizes: list[int],
+    *,
+    device: torch.device = CPU,
+    lr: float | None = None,
+) -> Trained:
+    """Assemble and take a step on a batch of each of `sizes`. `lr` replaces the optimizer's."""
+    watched = {name: Watched(knob) if knob.stage is Stage.OPTIMIZER else knob for name, knob in knobs.items()}
+    (watch,) = (knob for knob in watched.values() if isinstance(knob, Watched))
+    rig = assemble(task, watched, device)
+    if lr is not None:
+        rig.stepper.set_lr(lr)
+    torch.manual_seed(0)  # dropout's
+    dtype = next(rig.model.parameters()).dtype
+    losses, updates = zip(*(step(rig, part.to(device)) for part in batches(task.spec, sizes, dtype)), strict=True)
+    names = {parameter: name for name, parameter in rig.model.named_parameters()}
+    gradients = {names[parameter]: torch.stack(steps) for parameter, steps in watch.gradients.items()}
+    buffers = dict(rig.model.named_buffers())
+    return Trained(list(losses), list(updates), gradients, dict(rig.model.named_parameters()), buffers)
+
+
+def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Norm of all differences over the norm of what is wanted; 0 if and only if not a bit differs."""
+    assert found.keys() == wanted.keys()
+    difference = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
+    whole = sum(float(tensor.double().square().sum()) for tensor in wanted.values())
+    return (difference / whole) ** 0.5 if difference else 0.0

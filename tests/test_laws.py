@@ -1,0 +1,327 @@
+"""The laws that every knob keeps, over every YAML in conf/ and every pair of them. A new knob is in them for free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowvram.config import Incompatible
+from lowvram.core import rig as rig_module
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import WRITES, Exactness, Fact, Knob, Stage, conflicts
+from lowvram.core.ledger import Peak, ledger
+from lowvram.core.rig import Part, Rig, act, assemble
+from lowvram.core.step import step
+from lowvram.knobs.accum import Parts
+from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+from lowvram.knobs.ckpt import RecomputeEvery
+from tests.laboratory import (
+    CPU,
+    KNOBS,
+    NEUTRAL,
+    OPTIONS,
+    PROBLEMS,
+    InDouble,
+    Trained,
+    knobs_of,
+    make_batch,
+    missing_here,
+    named,
+    relative_error,
+    train,
+)
+
+Pair = tuple[str, str]  # group, option
+SIZES = [32, 32, 27]  # samples of each step: the last batch divides by nothing
+FP64_BAND = 1e-12  # of sums in another order
+CHANGED = 1e-2  # a knob that says that it changes the numbers changes them by this at least
+HERE = [pair for pair in KNOBS if not missing_here(pair)]
+CHOSEN = [pair for pair in HERE if NEUTRAL[pair[0]] != pair[1]]
+EXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is Exactness.EXACT]
+INEXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is not Exactness.EXACT]
+
+
+@pytest.fixture(autouse=True)
+def same_process_afterwards() -> Iterator[None]:
+    """Knobs of the stage PROCESS really act."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**17)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**17)
+
+
+def words(value: object) -> str | None:
+    """How a case of a test is called."""
+    match value:
+        case frozenset():
+            return "+".join("=".join(pair) for pair in sorted(value))
+        case (str(group), str(option)):
+            return f"{group}={option}"
+        case Knob():
+            return type(value).__name__
+    return None
+
+
+# Law 1: EXACT knobs leave the numbers alone, the others stay in their band.
+
+
+def error_of(group: str, choice: str | Knob, problem: str, dtype: torch.dtype, device: torch.device = CPU) -> float:
+    """The largest relative difference between three steps with the choice and with the neutral option: of losses,
+    gradients and buffers."""
+    found, wanted = (three_steps(group, which, problem, dtype, device) for which in (choice, NEUTRAL[group]))
+    losses = relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)})
+    buffers = relative_error(found.buffers, wanted.buffers)
+    return max(losses, buffers, relative_error(found.gradients, wanted.gradients))
+
+
+@cache
+def three_steps(group: str, choice: str | Knob, problem: str, dtype: torch.dtype, device: torch.device) -> Trained:
+    """Plain SGD, whose parameters don't blow up noise. An optimizer is another update by its nature: when it is what is
+    tried, the weights stand still."""
+    task = InDouble(PROBLEMS[problem]) if dtype is torch.float64 else PROBLEMS[problem]
+    if group == "optimizer":
+        return train(task, knobs_of(**{group: choice}), SIZES, device=device, lr=0.0)
+    return train(task, knobs_of(optimizer="sgd", **{group: choice}), SIZES, device=device, lr=0.01)
+
+
+def keeps_the_numbers(knob: Knob, error: float, problem: str, dtype: torch.dtype) -> bool:
+    """Whether an error is what an EXACT knob may have; one with a caveat about the model must have more."""
+    if knob.caveat(PROBLEMS[problem].make_model()):
+        return error > CHANGED
+    return error <= (FP64_BAND if knob.band and dtype is torch.float64 else knob.band)
+
+
+def comparable(knob: Knob) -> list[str]:
+    """Problems. Dropout in parts draws other masks from the same distribution: nothing to compare."""
+    return [problem for problem in PROBLEMS if knob.stage is not Stage.BATCH or "dropout" not in problem]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("pair", "problem"), [(pair, p) for pair in EXACT for p in comparable(KNOBS[pair])], ids=words)
+def test_an_exact_knob_keeps_losses_gradients_and_buffers(pair: Pair, problem: str, dtype: torch.dtype) -> None:
+    error = error_of(*pair, problem, dtype)
+    assert keeps_the_numbers(KNOBS[pair], error, problem, dtype), error
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("pair", INEXACT, ids=words)
+def test_an_inexact_knob_stays_in_its_band(pair: Pair, problem: str) -> None:
+    assert 0 < gradient_error(pair, problem, CPU) <= KNOBS[pair].band
+
+
+def gradient_error(pair: Pair, problem: str, device: torch.device) -> float:
+    """Of one step, relative to fp64, at the same weights. Dropout's masks differ between number formats."""
+    task = PROBLEMS[problem.removesuffix("_dropout")]
+    found = train(task, knobs_of(**dict([pair])), [32], device=device)
+    wanted = train(InDouble(task), knobs_of(), [32], device=device)
+    return relative_error(found.gradients, wanted.gradients)
+
+
+@dataclass(frozen=True)
+class Stock(Knob):
+    """torch's checkpointing as it comes, which updates BatchNorm's statistics twice."""
+
+    preserve_rng_state: bool = True
+    stage = Stage.CHECKPOINT
+
+    def apply(self, rig: Rig) -> Rig:
+        options = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
+        for block in rig.task.blocks(rig.model):
+            block.forward = partial(checkpoint, block.forward, **options)
+        return rig
+
+
+@dataclass(frozen=True)
+class MeanOfMeans(Knob):
+    """Four parts that count the same, however many targets each has."""
+
+    stage = Stage.SHARD
+    band = 2e-6
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, run=mean_of_means)
+
+
+def mean_of_means(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
+    losses = []
+    for part in Parts(4).split(*parts):
+        loss = rig.criterion(rig.forward(part), part) / part.num_targets / 4
+        rig.stepper.backward(loss)
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize(
+    ("group", "planted", "problem"),
+    [
+        ("ckpt", Stock(), "resnet"),
+        ("ckpt", Stock(preserve_rng_state=False), "transformer_dropout"),
+        ("sharding", MeanOfMeans(), "transformer"),
+        ("sharding", MeanOfMeans(), "resnet_group"),
+    ],
+    ids=words,
+)
+def test_the_law_catches_the_known_bugs(group: str, planted: Knob, problem: str) -> None:
+    error = error_of(group, planted, problem, torch.float32)
+    assert error > CHANGED
+    assert not keeps_the_numbers(planted, error, problem, torch.float32)
+
+
+# Law 2: a model's parameters and buffers keep their names. (A BUILD knob may add some.)
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize("pair", HERE, ids=words)
+def test_existing_names_are_unchanged(pair: Pair, problem: str) -> None:
+    plain = set(PROBLEMS[problem].make_model().state_dict())
+    names = set(assemble(PROBLEMS[problem], knobs_of(**dict([pair])), CPU).model.state_dict())
+    assert names >= plain
+    assert names == plain or KNOBS[pair].stage is Stage.BUILD
+
+
+# Law 3: a knob writes only the fields of its stage. Every assembly holds it to that.
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Rig)])
+@pytest.mark.parametrize("its_stage", Stage)
+def test_a_field_of_another_stage_is_refused(its_stage: Stage, name: str) -> None:
+    class Planted(Knob):
+        stage = its_stage
+
+        def apply(self, rig: Rig) -> Rig:
+            return replace(rig, **{name: object()})
+
+    rig = assemble(PROBLEMS["transformer"], knobs_of(), CPU)
+    if name in WRITES[its_stage]:
+        assert act(its_stage, {"planted": Planted()}, rig) is not rig
+    else:
+        with pytest.raises(TypeError, match=rf"planted wrote \['{name}'\], which its stage {its_stage.name} may not"):
+            act(its_stage, {"planted": Planted()}, rig)
+
+
+# Law 4: what a knob claims to save goes down.
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize("pair", [pair for pair in HERE if KNOBS[pair].saves], ids=words)
+def test_the_kind_that_a_knob_saves_goes_down(pair: Pair, problem: str) -> None:
+    kind = KNOBS[pair].saves
+    assert kind is not None
+    assert measured(problem, *pair).by_kind_max[kind] < measured(problem, pair[0], NEUTRAL[pair[0]]).by_kind_max[kind]
+
+
+@cache
+def measured(problem: str, group: str, option: str) -> Peak:
+    """The ledger of a step that comes after the optimizer's state was born."""
+    task = PROBLEMS[problem]
+    rig, batch = assemble(task, knobs_of(**{group: option}), CPU), make_batch(task.spec, 32)
+    assert step(rig, batch)[1].applied
+    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+        step(rig, batch)
+    return peak
+
+
+# Law 5: any two options either train together or say why not.
+
+
+def all_pairs_of_options() -> set[frozenset[Pair]]:
+    """Two options of different groups."""
+    return {frozenset(two) for two in combinations(KNOBS, 2) if two[0][0] != two[1][0]}
+
+
+def why_not(pairs: frozenset[Pair]) -> list[str]:
+    """The conflicts among options, and with this machine."""
+    return conflicts(named(*pairs), absent_facts(CPU))
+
+
+REFUSED = {two for two in all_pairs_of_options() if why_not(two)}
+FITTING = all_pairs_of_options() - REFUSED
+
+
+def covering_rows(pairs: set[frozenset[Pair]]) -> list[frozenset[Pair]]:
+    """Whole configurations, without conflicts, that together hold every pair: greedily, as many new ones as possible in
+    each."""
+    rows: list[frozenset[Pair]] = []
+    left = set(pairs)
+    while left:
+        row = min(left, key=sorted)
+        for group in [group for group in NEUTRAL if group not in dict(row)]:
+            candidates = [row | {(group, option)} for option in OPTIONS[group]]
+            row = max((each for each in candidates if not why_not(each)), key=lambda each: len(pairs_in(each) & left))
+        rows.append(row)
+        left -= pairs_in(row)
+    return rows
+
+
+def pairs_in(row: frozenset[Pair]) -> set[frozenset[Pair]]:
+    return {frozenset(two) for two in combinations(row, 2)}
+
+
+ROWS = covering_rows(FITTING)
+
+
+def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
+    covered = set().union(*map(pairs_in, ROWS))
+    assert covered | REFUSED == all_pairs_of_options()
+    assert not covered & REFUSED
+    assert len(all_pairs_of_options()) == sum(
+        len(OPTIONS[one]) * len(OPTIONS[other]) for one, other in combinations(NEUTRAL, 2)
+    )
+
+
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: words(row - NEUTRAL.items()))
+def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: str) -> None:
+    trained = train(PROBLEMS[problem], knobs_of(**dict(row)), [32])
+    assert all(loss.isfinite() for loss in trained.losses)
+    assert all(update.applied or update.recoverable for update in trained.updates)
+    assert all(gradient.isfinite().all() for gradient in trained.gradients.values())
+
+
+@pytest.mark.parametrize("pairs", sorted(REFUSED, key=sorted), ids=words)
+def test_options_that_conflict_say_so_before_a_weight_has_memory(
+    pairs: frozenset[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig_module, "materialise", lambda *_: pytest.fail("the weights have memory"))
+    with pytest.raises(Incompatible) as refusal:
+        assemble(PROBLEMS["transformer"], knobs_of(**dict(pairs)), CPU)
+    culprits = [name for name, knob in named(*pairs).items() if knob.needs() or knob.breaks()]
+    assert any(f"{name} needs that" in str(refusal.value) for name in culprits)
+
+
+# Law 5, second half: a fact that a knob claims to break is really broken.
+
+
+def unshown(knobs: dict[Pair, Knob]) -> set[str]:
+    """The tests that are missing: `test_without_<fact>` of the group whose knob breaks it shows what goes wrong."""
+    wanted = {
+        (group, f"test_without_{fact.name.lower()}") for (group, _), knob in knobs.items() for fact in knob.breaks()
+    }
+    return {name for group, name in wanted if f"def {name}" not in source_of_tests(group)}
+
+
+def source_of_tests(group: str) -> str:
+    path = Path(__file__).parent / "knobs" / f"test_{group}.py"
+    return path.read_text() if path.exists() else ""
+
+
+def test_every_broken_fact_is_shown_to_be_real() -> None:
+    class Breaker(RecomputeEvery):
+        def breaks(self) -> frozenset[Fact]:
+            return frozenset({Fact.RETAINABLE_GRAPH})
+
+    assert unshown({("ckpt", "breaker"): Breaker()}) == {"test_without_retainable_graph"}
+    assert unshown(KNOBS) == set()
