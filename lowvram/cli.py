@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import os
 import shlex
@@ -19,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowvram import identity, sweeper
 from lowvram.config import require
-from lowvram.mistakes import MISTAKES, Refused, sentence
-from lowvram.point import CHILDS_OWN, Point, remove_folder, run_point
+from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
+from lowvram.point import CHILDS_OWN, Orders, Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
 from lowvram.results import row as rows
 from lowvram.results import table
@@ -34,10 +35,11 @@ from lowvram.results.terminal import (
     shown_path,
     summary,
 )
-from lowvram.resume import has_snapshots, with_resumed
+from lowvram.resume import Resumed, has_snapshots, with_resumed
 from lowvram.settings import GROUPS, check_root
 
-EXIT_REFUSED, EXIT_INTERRUPTED = 3, 75
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 3, 75
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def main() -> None:
@@ -53,6 +55,12 @@ def main() -> None:
                 raise
             print(sentence(error), file=sys.stderr)
             code = EXIT_REFUSED
+        except BrokenPipeError:  # nobody reads on: `python train.py | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = EXIT_FAILED
+        except OSError as error:  # of the results: no room, no permission, no such place
+            print(f"{error.filename or 'the results'}: can't be written ({error.strerror})", file=sys.stderr)
+            code = EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
         finally:
             program.server.stop()
     sys.exit(code)
@@ -82,6 +90,7 @@ class Program:
         self.swept: list[str] = []  # the keys that differ between the points of a sweep
         self.last: Point | None = None
         self.mistake: Exception | None = None
+        self.resumed = Resumed(words)
         self.num_signals = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._count_signal)  # only counts, so nothing is torn in the middle
@@ -101,7 +110,8 @@ class Program:
         identity.register_resolvers()
         sweeper.register(self.check_sweep)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
-        sys.argv = [sys.argv[0], *with_resumed(self.words)]
+        self.resumed = with_resumed(self.words)
+        sys.argv = [sys.argv[0], *sorted_words(self.resumed.words)]
         # From 1.4 on Hydra wants to be told what it may instantiate.
         trust = (
             {"execution_whitelist": ["lowvram.*"]}
@@ -124,19 +134,22 @@ class Program:
 
         for config in configs:
             check_root(config)
-        self.server.run(
-            {"check": [{key: plain(config)[key] for key in CHILDS_OWN} for config in configs]}, on_event, self.order
-        )
+            check_own(config)
+        request = {"check": [{key: plain(config)[key] for key in CHILDS_OWN} for config in configs]}
+        self.server.run(request, on_event, Orders(None, self.stop_signals))
+        if self.num_signals:
+            raise KeyboardInterrupt
         if refused:
             raise Refused(refused[0])
 
-    def order(self) -> bytes | None:
-        """Nothing to say to a child that only checks."""
-        return None
+    def stop_signals(self) -> int:
+        """How often somebody asked to stop so far."""
+        return self.num_signals
 
     def run_one(self, config: DictConfig) -> None:
         """One point: composed by Hydra, run by a child, its row kept. What the point does raises nothing here."""
         if self.num_signals:
+            self.forget(output_folder())
             raise KeyboardInterrupt  # Hydra would swallow any other way to end a sweep
         self.last = point = self.make_point(config)
         earlier = rows.read(point.folder) if point.sweep else None
@@ -144,7 +157,7 @@ class Program:
             self.kept.add(earlier["id"])
             self.rows.append(earlier)
             return
-        self.rows.append(run_point(point, self.server, self.progress, lambda: self.num_signals))
+        self.rows.append(run_point(point, self.server, self.progress, self.stop_signals))
         if point.sweep:
             self.tell_point(point, self.rows[-1])
         if self.num_signals:
@@ -152,21 +165,23 @@ class Program:
 
     def make_point(self, config: DictConfig) -> Point:
         """What Hydra composed, as a point. Raises BadInput for what the root doesn't know."""
-        about = HydraConfig.get()
-        folder, is_sweep = Path(about.runtime.output_dir), about.mode == RunMode.MULTIRUN
-        words = list(about.overrides.task)
+        about, folder = HydraConfig.get(), output_folder()
+        is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
         try:
             seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
+            values = plain(config)
+            check_own(config)
         except MISTAKES:
-            forget(folder)
+            self.forget(folder)
             raise
         command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words(words)])
+        earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
         return Point(
             id=identity.point_id(_root_=config),
-            name=identity.point_name(words, self.swept) or folder.name,
-            index=about.job.num if is_sweep else 0,
+            name=identity.point_name(words, self.swept) or earlier["name"],
+            index=about.job.num if is_sweep else earlier["index"],
             folder=folder,
-            config=plain(config),
+            config=values,
             choices=choices,
             sweep=folder.parent.name if is_sweep else None,
             provenance=identity.provenance(seed, command),
@@ -187,10 +202,16 @@ class Program:
             self.close_sweep(self.last.folder.parent)
         elif self.rows[-1]["status"] == Status.INCOMPATIBLE:
             print(self.rows[-1]["reason"], file=sys.stderr)
-            forget(self.last.folder)
+            self.forget(self.last.folder)
         else:
             print("\n".join(summary(self.rows[-1], self.last.folder)))
         return EXIT_INTERRUPTED if self.num_signals else rows.exit_code(self.rows, sweep=bool(self.last.sweep))
+
+    def forget(self, folder: Path) -> None:
+        """A run that was refused leaves no folder; if an earlier one has filled it, that is as it was."""
+        if rows.read(folder) is None and not has_snapshots(folder):
+            remove_folder(folder)
+        self.resumed.put_back()
 
     def close_sweep(self, folder: Path) -> None:
         """The table, where it lies, how to upload the runs and how to go on."""
@@ -212,10 +233,9 @@ def chosen(choices: DictConfig) -> dict[str, str]:
     return {group: choices[group] for group in (*GROUPS, "logger")}
 
 
-def forget(folder: Path) -> None:
-    """A run that was refused leaves no folder, unless an earlier one has filled it."""
-    if rows.read(folder) is None and not has_snapshots(folder):
-        remove_folder(folder)
+def output_folder() -> Path:
+    """Of the point that Hydra has composed."""
+    return Path(HydraConfig.get().runtime.output_dir)
 
 
 def config_path() -> str:
@@ -228,5 +248,5 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): container(config[key]) for key in config if key != "hydra"}
 
 
-def container(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True, enum_to_str=True) if OmegaConf.is_config(node) else node
+def container(node: Any, resolve: bool = True) -> Any:
+    return OmegaConf.to_container(node, resolve=resolve, enum_to_str=True) if OmegaConf.is_config(node) else node

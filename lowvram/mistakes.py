@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 import shlex
 from collections.abc import Iterable
 
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from lowvram.config import BadInput
 from lowvram.results.terminal import hydra_quoted
-from lowvram.settings import GROUPS, ROOT_KEYS, SECTIONS
+from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS
 
 
 class Refused(Exception):
@@ -78,6 +80,43 @@ def sentence(error: Exception) -> str:
     return " ".join(str(error).split("\n    ")[0].split())
 
 
+def sorted_words(words: list[str]) -> list[str]:
+    """Hydra's own flags before the overrides: argparse can't read `a=1 -m b=1,2`.
+
+    Raises:
+        Refused: a flag that nobody knows, or a group without an option.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        known, unknown = parser.parse_known_intermixed_args(words)
+    except argparse.ArgumentError as error:
+        raise Refused(str(error)) from None
+    if unknown:
+        raise Refused(unknown_flag(unknown[0]))
+    for override in known.overrides:
+        check_override(override)
+    return [*(word for word in words if word not in known.overrides), *known.overrides]
+
+
+def unknown_flag(word: str) -> str:
+    """A word with dashes that isn't Hydra's."""
+    key, equals, _ = word.lstrip("-").partition("=")
+    hint = ELSEWHERE.get(key.replace("-", "_"))
+    if hint is None:
+        hint = f"type {word.lstrip('-')}, without dashes" if equals else "--help shows them all"
+    return f"{word}: no such flag; {hint}"
+
+
+def check_override(word: str) -> None:
+    """What Hydra's own sentence leaves open: which word it is about."""
+    key, _, value = word.partition("=")
+    if not key:
+        raise Refused(unreadable(word))
+    if key in (*GROUPS, *PARENT_ONLY) and re.fullmatch(r"(null|true|false|[\d.]+)", value, re.IGNORECASE):
+        raise Refused(f"{word}: must be an option of the group {key}; without the word it keeps its default")
+
+
 def cause_of_ours(error: BaseException | None) -> BaseException | None:
     """A BadInput that Hydra or OmegaConf has wrapped."""
     while error is not None and not isinstance(error, BadInput):
@@ -118,7 +157,7 @@ def ambiguous(match: re.Match[str]) -> str:
 def unreadable(override: str | None) -> str:
     """A word that Hydra's grammar doesn't know."""
     key, equals, value = (override or "").partition("=")
-    if not equals:
+    if not (key and equals):
         return f"{override}: must be key=value, such as precision=bf16"
     return f"{override}: Hydra can't read this value; quote it: {quoted(key, value)}"
 
@@ -131,13 +170,20 @@ def quoted(key: str, value: str) -> str:
 
 def closest(word: str, choices: Iterable[str]) -> str:
     """A guess at what was meant."""
-    found = difflib.get_close_matches(word, list(choices), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    found = difflib.get_close_matches(word, list(choices), n=2)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def chosen_twice(match: re.Match[str]) -> str:
+    """A group that has its option already."""
+    return f"{match[1]}: the group has one option; type {match[1]}=… once, without +"
 
 
 PATTERNS = {
     r"Could not find '([^']+)'": unknown_option,
     r"Could not override '([^']+)'": unknown_key,
     r"Could not delete from config\. '([^']+)'": unknown_key,
+    r"Multiple values for (\w+)\.": chosen_twice,
+    r"force-add of config groups is not supported: '\+\+(\w+)": chosen_twice,
     r"Ambiguous value for argument '([^\n]+)'\n": ambiguous,
 }

@@ -12,10 +12,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from omegaconf import DictConfig
+
+from lowvram.config import build_as, checked_values, require
 from lowvram.process.client import Event, Server
 from lowvram.process.server import KILL, TERM
 from lowvram.results import row as rows
@@ -30,6 +34,31 @@ CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuratio
 NATIVE_LOG = "native.log"
 TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
 MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """`logger.*`"""
+
+    name: str
+    entity: str | None
+    project: str | None
+
+    def __post_init__(self) -> None:
+        require(self.name in RECORDERS, "logger.name", self.name, f"one of {', '.join(RECORDERS)}")
+
+
+@dataclass(frozen=True)
+class PathSettings:
+    """`paths.*`"""
+
+    outputs: str
+
+
+def check_own(config: DictConfig) -> None:
+    """The groups that no child sees. Raises BadInput for a key that they don't know."""
+    for key, cls in {"logger": LoggerSettings, "paths": PathSettings}.items():
+        build_as(cls, checked_values(config[key], key), key)
 
 
 @dataclass(frozen=True)
@@ -66,9 +95,8 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
         "resume": point.is_resumed,
         "threads": len(os.sched_getaffinity(0)),
     }
-    status = server.run(request, recording.on_event, orders)
     try:
-        progress.stop()
+        status = server.run(request, recording.on_event, orders)
         if recording.row["status"] is None:
             recording.add(last_words(point.folder, status, killed_before, orders))
         elif orders.is_timed_out and recording.row["status"] != Status.OK:
@@ -76,6 +104,8 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
         return recording.close()
     except OSError as error:
         return recording.unwritable(error)
+    finally:
+        progress.stop()
 
 
 class Orders:
@@ -89,6 +119,11 @@ class Orders:
     @property
     def is_stopped(self) -> bool:
         return self._stop_signals() > 0
+
+    @property
+    def how_stopped(self) -> str:
+        """Of a point that could not say it itself."""
+        return f"{'killed by a second signal' if KILL in self._given else 'stopped'} before it could save"
 
     @property
     def is_timed_out(self) -> bool:
@@ -164,6 +199,7 @@ class Recording:
 
     def close(self) -> Row:
         """The row is whole: add advice, write it, end the W&B run."""
+        self.progress.stop()
         if self._metrics is not None:
             self._metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
@@ -187,11 +223,15 @@ class Recording:
             self.progress.say(advice)
 
     def unwritable(self, error: OSError) -> Row:
-        """The row when it can't be written: it is told, and the sweep goes on."""
-        self.add(
-            {"status": Status.ERROR, "reason": f"{error.strerror} while writing {error.filename or self.point.folder}"}
-        )
+        """The row when something can't be written: it is told, and the sweep goes on."""
+        reason = f"{error.strerror} while writing {error.filename or self.point.folder}"
+        self.add({"status": Status.ERROR, "reason": reason})
         self.recorder.finish(self.row)
+        with suppress(OSError):
+            rows.write(self.point.folder, self.row)
+        if self._metrics is not None:
+            with suppress(OSError):
+                self._metrics.close()
         return self.row
 
 
@@ -212,26 +252,23 @@ def cut_back(metrics: Path, step: int) -> None:
 def last_words(folder: Path, status: int | None, killed_before: int, orders: Orders) -> dict[str, Any]:
     """The row of a child that said nothing: read off how it died."""
     if orders.is_stopped:
-        return {"status": Status.INTERRUPTED, "reason": "killed by a second signal before it could save"}
+        return {"status": Status.INTERRUPTED, "reason": orders.how_stopped}
     if orders.is_timed_out:
         return orders.as_row()
     if status is None:
         return {"status": Status.KILLED, "reason": "the process that starts points has died"}
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if number == signal.SIGKILL and num_oom_kills() > killed_before:
+        return {"status": Status.OOM, "reason": "the kernel ended it because the machine had no memory left"}
+    if number in (signal.SIGKILL, signal.SIGTERM):
+        return {"status": Status.KILLED, "reason": f"the process died of {signal.Signals(number).name}"}
     log = (folder / NATIVE_LOG).read_text(errors="replace") if (folder / NATIVE_LOG).exists() else ""
     if any(word in log for word in MEMORY_WORDS):
         return {"status": Status.OOM, "reason": f"out of memory in native code (see {NATIVE_LOG})"}
-    if not os.WIFSIGNALED(status):
-        return {
-            "status": Status.ERROR,
-            "reason": f"the process ended by itself with exit code {os.WEXITSTATUS(status)}",
-        }
-    number = os.WTERMSIG(status)
-    if number == signal.SIGKILL and num_oom_kills() > killed_before:
-        return {"status": Status.OOM, "reason": "the kernel ended it because the machine had no memory left"}
-    name = signal.Signals(number).name
-    is_killed = number in (signal.SIGKILL, signal.SIGTERM)
-    told = "" if is_killed else f" (see {NATIVE_LOG})"
-    return {"status": Status.KILLED if is_killed else Status.ERROR, "reason": f"the process died of {name}{told}"}
+    if number is None:
+        code = os.WEXITSTATUS(status)
+        return {"status": Status.ERROR, "reason": f"the process ended by itself with exit code {code}"}
+    return {"status": Status.ERROR, "reason": f"the process died of {signal.Signals(number).name} (see {NATIVE_LOG})"}
 
 
 def num_oom_kills() -> int:

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lowvram.config import BadInput
 from lowvram.results import row as rows
 from lowvram.results.terminal import hydra_quoted
 
+MULTIRUN = ("-m", "--multirun")
 
-def with_resumed(words: list[str]) -> list[str]:
+
+@dataclass(frozen=True)
+class Resumed:
+    """The words of the command line, with those of the run that they continue."""
+
+    words: list[str]
+    notes: dict[Path, bytes] = field(default_factory=dict)  # what Hydra had noted of that run
+
+    def put_back(self) -> None:
+        """The continuation was refused: the run is as it was."""
+        for path, content in self.notes.items():
+            path.write_bytes(content)
+
+
+def with_resumed(words: list[str]) -> Resumed:
     """The words of the command line, those of the resumed run before those that were typed, which win.
 
     Raises:
         BadInput: there is nothing to continue.
+        HydraException: a word that can't be read.
     """
-    asked = [word for word in words if word.startswith("resume=")]
-    wanted = asked[-1].partition("=")[2].strip("'\"") if asked else "null"
-    if wanted == "null":
-        return words
+    wanted = typed_value(words, "resume")
+    if wanted is None:
+        return Resumed(words)
+    if not set(words).isdisjoint(MULTIRUN):
+        raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same words and hydra.sweep.dir")
     folder = newest_unfinished(words) if wanted == "last" else Path(wanted).expanduser()
     if not has_snapshots(folder):
         raise BadInput("resume", wanted, "last or the folder of a training run that left a snapshot")
-    typed = [word for word in words if word not in asked]
-    taken = {key(word) for word in typed}
-    kept = [word for word in overrides_of(folder) if key(word) not in taken and key(word) != "resume"]
-    where = hydra_quoted(f"{folder.resolve()}/").replace('/"', '"').rstrip("/")
-    return [*kept, *typed, f"resume={where}", f"hydra.run.dir={where}"]
+    typed = [word for word in words if key(word) != "resume"]
+    taken = {"resume", *map(key, typed)}
+    kept = [word for word in overrides_of(folder) if key(word) not in taken]
+    where = hydra_quoted(str(folder.resolve()))
+    notes = {path: path.read_bytes() for path in (folder / ".hydra").iterdir()}
+    # One run, also if a preset of its words makes a sweep.
+    return Resumed([*kept, *typed, f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"], notes)
 
 
 def key(word: str) -> str:
@@ -36,22 +57,27 @@ def key(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
+def typed_value(words: list[str], wanted: str) -> str | None:
+    """What was typed for a key, without Hydra's quotes; None for null, and if it was not."""
+    typed = [word for word in words if key(word) == wanted]
+    value = OverridesParser.create().parse_overrides(typed[-1:])[0].value() if typed else None
+    return None if value is None else str(value)
+
+
 def overrides_of(folder: Path) -> list[str]:
     """What was typed for the run (its swept values too)."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.exists():
         raise BadInput("resume", str(folder), f"the folder of a run: {path.name} is missing in its .hydra folder")
-    return [str(word) for word in OmegaConf.load(path)]
+    return [str(word) for word in OmegaConf.to_container(OmegaConf.load(path)) or ()]
 
 
 def newest_unfinished(words: list[str]) -> Path:
     """The run below the outputs folder with the newest snapshot whose row isn't final."""
-    outputs = next((word.partition("=")[2] for word in words if word.startswith("paths.outputs=")), "outputs")
-    found = {
-        file.parent.parent: file.stat().st_mtime
-        for file in sorted(Path(outputs).glob("**/snapshots/step_*.pt"), key=lambda file: file.stat().st_mtime)
-    }
-    for folder in sorted(found, key=found.__getitem__, reverse=True):
+    outputs = typed_value(words, "paths.outputs") or "outputs"
+    snapshots = Path(outputs).glob("**/snapshots/step_*.pt")
+    newest_first = sorted(snapshots, key=lambda file: file.stat().st_mtime, reverse=True)
+    for folder in dict.fromkeys(file.parent.parent for file in newest_first):
         row = rows.read(folder)
         if row is None or not rows.is_final(row):
             return folder

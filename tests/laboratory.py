@@ -23,6 +23,7 @@ from lowvram.models.transformer import TransformerConfig
 from lowvram.settings import KNOB_GROUPS
 from lowvram.tasks import Auto, Problem
 
+torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long
 CPU = torch.device("cpu")
 CONF = Path(__file__).parents[1] / "conf"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -95,7 +96,7 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
         return Part(tokens, targets.where(torch.arange(spec.shape[0]) < ends, IGNORE))
     labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
     labels[4::5] = IGNORE
-    return Part(torch.randn(shape, generator=draw, dtype=dtype), labels)
+    return Part(torch.randn(shape, generator=draw).to(dtype), labels)
 
 
 def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32) -> Iterator[Part]:
@@ -177,7 +178,7 @@ def train(
     torch.manual_seed(0)  # dropout's
     dtype = next(rig.model.parameters()).dtype
     losses, updates = zip(*(step(rig, part.to(device)) for part in batches(task.spec, sizes, dtype)), strict=True)
-    names = {parameter: name for name, parameter in rig.model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in rig.model.named_parameters()}
     gradients = {names[parameter]: torch.stack(steps) for parameter, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())
     return Trained(list(losses), list(updates), gradients, dict(rig.model.named_parameters()), buffers)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, final
 
-from safetensors.torch import save_model
 from torch import Tensor
 
 from lowvram.core.rig import Part, Update
 from lowvram.data.loader import Waited
 from lowvram.endings import Interrupted, NonFinite
+from lowvram.export import export
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for
 from lowvram.modes.evaluate import Evaluation, evaluate
@@ -137,26 +135,12 @@ class TrainingRun:
         timed = slice(SETTLING_STEPS, len(step_ms))
         evaluation = self.evaluate()
         self.save()
-        export(self.session)
+        export(
+            self.session.folder / "model", self.session.rig.model, self.session.problem.model, self.session.data.spec
+        )
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
             fields.times(self.session, step_ms[timed], batches.waits_s[timed], self.num_targets[timed]),
             last_acts(self.session, batches),
         )
-
-
-def export(session: Session) -> None:
-    """`model/`: the weights as safetensors, and what it takes to build the plain model around them."""
-    folder = session.folder / "model"
-    folder.mkdir(exist_ok=True)
-    save_model(session.rig.model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    described = {"model": session.problem.model, "data": session.data.spec}
-    text = json.dumps({name: plain(value) for name, value in described.items()}, indent=2)
-    (folder / "config.json").write_text(text + "\n")
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """A frozen dataclass as JSON would have it, with its class."""
-    values = {name: value.name if isinstance(value, Enum) else value for name, value in asdict(config).items()}
-    return {"_target_": f"{type(config).__module__}.{type(config).__qualname__}", **values}

@@ -1,0 +1,33 @@
+"""Law 1 on a CUDA device, for every option that it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowvram.config import Incompatible
+from lowvram.core.knob import Exactness
+from lowvram.core.rig import assemble
+from tests.laboratory import KNOBS, NEUTRAL, PROBLEMS, knobs_of, missing_here, needs_gpu
+from tests.test_laws import CHANGED, SMOOTH, Pair, comparable, error_of, gradient_error, words
+
+pytestmark = needs_gpu
+CUDA = torch.device("cuda")
+ATOMICS_BAND = 2e-6  # kernels that add in no fixed order
+CHOSEN = [pair for pair in KNOBS if NEUTRAL[pair[0]] != pair[1]]
+
+
+@pytest.mark.parametrize("pair", CHOSEN, ids=words)
+def test_a_knob_keeps_the_numbers_or_is_refused(pair: Pair) -> None:
+    knob = KNOBS[pair]
+    if missing_here(pair, CUDA):
+        with pytest.raises(Incompatible, match=f"{'='.join(pair)} needs that"):
+            assemble(PROBLEMS["transformer"], knobs_of(**dict([pair])), CUDA)
+    elif knob.exactness is Exactness.EXACT:
+        errors = {problem: error_of(*pair, problem, torch.float32, CUDA) for problem in comparable(knob)}
+        changed = {problem for problem in errors if knob.caveat(PROBLEMS[problem].make_model())}
+        assert all(errors[problem] > CHANGED for problem in changed)
+        assert all(errors[problem] <= max(knob.band, ATOMICS_BAND) for problem in errors.keys() - changed), errors
+    else:
+        errors = {problem: gradient_error(pair, task, CUDA) for problem, task in SMOOTH.items()}
+        assert max(errors.values()) <= knob.band, errors
