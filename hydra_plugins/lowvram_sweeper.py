@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from lowvram import sweeper
@@ -19,6 +17,6 @@ class PointSweeper(BasicSweeper):
         compose = self.hydra_context.config_loader.load_sweep_config
         try:
             sweeper.check([compose(self.config, list(overrides)) for overrides in batch], batch)
-        except Exception:
-            sweeper.forget(Path(self.config.hydra.sweep.dir))
+        except BaseException:
+            sweeper.forget(self.config)
             raise

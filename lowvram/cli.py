@@ -26,7 +26,6 @@ from lowvram.process.client import Event, Server
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.row import Row, Status
-from lowvram.results.wandb import sync_command
 from lowvram.results.terminal import (
     command_line,
     hydra_quoted,
@@ -35,6 +34,7 @@ from lowvram.results.terminal import (
     shown_path,
     summary,
 )
+from lowvram.results.wandb import sync_command
 from lowvram.resume import Resumed, has_snapshots, with_resumed
 from lowvram.settings import GROUPS, check_root
 
@@ -149,7 +149,7 @@ class Program:
     def run_one(self, config: DictConfig) -> None:
         """One point: composed by Hydra, run by a child, its row kept. What the point does raises nothing here."""
         if self.num_signals:
-            self.forget(output_folder())
+            self.forget(output_folder(), config.paths.outputs)
             raise KeyboardInterrupt  # Hydra would swallow any other way to end a sweep
         self.last = point = self.make_point(config)
         earlier = rows.read(point.folder) if point.sweep else None
@@ -172,7 +172,7 @@ class Program:
             values = plain(config)
             check_own(config)
         except MISTAKES:
-            self.forget(folder)
+            self.forget(output_folder(), config.paths.outputs)
             raise
         command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words(words)])
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
@@ -202,15 +202,15 @@ class Program:
             self.close_sweep(self.last.folder.parent)
         elif self.rows[-1]["status"] == Status.INCOMPATIBLE:
             print(self.rows[-1]["reason"], file=sys.stderr)
-            self.forget(self.last.folder)
+            self.forget(self.last.folder, self.last.config["paths"]["outputs"])
         else:
             print("\n".join(summary(self.rows[-1], self.last.folder)))
         return EXIT_INTERRUPTED if self.num_signals else rows.exit_code(self.rows, sweep=bool(self.last.sweep))
 
-    def forget(self, folder: Path) -> None:
+    def forget(self, folder: Path, outputs: str | None) -> None:
         """A run that was refused leaves no folder; if an earlier one has filled it, that is as it was."""
         if rows.read(folder) is None and not has_snapshots(folder):
-            remove_folder(folder)
+            remove_folder(folder, Path(str(outputs)))
         self.resumed.put_back()
 
     def close_sweep(self, folder: Path) -> None:

@@ -18,7 +18,9 @@ from lowvram.modes import fields
 from lowvram.modes.fields import status_bytes
 from lowvram.modes.session import Events, Session, Stop
 from lowvram.modes.trace import peak_on_paper
-from lowvram.process.limits import Cap
+from lowvram.modes.utilisation import mfu
+from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
+from lowvram.results.row import held_by_another_process
 from lowvram.settings import KNOB_GROUPS, Settings
 
 
@@ -36,8 +38,11 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop)
     folder, is_resumed = Path(request["folder"]), request["resume"]
     session = Session(settings, knobs, problem, rig, data, events, stop, folder, is_resumed, started, resident_bytes)
     told = settings.groups["mode"].run(session)
+    choices, samples_per_s = request["choices"], told.get("throughput", {}).get("samples_per_s")
     return fields.merged(
-        told, {"choices": {"allocator": request["choices"]["allocator"]}, "time": {"total_s": session.age_s()}}
+        told,
+        {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
+        {"throughput": {"mfu": mfu(session, samples_per_s, choices["precision"])}},
     )
 
 
@@ -76,6 +81,12 @@ def named_knobs(settings: Settings, choices: dict[str, str], device: torch.devic
 def ready_fields(device: torch.device) -> dict[str, Any]:
     """What the parent can't know by itself."""
     provenance = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        provenance["device_name"] = torch.cuda.get_device_name(device)
-    return {"provenance": provenance}
+    if device.type != "cuda":
+        return {"provenance": provenance}
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return {
+        "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device)},
+        "memory": {"free_at_start_bytes": free},
+        "disturbed": held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None,
+    }

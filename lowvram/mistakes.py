@@ -77,7 +77,8 @@ def sentence(error: Exception) -> str:
     for pattern, translate in PATTERNS.items():
         if match := re.search(pattern, str(error), re.DOTALL):
             return translate(match)
-    return " ".join(str(error).split("\n    ")[0].split())
+    text = " ".join(str(error).split("\n    ")[0].split())
+    return f"{error.full_key}: {text}" if isinstance(error, OmegaConfBaseException) and error.full_key else text
 
 
 def sorted_words(words: list[str]) -> list[str]:
@@ -164,8 +165,8 @@ def unreadable(override: str | None) -> str:
 
 def quoted(key: str, value: str) -> str:
     """An override as it must be typed in a shell, its value quoted for Hydra too."""
-    bare = value.strip("'\"")
-    return shlex.quote(f"{key}={hydra_quoted(bare)}")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return shlex.quote(f"{key}={hydra_quoted(value[1:-1] if is_quoted else value)}")
 
 
 def closest(word: str, choices: Iterable[str]) -> str:

@@ -279,10 +279,12 @@ def num_oom_kills() -> int:
     return 0
 
 
-def remove_folder(folder: Path) -> None:
-    """Forget a run that was refused: its folder, and the folders above it that held nothing else."""
+def remove_folder(folder: Path, outputs: Path) -> None:
+    """Forget a run that was refused: its folder, and those above it, up to `outputs`, that held nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
-    for above in folder.parents:
+    for above in folder.absolute().parents:
+        if not above.is_relative_to(outputs.absolute()) or Path.cwd().is_relative_to(above):
+            return
         try:
             above.rmdir()
         except OSError:

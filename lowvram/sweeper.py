@@ -29,10 +29,11 @@ def check(configs: list[DictConfig], batch: Batch) -> None:
         one(configs, batch)
 
 
-def forget(folder: Path) -> None:
+def forget(config: DictConfig) -> None:
     """Remove a sweep's folder that holds nothing yet but Hydra's note of the command."""
+    folder = Path(config.hydra.sweep.dir)
     if [path.name for path in folder.iterdir()] == ["multirun.yaml"]:
-        remove_folder(folder)
+        remove_folder(folder, Path(str(config.paths.outputs)))
 
 
 def swept_keys(batch: Batch) -> list[str]:

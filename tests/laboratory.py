@@ -187,6 +187,9 @@ def train(
 def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Norm of all differences over the norm of what is wanted; 0 if and only if not a bit differs."""
     assert found.keys() == wanted.keys()
-    difference = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
-    whole = sum(float(tensor.double().square().sum()) for tensor in wanted.values())
-    return (difference / whole) ** 0.5 if difference else 0.0
+    difference = sum(square_sum(found[name].detach().double() - wanted[name].detach().double()) for name in wanted)
+    return (difference / sum(map(square_sum, wanted.values()))) ** 0.5 if difference else 0.0
+
+
+def square_sum(tensor: Tensor) -> float:
+    return float(tensor.detach().double().square().sum())

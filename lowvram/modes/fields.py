@@ -15,7 +15,6 @@ from lowvram.modes.evaluate import Evaluation
 from lowvram.modes.session import Session
 
 GIB = 2**30
-DISTURBING_BYTES = 2**30  # more than a CUDA context: somebody else is on the device
 Fields = dict[str, Any]
 
 

@@ -43,6 +43,7 @@ class Measure:
             fields.common(session),
             fields.losses(losses[0], losses[-1], evaluate(session)),
             fields.times(session, step_ms, batches.waits_s[timed], history.num_targets[timed]),
+            {"time": {"is_cut": len(step_ms) < limits.steps}},
             last_acts(session, batches),
         )
 

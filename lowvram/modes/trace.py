@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lowvram.core.device import absent_facts
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part, assemble
@@ -18,9 +20,10 @@ CPU = torch.device("cpu")
 
 def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> Peak:
     """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state."""
-    harmless = {name: knob for name, knob in knobs.items() if knob.stage is not Stage.PROCESS}
+    absent = absent_facts(CPU).keys()  # a knob that a CPU can't play, such as tf32, changes no memory
+    playable = {n: knob for n, knob in knobs.items() if knob.stage is not Stage.PROCESS and not knob.needs() & absent}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        rig = assemble(problem, harmless, CPU)
+        rig = assemble(problem, playable, CPU)
         batch = example(problem.spec, batch_size)
         step(rig, batch)
         with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
@@ -31,7 +34,8 @@ def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> 
 def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     """Floating-point operations of forward and backward for one sample, without any recomputation."""
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
-    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+    plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
+    with FakeTensorMode(allow_non_fake_inputs=True), plain, FlopCounterMode(display=False) as counter:
         step(assemble(problem, needed, CPU), example(problem.spec, 1))
     return counter.get_total_flops()
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 TERM, KILL = b"term", b"kill"
@@ -143,8 +144,7 @@ def sweep_strays() -> int:
 
 
 def children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
 if __name__ == "__main__":

@@ -194,6 +194,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
             yield f"{name}: does not fit: needs at least {size_text(row['plan']['least_vram_bytes'])}"
         if row["disturbed"]:
             yield _one_line(f"{name}: disturbed: {row['disturbed']}")
+        if row["time"]["is_cut"]:
+            yield f"{name}: its window was cut short by measure.max_seconds, after {row['time']['steps']} steps"
         if row["semantics_changed"]:
             yield _one_line(f"{name}: semantics changed: {row['semantics_changed']}")
         if is_mixed or row["id"] in kept:

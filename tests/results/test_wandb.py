@@ -1,6 +1,5 @@
 """W&B: what a run holds is read back with W&B's own command."""
 
-import glob
 import json
 import os
 import shlex
@@ -49,8 +48,9 @@ def ended(status: str, **fields: Any) -> Row:
 def inspect(sync_command: str | None, *options: str) -> str:
     """What W&B's own reader finds in the last part of the run that the command would upload."""
     assert sync_command is not None
-    part = sorted(glob.glob(shlex.split(sync_command)[-1]))[-1]
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, part]
+    folder, _, pattern = shlex.split(sync_command)[-1].rpartition("/")
+    part = sorted(Path(folder).glob(pattern))[-1]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, str(part)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

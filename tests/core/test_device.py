@@ -1,0 +1,118 @@
+"""Which device a point gets, and what a machine lacks."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from lowvram.config import BadInput
+from lowvram.core import device as device_module
+from lowvram.core.device import absent_facts, choose_device
+from lowvram.core.knob import Fact
+from tests.laboratory import CPU, needs_gpu
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without any card, whatever it really has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_module, "nvidia_card_here", lambda: False)
+    return monkeypatch
+
+
+def with_cards(machine: pytest.MonkeyPatch, *, num_usable: int) -> None:
+    """An NVIDIA card is there; torch can use this many."""
+    machine.setattr(device_module, "nvidia_card_here", lambda: True)
+    machine.setattr(torch.cuda, "is_available", lambda: num_usable > 0)
+    machine.setattr(torch.cuda, "device_count", lambda: num_usable)
+
+
+def test_auto_is_the_cpu_where_there_is_no_card(machine: pytest.MonkeyPatch) -> None:
+    assert choose_device("auto") == choose_device("cpu") == CPU
+
+
+def test_auto_is_cuda_where_there_is_a_card(machine: pytest.MonkeyPatch) -> None:
+    with_cards(machine, num_usable=2)
+    assert choose_device("auto").type == "cuda"
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert choose_device("cpu") == CPU
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_card_that_torch_cannot_use_is_never_a_silent_cpu_run(machine: pytest.MonkeyPatch, asked: str) -> None:
+    with_cards(machine, num_usable=0)
+    with pytest.raises(
+        BadInput, match=rf"device='{asked}': must be usable: torch .* sees no CUDA .* or say device=cpu"
+    ):
+        choose_device(asked)
+
+
+def test_cuda_without_a_card_is_refused(machine: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match="device='cuda': must be usable"):
+        choose_device("cuda")
+
+
+def test_a_card_that_is_not_there_is_refused(machine: pytest.MonkeyPatch) -> None:
+    with_cards(machine, num_usable=2)
+    with pytest.raises(BadInput, match="device='cuda:2': must be one of the 2 visible CUDA devices"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_cards_are_not_meant_to_be_used(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert not device_module.nvidia_card_here()
+
+
+def test_a_cpu_lacks_what_only_cards_have() -> None:
+    absent = absent_facts(CPU)
+    assert absent.keys() >= {Fact.CUDA, Fact.TF32, Fact.MANY_RANKS}
+    assert absent.keys().isdisjoint({Fact.CPU, Fact.BF16})
+
+
+def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install g++" in absent_facts(CPU)[Fact.C_COMPILER]
+    monkeypatch.setenv("CXX", "my-c++")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "my-c++" else None)
+    assert Fact.C_COMPILER not in absent_facts(CPU)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], *, has_bf16: bool) -> None:
+    """A card of this kind."""
+
+    class Current:
+        def __init__(self, _: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
+
+
+def test_a_card_of_2018_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "Tesla T4", (7, 5), has_bf16=False)
+    absent = absent_facts(torch.device("cuda"))
+    assert absent[Fact.BF16] == "Tesla T4 only emulates it: use precision=fp16"
+    assert absent[Fact.TF32] == "Tesla T4 has compute capability 7.5, it takes 8.0: use precision=fp32"
+    assert absent.keys().isdisjoint({Fact.CUDA})
+    assert Fact.CPU in absent
+
+
+def test_a_newer_card_lacks_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "NVIDIA A100", (8, 0), has_bf16=True)
+    assert absent_facts(torch.device("cuda")).keys().isdisjoint({Fact.BF16, Fact.TF32, Fact.CUDA})
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+def test_this_card_can_be_asked() -> None:
+    absent = absent_facts(choose_device("auto"))
+    assert Fact.CUDA not in absent
+    assert Fact.CPU in absent

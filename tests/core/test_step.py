@@ -1,0 +1,48 @@
+"""The one training step: what it asks of the rig, in which order."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from lowvram.core.rig import IGNORE, Part, assemble, one_after_another
+from lowvram.core.step import step
+from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, make_batch, relative_error
+
+
+def test_the_step_is_short() -> None:
+    assert len(inspect.getsource(step).splitlines()) <= 15
+
+
+def test_a_step_is_a_hand_written_loop() -> None:
+    """Loss and parameters after three steps of AdamW, in fp64."""
+    problem = InDouble(PROBLEMS["transformer"])
+    ours, model = assemble(problem, knobs_of(), CPU), assemble(problem, knobs_of(), CPU).model
+    decay = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    keep = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": keep, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for seed in range(3):
+        batch = make_batch(problem.spec, 4, seed)
+        loss = torch.nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found, update = step(ours, batch)
+        assert update.applied
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
+    assert relative_error(dict(ours.model.named_parameters()), dict(model.named_parameters())) < 1e-12
+
+
+def test_a_part_weighs_as_many_targets_as_it_has() -> None:
+    """Each part is divided by the targets of all of them, whatever the number of its own; one may have none."""
+    problem = PROBLEMS["transformer"]
+    batch = make_batch(problem.spec, 4)
+    batch.targets[2:] = IGNORE
+    rig = assemble(problem, knobs_of(accum="x2"), CPU)
+    whole, _ = step(assemble(problem, knobs_of(), CPU), Part(batch.inputs[:2], batch.targets[:2]))
+    parts, update = step(rig, batch)
+    torch.testing.assert_close(parts, whole)
+    assert update.applied
+    assert rig.run is one_after_another

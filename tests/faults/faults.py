@@ -1,0 +1,122 @@
+"""Faults on demand, inside the children of the fork server. The point's name says which, and before which step:
+
+name=kill@3                  the child ends as after `kill -9` instead of making step 3
+name=hang@0                  it hangs while it is set up
+name=1.raise@2+2.segfault@2  in a sweep over seed: the point with seed=1 raises, the one with seed=2 dies of SIGSEGV
+
+A run's name changes no result and no identity, so such a point is the same point as without the fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MANY_MIB = 64  # more than the disk of any test has
+
+
+def fault_raise(folder: Path) -> None:
+    raise ValueError("the model is broken")
+
+
+def fault_sys_exit(folder: Path) -> None:
+    sys.exit(5)
+
+
+def fault_segfault(folder: Path) -> None:
+    ctypes.string_at(0)
+
+
+def fault_exit17(folder: Path) -> None:
+    os._exit(17)
+
+
+def fault_kill(folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fault_term(folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fault_hang(folder: Path) -> None:
+    time.sleep(1000)
+
+
+def fault_stop(folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fault_bad_alloc(folder: Path) -> None:
+    ctypes.CDLL("libstdc++.so.6")._ZSt17__throw_bad_allocv()
+
+
+def fault_kill_worker(folder: Path) -> None:
+    """Of the loader."""
+    workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(workers[0]), signal.SIGKILL)
+
+
+def fault_kill_server(folder: Path) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def fault_fill_disk(folder: Path) -> None:
+    """To the last byte, and stay."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (2**20, 1):
+            try:
+                for _ in range(MANY_MIB * 2**20 // size):
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+def fault_slow(folder: Path) -> None:
+    """Each step from there on."""
+    time.sleep(0.2)
+
+
+def due(name: str | None, seed: int, step: int) -> Callable[[Path], None] | None:
+    """The fault before `step`, if the point's name asks for one."""
+    for word in (name or "").split("+"):
+        if (match := re.fullmatch(r"(?:(\d+)\.)?(\w+)@(\d+)", word)) and int(match[1] or seed) == seed:
+            is_due = step >= int(match[3]) > 0 if match[2] == "slow" else step == int(match[3])
+            if is_due:
+                return globals()[f"fault_{match[2]}"]
+    return None
+
+
+def arm() -> None:
+    """Look for a fault in the set-up and before every step of every child."""
+    from lowvram import job
+    from lowvram.modes.session import Session
+
+    opened, updated, steps = job.open_data, Session.update, [0]
+
+    @functools.wraps(opened)
+    def open_data(settings: Any) -> Any:
+        act(settings.root, 0, Path())
+        return opened(settings)
+
+    @functools.wraps(updated)
+    def update(session: Session, *args: Any) -> Any:
+        steps[0] += 1
+        act(session.settings.root, steps[0], session.folder)
+        return updated(session, *args)
+
+    job.open_data, Session.update = open_data, update
+
+
+def act(root: Any, step: int, folder: Path) -> None:
+    if fault := due(root.name, root.seed, step):
+        fault(folder)

@@ -1,0 +1,74 @@
+"""allocator: malloc's own settings on the CPU, the caching allocator's on CUDA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lowvram.config import BadInput
+from lowvram.core.rig import assemble
+from lowvram.knobs.allocator import LARGEST_MMAP_THRESHOLD, Expandable, Tight
+from tests.laboratory import CPU, PROBLEMS, needs_gpu
+
+# A process of its own: malloc can't be asked for its settings, nor be set back.
+FREED_MEMORY = """
+import torch
+from lowvram.core.rig import assemble
+from lowvram.knobs.allocator import {knob}
+from lowvram.modes.fields import status_bytes
+from tests.laboratory import CPU, PROBLEMS
+
+def kept_bytes():
+    before = status_bytes("VmRSS")
+    tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(400)]
+    del tensors[:-1]  # the last one lies above the others in the heap
+    return status_bytes("VmRSS") - before
+
+assemble(PROBLEMS["transformer"], {{"allocator": {knob}()}}, CPU)
+print(kept_bytes())
+"""
+
+
+def kept_bytes(knob: str) -> int:
+    """Resident bytes that stay of 40 MB after they were freed."""
+    command = [sys.executable, "-c", FREED_MEMORY.format(knob=knob)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_tight_gives_freed_memory_back() -> None:
+    assert kept_bytes("Tight") < 10e6 < 30e6 < kept_bytes("Default")
+
+
+@pytest.mark.parametrize("threshold", [0, -1, LARGEST_MMAP_THRESHOLD + 1])
+def test_a_threshold_that_malloc_would_refuse_is_named(threshold: int) -> None:
+    with pytest.raises(BadInput, match=rf"allocator\.mmap_threshold_bytes={threshold}: must be between 1 and 33554432"):
+        Tight(threshold)
+
+
+def test_expandable_adds_to_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = assemble(PROBLEMS["transformer"], {}, CPU)
+    for before, after in (("", "expandable_segments:True"), ("a:1", "a:1,expandable_segments:True")):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", before)
+        assert Expandable().apply(rig) is rig
+        assert os.environ["PYTORCH_ALLOC_CONF"] == after
+
+
+SEGMENTS = """
+import torch
+from lowvram.core.rig import assemble
+from lowvram.knobs.allocator import Expandable
+from tests.laboratory import PROBLEMS
+
+assemble(PROBLEMS["transformer"], {"allocator": Expandable()}, torch.device("cuda"))
+print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+def test_expandable_segments_are_used_on_a_card() -> None:
+    done = subprocess.run([sys.executable, "-c", SEGMENTS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

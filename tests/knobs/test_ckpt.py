@@ -1,0 +1,147 @@
+"""ckpt: which blocks are computed again, that not a bit changes, and what is saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowvram.config import BadInput
+from lowvram.core.knob import Kind
+from lowvram.core.ledger import ledger
+from lowvram.core.rig import assemble
+from lowvram.core.step import step
+from lowvram.knobs.ckpt import RecomputeEvery, StatisticsHeld, recompute
+from lowvram.models.resnet import ResNetConfig
+from lowvram.models.transformer import TransformerConfig
+from lowvram.tasks import Auto, Problem
+from tests.laboratory import CPU, IMAGES, PROBLEMS, TOKENS, knobs_of, make_batch, relative_error, train
+
+NUM_STEPS = 20
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize("option", ["every1", "every2"])
+def test_twenty_steps_are_the_same_to_the_last_bit(option: str, problem: str, precision: str) -> None:
+    """Losses, parameters, BatchNorm's statistics; with dropout."""
+    task = PROBLEMS[problem]
+    found, wanted = (
+        train(task, knobs_of(ckpt=ckpt, precision=precision), [4] * NUM_STEPS) for ckpt in (option, "none")
+    )
+    assert found.losses == wanted.losses
+    assert relative_error(found.parameters, wanted.parameters) == 0
+    assert relative_error(found.buffers, wanted.buffers) == 0
+
+
+FIVE_BLOCKS: dict[str, Problem] = {
+    "transformer": Auto().pose(TransformerConfig(num_layers=5, width=8, num_heads=1, context=8), TOKENS),
+    "resnet": Auto().pose(ResNetConfig(layers=[5], width=8, image_size=8), IMAGES),
+}
+
+
+@pytest.mark.parametrize("problem", FIVE_BLOCKS)
+@pytest.mark.parametrize(
+    ("every", "recomputed"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), (4, [0, 4]), (9, [0])]
+)
+def test_block_i_is_computed_again_when_i_divides(every: int, recomputed: list[int], problem: str) -> None:
+    task, calls = FIVE_BLOCKS[problem], Counter[int]()
+    rig = assemble(task, knobs_of(ckpt=RecomputeEvery(every)), CPU)
+    for index, block in enumerate(task.blocks(rig.model)):
+        inside = next(module for module in block.modules() if isinstance(module, nn.Linear | nn.Conv2d))
+        inside.register_forward_hook(lambda *_, index=index: calls.update([index]))
+    step(rig, make_batch(task.spec, 2))
+    assert [index for index in range(5) if calls[index] == 2] == recomputed
+    assert set(calls.values()) <= {1, 2}
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_every_is_at_least_one(every: int) -> None:
+    with pytest.raises(BadInput, match=rf"ckpt\.every={every}: must be at least 1"):
+        RecomputeEvery(every)
+
+
+def saved_bytes(task: Problem, every: int | None) -> int:
+    """Of the tensors that a forward pass keeps for the backward pass; weights aside, each storage once."""
+    model: Any = assemble(task, knobs_of(ckpt=RecomputeEvery(every) if every else "none"), CPU).model
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(make_batch(task.spec, 16).inputs)
+    del outputs
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("problem", FIVE_BLOCKS)
+def test_fewer_saved_tensors_the_more_blocks_are_computed_again(problem: str) -> None:
+    saved = [saved_bytes(FIVE_BLOCKS[problem], every) for every in (None, 4, 2, 1)]
+    assert saved == sorted(set(saved), reverse=True)
+
+
+@pytest.mark.parametrize("problem", FIVE_BLOCKS)
+def test_activations_fall_by_two_fifths(problem: str) -> None:
+    activations = {}
+    for option in ("none", "every2", "every1"):
+        task = FIVE_BLOCKS[problem]
+        rig, batch = assemble(task, knobs_of(ckpt=option), CPU), make_batch(task.spec, 64)
+        with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+            step(rig, batch)
+        activations[option] = peak.by_kind_max[Kind.ACTIVATIONS]
+    assert activations["none"] > activations["every2"] > activations["every1"]
+    assert activations["every1"] <= 0.6 * activations["none"]
+
+
+# BatchNorm
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_updated_once(momentum: float | None) -> None:
+    def run(is_recomputed: bool) -> nn.Module:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
+        x = torch.randn(8, 3, 6, 6, requires_grad=True)
+        if is_recomputed:
+            recompute(block)
+        for _ in range(3):
+            block(x).sum().backward()
+        return block
+
+    assert relative_error(dict(run(True).named_buffers()), dict(run(False).named_buffers())) == 0
+
+
+def test_a_second_backward_pass_holds_them_too() -> None:
+    norm = nn.BatchNorm1d(3)
+    recompute(norm)
+    loss = norm(torch.randn(4, 3, requires_grad=True)).square().sum()
+    after_forward = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert relative_error(dict(norm.named_buffers()), after_forward) == 0
+
+
+def test_an_exception_in_a_recomputation_leaves_momentum_as_it_was() -> None:
+    norm = nn.BatchNorm1d(3)
+    with suppress(KeyError), StatisticsHeld([norm]):
+        assert norm.momentum == 0.0
+        raise KeyError
+    assert norm.momentum == 0.1
+
+
+def test_evaluation_works_too() -> None:
+    """Without gradients there is nothing to compute again."""
+    rig, plain = (assemble(PROBLEMS["resnet"], knobs_of(ckpt=ckpt), CPU) for ckpt in ("every1", "none"))
+    batch = make_batch(IMAGES, 4)
+    rig.model.eval()
+    plain.model.eval()
+    with torch.no_grad():
+        assert torch.equal(rig.forward(batch), plain.forward(batch))

@@ -1,0 +1,230 @@
+"""precision: autocast as torch has it, and a loss scale around any stepper."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowvram.config import BadInput
+from lowvram.core.rig import Stepper, Update, assemble
+from lowvram.core.step import step
+from lowvram.knobs.optimizer import AdamW
+from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32, set_fp32_products
+from lowvram.knobs.stepping import AfterBackwardStepper
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize("option", DTYPES)
+def test_outputs_are_those_of_torchs_autocast(option: str, problem: str) -> None:
+    task = PROBLEMS[problem]
+    rig, batch = assemble(task, knobs_of(precision=option), CPU), make_batch(task.spec, 4)
+    outputs = rig.forward(batch)
+    with torch.autocast("cpu", DTYPES[option]):
+        wanted = rig.model(batch.inputs)
+    assert outputs.dtype is DTYPES[option]
+    assert torch.equal(outputs, wanted)
+
+
+@pytest.mark.parametrize("option", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+def test_the_loss_and_the_weights_are_fp32(problem: str, option: str) -> None:
+    task = PROBLEMS[problem]
+    rig, batch = assemble(task, knobs_of(precision=option), CPU), make_batch(task.spec, 4)
+    loss, update = step(rig, batch)
+    assert loss.dtype is update.grad_norm.dtype is torch.float32
+    assert all(parameter.dtype is torch.float32 for parameter in rig.model.parameters())
+
+
+@pytest.mark.parametrize("option", DTYPES)
+def test_the_sum_over_targets_is_not_rounded_to_half(option: str) -> None:
+    """The criterion of half-precision logits is that of the same numbers in fp32."""
+    task = PROBLEMS["transformer"]
+    rig, batch = assemble(task, knobs_of(precision=option), CPU), make_batch(task.spec, 32)
+    outputs = rig.forward(batch).detach()
+    torch.testing.assert_close(rig.criterion(outputs, batch), task.criterion(outputs.float(), batch), rtol=1e-6, atol=0)
+
+
+# How CUDA multiplies fp32
+
+
+@pytest.fixture
+def products_afterwards() -> Any:
+    yield
+    set_fp32_products("ieee")
+
+
+@pytest.mark.parametrize(("knob", "setting"), [(Fp32(), "ieee"), (Tf32(), "tf32")])
+def test_fp32_products_are_what_is_said(products_afterwards: None, knob: Fp32 | Tf32, setting: str) -> None:
+    set_fp32_products({"ieee": "tf32", "tf32": "ieee"}[setting])
+    knob.apply(assemble(PROBLEMS["transformer"], {}, CPU))
+    assert torch.backends.cuda.matmul.fp32_precision == setting
+    assert torch.backends.cudnn.conv.fp32_precision == setting  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_without_tf32(products_afterwards: None) -> None:
+    """Why a CPU refuses it: the setting would be accepted, and change nothing."""
+    a, b = torch.randn(2, 64, 64)
+    exact = a @ b
+    set_fp32_products("tf32")
+    assert torch.equal(a @ b, exact)
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+def test_tf32_rounds_products_on_a_card(products_afterwards: None) -> None:
+    a, b = torch.randn(2, 256, 256, device="cuda")
+    set_fp32_products("ieee")
+    exact = a @ b
+    set_fp32_products("tf32")
+    error = float((a @ b - exact).norm() / exact.norm())
+    assert 1e-5 < error < Tf32.band
+
+
+# The loss scale
+
+
+class Inner(Stepper):
+    """A stepper that applies what it is told to."""
+
+    def __init__(self, *applied: bool) -> None:
+        self.applied = list(applied)
+        self.calls: list[Any] = []
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.calls.append((num_parts, divisor))
+
+    def backward(self, loss: Tensor) -> None:
+        self.calls.append(loss.item())
+
+    def update(self) -> Update:
+        return Update(torch.tensor(1.0), self.applied.pop(0))
+
+    def set_lr(self, lr: float) -> None:
+        self.calls.append(lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def test_the_loss_goes_in_too_large_and_the_inner_stepper_is_told_so() -> None:
+    inner = Inner(True)
+    stepper = ScaledStepper(inner, 8.0, 100)
+    stepper.begin(3, divisor=2.0)
+    stepper.backward(torch.tensor(0.5))
+    stepper.set_lr(0.1)
+    assert inner.calls == [(3, 16.0), 4.0, 0.1]
+
+
+def test_the_scale_halves_at_an_overflow_and_doubles_after_so_many_good_updates() -> None:
+    stepper = ScaledStepper(Inner(True, True, True, False, True, True, True, True, True, True, False), 8.0, 3)
+    scales = []
+    for _ in range(11):
+        stepper.update()
+        scales.append(stepper.scale)
+    assert scales == [8, 8, 16, 8, 8, 8, 16, 16, 16, 32, 16]
+    assert stepper.skipped_steps == 2
+
+
+def test_a_skipped_update_says_whether_a_smaller_scale_can_help() -> None:
+    stepper = ScaledStepper(Inner(True, False, False, False), 4 * SMALLEST_SCALE, 100)
+    updates = [stepper.update() for _ in range(4)]
+    assert [(update.applied, update.recoverable) for update in updates] == [
+        (True, False),
+        (False, True),
+        (False, True),
+        (False, False),
+    ]
+
+
+def model_and_stepper(scale: float = 2.0**10, growth_interval: int = 2) -> tuple[nn.Module, ScaledStepper]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    parameters = list(model.parameters())
+    inner = AfterBackwardStepper(parameters, AdamW().make(parameters), clip=0.1)
+    return model, ScaledStepper(inner, scale, growth_interval)
+
+
+def take_step(model: nn.Module, stepper: ScaledStepper, size: float = 1.0) -> Update:
+    stepper.begin(1)
+    stepper.backward(model(torch.full((2, 4), size)).sum())
+    return stepper.update()
+
+
+def numbers(model: nn.Module, stepper: ScaledStepper) -> list[Any]:
+    """Parameters and the optimizer's state, as plain values."""
+    leaves = tree_leaves([model.state_dict(), stepper.inner.state_dict()])
+    return [leaf.tolist() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def test_a_skipped_step_leaves_parameters_and_state_untouched() -> None:
+    model, stepper = model_and_stepper()
+    assert take_step(model, stepper).applied
+    before = numbers(model, stepper)
+    update = take_step(model, stepper, size=1e38)
+    assert (update.applied, update.recoverable) == (False, True)
+    assert numbers(model, stepper) == before
+    assert (stepper.scale, stepper.num_good, stepper.skipped_steps) == (2.0**9, 0, 1)
+
+
+def test_a_scaled_update_is_the_plain_one() -> None:
+    """Clipping included: the scale is a power of two, so not even rounding differs."""
+    (model, scaled), (plain_model, plain) = model_and_stepper(), model_and_stepper()
+    for _ in range(3):
+        scaled_norm = take_step(model, scaled).grad_norm
+        plain.inner.begin(1)
+        plain.inner.backward(plain_model(torch.ones(2, 4)).sum())
+        torch.testing.assert_close(plain.inner.update().grad_norm, scaled_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+def test_state_goes_round() -> None:
+    model, stepper = model_and_stepper()
+    take_step(model, stepper)
+    take_step(model, stepper, size=1e38)
+    take_step(model, stepper)
+    other_model, other = model_and_stepper(scale=1.0)
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(stepper.state_dict())
+    for one, its_stepper in ((model, stepper), (other_model, other)):
+        take_step(one, its_stepper)
+    assert numbers(other_model, other) == numbers(model, stepper)
+    assert (other.scale, other.num_good, other.skipped_steps) == (stepper.scale, 2, 1)
+    assert other.scale == 2.0**10  # halved once, doubled after two good ones
+
+
+def test_fp16_trains_with_parts_and_clipping_from_a_scale_that_is_too_large() -> None:
+    task = PROBLEMS["transformer"]
+    rig = assemble(task, knobs_of(precision=Fp16(init_scale=2.0**31), accum="x4"), CPU)
+    updates = [step(rig, make_batch(task.spec, 8))[1] for _ in range(25)]
+    applied = [update.applied for update in updates]
+    assert applied == sorted(applied)  # skipped ones first
+    assert 1 <= applied.count(False) < 25
+    assert all(update.applied or update.recoverable for update in updates)
+    assert rig.stepper.state_dict()["skipped_steps"] == applied.count(False)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, 2.0**32, SMALLEST_SCALE / 2])
+def test_a_scale_out_of_range_is_named(scale: float) -> None:
+    with pytest.raises(BadInput, match=r"precision\.init_scale=.*: must be between"):
+        Fp16(init_scale=scale)
+
+
+def test_the_scale_grows_after_one_update_at_least() -> None:
+    with pytest.raises(BadInput, match=r"precision\.growth_interval=0: must be at least 1"):
+        Fp16(growth_interval=0)
+
+
+def test_only_bf16_needs_the_device_to_compute_in_it() -> None:
+    assert [fact.name for fact in Bf16().needs()] == ["BF16"]
+    assert not Fp16().needs()
