@@ -29,7 +29,7 @@ EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": 75}
 
 
 class Events:
-    """The pipe to the parent: one line of JSON an event. Once the parent is gone, nobody reads it, so nothing is lost."""
+    """The pipe to the parent: one line of JSON an event. Once the parent is gone, nobody reads it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,8 +1,8 @@
 """Faults on demand, inside the children of the fork server. The point's name says which, and before which step:
 
-name=kill@3                  the child ends as after `kill -9` instead of making step 3
-name=hang@0                  it hangs while it is set up
-name=1.raise@2+2.segfault@2  in a sweep over seed: the point with seed=1 raises, the one with seed=2 dies of SIGSEGV
+name=kill@3              the child ends as after `kill -9` instead of making step 3
+name=hang@0              it hangs while it is set up
+name=1.raise+2.segfault  in a sweep over seed: before step 2, the point with seed=1 raises, that with seed=2 crashes
 
 A run's name changes no result and no identity, so such a point is the same point as without the fault.
 """
@@ -89,9 +89,9 @@ def fault_slow(folder: Path) -> None:
 def due(name: str | None, seed: int, step: int) -> Callable[[Path], None] | None:
     """The fault before `step`, if the point's name asks for one."""
     for word in (name or "").split("+"):
-        if (match := re.fullmatch(r"(?:(\d+)\.)?(\w+)@(\d+)", word)) and int(match[1] or seed) == seed:
-            is_due = step >= int(match[3]) > 0 if match[2] == "slow" else step == int(match[3])
-            if is_due:
+        if (match := re.fullmatch(r"(?:(\d+)\.)?([a-z_]+\d*)(?:@(\d+))?", word)) and int(match[1] or seed) == seed:
+            first = int(match[3] or 2)
+            if step == first or (match[2] == "slow" and step > first):
                 return globals()[f"fault_{match[2]}"]
     return None
 

@@ -11,31 +11,30 @@ import pytest
 from lowvram.config import BadInput
 from lowvram.core.rig import assemble
 from lowvram.knobs.allocator import LARGEST_MMAP_THRESHOLD, Expandable, Tight
-from tests.laboratory import CPU, PROBLEMS, needs_gpu
+from tests.laboratory import CONF, CPU, PROBLEMS, needs_gpu
 
 # A process of its own: malloc can't be asked for its settings, nor be set back.
 FREED_MEMORY = """
 import torch
-from lowvram.core.rig import assemble
 from lowvram.knobs.allocator import {knob}
 from lowvram.modes.fields import status_bytes
-from tests.laboratory import CPU, PROBLEMS
 
-def kept_bytes():
-    before = status_bytes("VmRSS")
-    tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(400)]
-    del tensors[:-1]  # the last one lies above the others in the heap
-    return status_bytes("VmRSS") - before
-
-assemble(PROBLEMS["transformer"], {{"allocator": {knob}()}}, CPU)
-print(kept_bytes())
+{knob}().apply(None)
+before = status_bytes("VmRSS")
+tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(400)]
+del tensors[:-1]  # the last one lies above the others in the heap
+print(status_bytes("VmRSS") - before)
 """
+
+
+def printed_by(program: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONF.parent).stdout.strip()
 
 
 def kept_bytes(knob: str) -> int:
     """Resident bytes that stay of 40 MB after they were freed."""
-    command = [sys.executable, "-c", FREED_MEMORY.format(knob=knob)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return int(printed_by(FREED_MEMORY.format(knob=knob)))
 
 
 def test_tight_gives_freed_memory_back() -> None:
@@ -70,5 +69,4 @@ print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 @pytest.mark.gpu
 @needs_gpu[1]
 def test_expandable_segments_are_used_on_a_card() -> None:
-    done = subprocess.run([sys.executable, "-c", SEGMENTS], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    assert printed_by(SEGMENTS) == "True"

@@ -49,7 +49,7 @@ def inspect(sync_command: str | None, *options: str) -> str:
     """What W&B's own reader finds in the last part of the run that the command would upload."""
     assert sync_command is not None
     folder, _, pattern = shlex.split(sync_command)[-1].rpartition("/")
-    part = sorted(Path(folder).glob(pattern))[-1]
+    part = max(Path(folder).glob(pattern), key=lambda run: run.stat().st_mtime_ns)
     command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, str(part)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
