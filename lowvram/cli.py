@@ -239,8 +239,9 @@ def output_folder() -> Path:
 
 
 def config_path() -> str:
-    """The checkout's conf/ if there is one, else the package's."""
-    return str(identity.ROOT / "conf") if (identity.ROOT / "conf").is_dir() else "pkg://lowvram.conf"
+    """The installed package carries its own conf; a checkout has it beside the package."""
+    is_installed = (Path(__file__).parent / "conf").is_dir()
+    return "pkg://lowvram.conf" if is_installed else str(identity.ROOT / "conf")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

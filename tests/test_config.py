@@ -202,18 +202,22 @@ def test_values_are_shown_as_they_are_typed(value: object, shown: str) -> None:
     assert (error.key, error.value, error.allowed) == ("a.b", value, "something else")
 
 
-def test_types_are_told_in_words() -> None:
-    class Colour(Enum):
-        red = 1
-        blue = 2
+class Colour(Enum):
+    red = 1
+    blue = 2
 
-    @dataclass(frozen=True)
-    class Everything:
-        colour: Colour | None = None
-        ratio: float | None = None
-        sizes: list[int] = field(default_factory=list)
 
-    told = {"colour": "one of red, blue or null", "ratio": "a number or null", "sizes": "a list of whole numbers"}
-    for name, words in told.items():
-        with pytest.raises(BadInput, match=rf"a\.{name}='!': must be {words}$"):
-            build_as(Everything, {name: "!"}, "a")
+@dataclass(frozen=True)
+class Everything:
+    colour: Colour | None = None
+    ratio: float | None = None
+    sizes: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("colour", "one of red, blue or null"), ("ratio", "a number or null"), ("sizes", "a list of whole numbers")],
+)
+def test_types_are_told_in_words(name: str, words: str) -> None:
+    with pytest.raises(BadInput, match=rf"a\.{name}='!': must be {words}$"):
+        build_as(Everything, {name: "!"}, "a")

@@ -58,16 +58,16 @@ class LiveProgress(Progress):
     def start(self, name: str, total_steps: int | None) -> None:
         from rich import progress
         from rich.console import Console
+        from rich.table import Column
 
         self.stop()
         self._values = {}
         self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[values]}", markup=False),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False),  # gives way in a narrow terminal
+            progress.BarColumn(bar_width=10),
+            progress.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            progress.TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
+            progress.TimeElapsedColumn(table_column=Column(no_wrap=True)),
             console=Console(file=self._stream),
             transient=True,
         )
