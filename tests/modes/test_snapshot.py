@@ -1,0 +1,119 @@
+"""Snapshots: whole or not there, named by their hash, and only the newest stay."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowvram.modes import snapshot as snapshot_module
+from lowvram.modes.snapshot import Snapshots, fingerprint, random_state, set_random_state
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 0.5, "weights": {"a.b": torch.full((3,), float(step))}, "random": random_state()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_snapshot_goes_round(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "snapshots", keep=2)
+    assert snapshots.load() is None
+    path = snapshots.save(7, state_of(7))
+    assert path.name == f"step_00000007.{fingerprint(path)}.pt"
+    found = snapshots.load()
+    assert found is not None
+    assert (found["step"], found["loss"], found["weights"]["a.b"].tolist()) == (7, 0.5, [7.0] * 3)
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    for step in (1, 2, 9, 10):
+        snapshots.save(step, state_of(step))
+    assert [name.partition(".")[0] for name in names(tmp_path)] == ["step_00000009", "step_00000010"]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:100] + b"!" + data[101:]]
+)
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_damaged_one_is_told_of_and_the_one_before_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, keep: int
+) -> None:
+    snapshots = Snapshots(tmp_path, keep=3)
+    paths = [snapshots.save(step, state_of(step)) for step in (1, 2, 3)]
+    paths[-1].write_bytes(damage(paths[-1].read_bytes()))
+    snapshots = Snapshots(tmp_path, keep)
+    found = snapshots.load()
+    assert found is not None
+    assert found["step"] == 2
+    said = capsys.readouterr().out
+    assert f"{paths[-1]} is damaged" in said
+    assert f"continuing from {paths[1]}" in said
+    # What is damaged is no snapshot any more, so a run that goes on keeps its own.
+    later = snapshots.save(3, state_of(3))
+    assert later in snapshots.newest_first()
+    assert len(snapshots.newest_first()) == keep
+    assert paths[-1].with_suffix(".damaged").exists() or paths[-1] == later
+
+
+def test_nothing_but_damaged_ones_is_nothing(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    for step in (1, 2):
+        snapshots.save(step, state_of(step)).write_bytes(b"junk")
+    assert snapshots.load() is None
+    assert snapshots.newest_first() == []
+
+
+def test_one_that_cannot_be_finished_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = Snapshots(tmp_path, keep=1)
+    snapshots.save(1, state_of(1))
+    before = names(tmp_path)
+
+    def half(state: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_module.torch, "save", half)
+    with pytest.raises(OSError, match="No space left"):
+        snapshots.save(2, state_of(2))
+    assert names(tmp_path) == before
+
+
+def test_what_a_killed_run_left_half_is_never_loaded(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    snapshots.save(1, state_of(1))
+    (tmp_path / "unfinished.tmp").write_bytes(b"half of it")
+    (tmp_path / "step_00000009.pt").write_bytes(b"without a hash")
+    found = snapshots.load()
+    assert found is not None
+    assert found["step"] == 1
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("code was run",))
+
+
+def test_loading_runs_no_code(tmp_path: Path) -> None:
+    """Even where the hash is right."""
+    snapshots = Snapshots(tmp_path, keep=2)
+    snapshots.save(1, {"trap": Trap()})
+    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
+        snapshots.load()
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    torch.manual_seed(3)
+    state = random_state()
+    wanted = torch.rand(5)
+    torch.manual_seed(4)
+    set_random_state(state)
+    assert torch.equal(torch.rand(5), wanted)
