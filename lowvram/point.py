@@ -144,7 +144,7 @@ class Orders:
         return TERM if self.is_stopped or self.is_timed_out else None
 
     def as_row(self) -> dict[str, Any]:
-        return {"status": Status.TIMEOUT, "reason": f"still running after timeout_s={self._timeout_s:g}"}
+        return {"status": Status.TIMEOUT.value, "reason": f"still running after timeout_s={self._timeout_s:g}"}
 
 
 class Recording:
@@ -225,7 +225,7 @@ class Recording:
     def unwritable(self, error: OSError) -> Row:
         """The row when something can't be written: it is told, and the sweep goes on."""
         reason = f"{error.strerror} while writing {error.filename or self.point.folder}"
-        self.add({"status": Status.ERROR, "reason": reason})
+        self.add({"status": Status.ERROR.value, "reason": reason})
         self.recorder.finish(self.row)
         with suppress(OSError):
             rows.write(self.point.folder, self.row)
@@ -252,23 +252,26 @@ def cut_back(metrics: Path, step: int) -> None:
 def last_words(folder: Path, status: int | None, killed_before: int, orders: Orders) -> dict[str, Any]:
     """The row of a child that said nothing: read off how it died."""
     if orders.is_stopped:
-        return {"status": Status.INTERRUPTED, "reason": orders.how_stopped}
+        return {"status": Status.INTERRUPTED.value, "reason": orders.how_stopped}
     if orders.is_timed_out:
         return orders.as_row()
     if status is None:
-        return {"status": Status.KILLED, "reason": "the process that starts points has died"}
+        return {"status": Status.KILLED.value, "reason": "the process that starts points has died"}
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if number == signal.SIGKILL and num_oom_kills() > killed_before:
-        return {"status": Status.OOM, "reason": "the kernel ended it because the machine had no memory left"}
+        return {"status": Status.OOM.value, "reason": "the kernel ended it because the machine had no memory left"}
     if number in (signal.SIGKILL, signal.SIGTERM):
-        return {"status": Status.KILLED, "reason": f"the process died of {signal.Signals(number).name}"}
+        return {"status": Status.KILLED.value, "reason": f"the process died of {signal.Signals(number).name}"}
     log = (folder / NATIVE_LOG).read_text(errors="replace") if (folder / NATIVE_LOG).exists() else ""
     if any(word in log for word in MEMORY_WORDS):
-        return {"status": Status.OOM, "reason": f"out of memory in native code (see {NATIVE_LOG})"}
+        return {"status": Status.OOM.value, "reason": f"out of memory in native code (see {NATIVE_LOG})"}
     if number is None:
         code = os.WEXITSTATUS(status)
-        return {"status": Status.ERROR, "reason": f"the process ended by itself with exit code {code}"}
-    return {"status": Status.ERROR, "reason": f"the process died of {signal.Signals(number).name} (see {NATIVE_LOG})"}
+        return {"status": Status.ERROR.value, "reason": f"the process ended by itself with exit code {code}"}
+    return {
+        "status": Status.ERROR.value,
+        "reason": f"the process died of {signal.Signals(number).name} (see {NATIVE_LOG})",
+    }
 
 
 def num_oom_kills() -> int:

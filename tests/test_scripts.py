@@ -272,7 +272,8 @@ def test_wheel_ships_the_whole_configuration(packages: Path, tmp_path: Path) -> 
     assert (tmp_path / "lowvram" / "conf" / "__init__.py").exists()
     assert yaml_names(tmp_path / "lowvram" / "conf") == yaml_names(ROOT / "conf")
     tops = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".dist-info")}
-    assert tops == {"lowvram"}
+    assert tops == {"lowvram", "hydra_plugins"}  # Hydra looks for plugins there and nowhere else
+    assert [path.name for path in (tmp_path / "hydra_plugins").iterdir()] == ["lowvram_sweeper.py"]
 
 
 def test_wheel_runs_without_the_repository(packages: Path, tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ class TrainingRun:
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
         timed = slice(SETTLING_STEPS, len(step_ms))
+        self.save()  # first: whoever interrupts the evaluation loses nothing
         evaluation = self.evaluate()
-        self.save()
         export(
             self.session.folder / "model", self.session.rig.model, self.session.problem.model, self.session.data.spec
         )

@@ -117,6 +117,8 @@ def main(request: dict[str, Any], events_fd: int) -> int:
     lift()
     if fields["status"] == "oom":
         fields |= after_out_of_memory(request)
+    if "choices" in request:
+        fields |= {"choices": request["choices"]}  # a cap has changed one of them
     spoken.flush()
     events("row", fields=fields)
     return EXIT_CODES.get(fields["status"], 1)

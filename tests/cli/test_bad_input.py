@@ -62,7 +62,9 @@ MISTAKES = {
     f"name={'x' * 300}": ["name='xxx", "1 to 100 letters"],
     "paths.outputs=/dev/null/x": ["/dev/null/x", "can't be written (Not a directory)"],
     f"paths.outputs={'x' * 300}": ["xxx", "can't be written (File name too long)"],
-    "data=text data.path=~/texts": ["data.path=~/texts: Hydra can't read this value; quote it: 'data.path=\"~/texts\"'"],
+    "data=text data.path=~/texts": [
+        "data.path=~/texts: Hydra can't read this value; quote it: 'data.path=\"~/texts\"'"
+    ],
     "data=text data.path=/a=b": ["data.path=/a=b: Hydra can't read this value; quote it: 'data.path=\"/a=b\"'"],
     "data=text data.path=/a,b": ["data.path=/a,b: has several values", "quote it for Hydra: 'data.path=\"/a,b\"'"],
     "data=text data.path=": ["data.path='': must be a file or folder"],

@@ -21,13 +21,21 @@ def test_words_of_other_tools_are_told_where_to_look(word: str) -> None:
     """Typed as a key, forced in with +, in a section, as a flag."""
     unknown = f"Could not override '{word}'.\nTo append to your config use +{word}=1"
     assert sentence(HydraException(unknown)) == f"{word}: no such key; {ELSEWHERE[word]}"
-    assert sentence(HydraException(unknown.replace("'", "'trainer.", 1))) == f"trainer.{word}: no such key; {ELSEWHERE[word]}"
+    assert (
+        sentence(HydraException(unknown.replace("'", "'trainer.", 1)))
+        == f"trainer.{word}: no such key; {ELSEWHERE[word]}"
+    )
     assert sentence(BadInput(word, 1, "removed")) == f"{word}: no such key; {ELSEWHERE[word]}"
     assert unknown_flag(f"--{word.replace('_', '-')}=1").endswith(f"no such flag; {ELSEWHERE[word]}")
 
 
 def test_the_hints_name_keys_that_exist() -> None:
-    known = {*GROUPS, *ROOT_KEYS, "paths", *(f"{key}.{name}" for key in SECTIONS for name in SECTIONS[key].__annotations__)}
+    known = {
+        *GROUPS,
+        *ROOT_KEYS,
+        "paths",
+        *(f"{key}.{name}" for key in SECTIONS for name in SECTIONS[key].__annotations__),
+    }
     named = re.findall(r"\b([a-z_]+(?:\.[a-z_]+)?)(?==| |$|;|:)", " ".join(ELSEWHERE.values()))
     assert {name for name in named if "." in name and name.partition(".")[0] in SECTIONS} <= known
     assert {word.partition("=")[0] for hint in ELSEWHERE.values() for word in re.findall(r"\b\w+=\w+", hint)} <= known

@@ -1,0 +1,80 @@
+"""What is measured last: phases and kinds, without another number in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lowvram.core.knob import Knob
+from lowvram.core.rig import assemble
+from lowvram.core.step import step
+from lowvram.modes.clock import HostClock
+from lowvram.modes.last_acts import last_acts, phase_times, timed
+from lowvram.modes.session import Session
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error
+
+CHOICES: list[dict[str, str | Knob]] = [{}, {"accum": "x4", "precision": "fp16", "ckpt": "every1"}]
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=["plain", "together"])
+def test_a_timed_rig_has_the_same_numbers(choices: dict[str, str | Knob]) -> None:
+    problem = PROBLEMS["transformer_dropout"]
+    results = []
+    for is_timed in (False, True):
+        rig = assemble(problem, knobs_of(**choices), CPU)
+        torch.manual_seed(0)
+        for seed in range(2):
+            loss, update = step(timed(rig, HostClock()) if is_timed else rig, make_batch(problem.spec, 8, seed))
+        results.append((loss, update.grad_norm, rig.model.state_dict(), str(rig.stepper.state_dict())))
+    (loss, norm, weights, state), (timed_loss, timed_norm, timed_weights, timed_state) = results
+    assert (loss, norm, state) == (timed_loss, timed_norm, timed_state)
+    assert relative_error(timed_weights, weights) == 0
+
+
+def test_phases_are_marked_part_by_part() -> None:
+    problem = PROBLEMS["transformer"]
+    clock, rig = HostClock(), assemble(problem, knobs_of(accum="x4"), CPU)
+    step(timed(rig, clock), make_batch(problem.spec, 8))
+    assert len(clock.laps_ms("forward")) == len(clock.laps_ms("backward")) == 4
+    assert len(clock.laps_ms("update")) == 0  # its lap ends with the next mark
+    clock.mark("after")
+    assert all(ms > 0 for phase in ("forward", "backward") for ms in clock.laps_ms(phase))
+
+
+def test_a_timed_stepper_has_the_inner_ones_state() -> None:
+    problem = PROBLEMS["transformer"]
+    rig = assemble(problem, knobs_of(precision="fp16"), CPU)
+    outer = timed(rig, HostClock()).stepper
+    outer.load_state_dict({**outer.state_dict(), "scale": 4.0})
+    assert rig.stepper.state_dict()["scale"] == 4.0
+
+
+def test_every_phase_has_a_time() -> None:
+    problem = PROBLEMS["transformer"]
+    found = phase_times(assemble(problem, knobs_of(), CPU), make_batch(problem.spec, 4))
+    assert found.keys() == {"forward_ms", "backward_ms", "update_ms"}
+    assert all(ms > 0 for ms in found.values())
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+def test_the_row_gets_phases_and_memory(make_session: Callable[..., Session], problem: str) -> None:
+    session = make_session(problem)
+    batches = session.batches(0)
+    found = last_acts(session, batches)
+    memory = found["memory"]
+    assert memory["source"] == "tensor_ledger"
+    assert sum(memory["by_kind"].values()) == memory["peak_bytes"]
+    assert memory["by_kind"].keys() == memory["by_kind_max"].keys()
+    parameters = sum(4 * parameter.numel() for parameter in session.rig.model.parameters())
+    assert memory["by_kind_max"]["parameters"] >= parameters
+    assert memory["host_peak_bytes"] >= memory["process_peak_bytes"] > 0
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_memory_is_the_same_in_every_run(make_session: Callable[..., Session]) -> None:
+    peaks = [last_acts(session, session.batches(0))["memory"] for session in (make_session(), make_session())]
+    assert peaks[0]["peak_bytes"] == peaks[1]["peak_bytes"]
+    assert peaks[0]["by_kind_max"] == peaks[1]["by_kind_max"]

@@ -1,0 +1,139 @@
+"""mode=train without a parent: what is told, what is saved, and that going on is as if nothing had happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lowvram.core.knob import Knob
+from lowvram.core.rig import Update
+from lowvram.endings import Interrupted, NonFinite
+from lowvram.export import load
+from lowvram.knobs.precision import Fp16
+from lowvram.modes.evaluate import evaluate
+from lowvram.modes.session import Session
+from lowvram.modes.train import Train
+from lowvram.schedule import WarmupCosine
+from tests.laboratory import relative_error
+from tests.modes.conftest import Told
+
+MakeSession = Callable[..., Session]
+CHOICES: dict[str, dict[str, str | Knob]] = {
+    "plain": {},
+    "bf16": {"precision": "bf16", "accum": "x4", "ckpt": "every2"},
+    "fp16": {"precision": Fp16(init_scale=2.0**24, growth_interval=2), "accum": "x2"},
+    "sgd": {"optimizer": "sgd"},
+}
+
+
+def losses(told: Told) -> list[tuple[int, float]]:
+    return told.values("loss/train")
+
+
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
+    make_session: MakeSession, problem: str, choices: dict[str, str | Knob]
+) -> None:
+    """Data, dropout, schedule, optimizer and loss scale: all are where they were."""
+    common: dict[str, Any] = {"choices": choices, "schedule": WarmupCosine(0.3), "eval_every": 2}
+    whole, first, second = Told(), Told(stop_at=3), Told()
+    uninterrupted = make_session(problem, told=whole, **common)
+    Train().run(uninterrupted)
+    folder = uninterrupted.folder / "stopped"
+    with pytest.raises(Interrupted, match="stopped after step 3 of 6"):
+        Train().run(replace(make_session(problem, told=first, **common), folder=folder))
+    torch.manual_seed(99)
+    row = Train().run(replace(make_session(problem, told=second, is_resumed=True, **common), folder=folder))
+    assert losses(first) + losses(second) == losses(whole)
+    assert first.values("lr") + second.values("lr") == whole.values("lr")
+    assert first.values("loss/eval") + second.values("loss/eval") == whole.values("loss/eval")
+    assert row["loss"]["first"] == losses(whole)[0][1]
+    weights = [load(place / "model").state_dict() for place in (uninterrupted.folder, folder)]
+    assert relative_error(*weights) == 0
+
+
+def test_events_come_in_order(make_session: MakeSession) -> None:
+    told = Told()
+    Train().run(make_session(told=told, eval_every=3))
+    event, fields = told.events[0]
+    assert (event, fields["step"], fields["num_steps"]) == ("begin", 0, 6)
+    assert [step for step, _ in losses(told)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in told.values("loss/eval")] == [3, 6]
+    assert {"throughput/samples_per_s", "throughput/tokens_per_s", "grad_norm", "lr"} <= told.events[1][1][
+        "values"
+    ].keys()
+
+
+def test_only_some_steps_are_logged(make_session: MakeSession) -> None:
+    told = Told()
+    Train().run(make_session(told=told, log_every=4, steps=9))
+    assert [step for step, _ in losses(told)] == [1, 4, 8, 9]
+
+
+def test_snapshots_are_made_when_due_and_at_the_end(make_session: MakeSession) -> None:
+    session = make_session(snapshot_every=2, steps=5)
+    Train().run(session)
+    names = sorted(path.name.partition(".")[0] for path in (session.folder / "snapshots").iterdir())
+    assert names == ["step_00000004", "step_00000005"]
+
+
+def test_a_finished_run_that_is_resumed_only_finishes(make_session: MakeSession) -> None:
+    row = Train().run(make_session())
+    told = Told()
+    again = Train().run(make_session(told=told, is_resumed=True))
+    assert losses(told) == []
+    assert again["loss"] == row["loss"]
+    assert again["time"]["steps"] == 0
+
+
+def test_the_weights_that_are_left_are_those_that_were_evaluated(make_session: MakeSession) -> None:
+    session = make_session("resnet")
+    row = Train().run(session)
+    model = load(session.folder / "model")
+    plain = replace(session, rig=replace(session.rig, model=model, forward=lambda part: model(part.inputs)))
+    assert evaluate(plain).loss == row["loss"]["eval"]
+
+
+def test_a_row_says_what_the_knobs_did(make_session: MakeSession) -> None:
+    choices: dict[str, str | Knob] = {"accum": "x2", "precision": Fp16(init_scale=2.0**31)}
+    row = Train().run(make_session("resnet", choices=choices, steps=12))
+    assert "BatchNorm normalises over each of the 2 parts" in row["semantics_changed"]
+    assert row["precision"]["skipped_steps"] > 0
+    assert row["precision"]["scale"] == 2.0 ** (31 - row["precision"]["skipped_steps"])
+    assert row["model"]["blocks"] == "3 BasicBlock"
+    assert row["model"]["parameters"] == row["model"]["trainable"] > 0
+    assert row["time"]["steps"] == 10  # two settle
+
+
+def test_a_skipped_step_does_not_move_the_schedule(make_session: MakeSession) -> None:
+    told, choices = Told(), {"precision": Fp16(init_scale=2.0**31)}
+    row = Train().run(make_session(told=told, choices=choices, schedule=WarmupCosine(0.5), steps=12))
+    skipped = row["precision"]["skipped_steps"]
+    rates = [lr for _, lr in told.values("lr")]
+    assert skipped > 0
+    assert rates[: skipped + 1] == [rates[0]] * (skipped + 1)
+    assert rates[skipped + 1] == pytest.approx(2 * rates[0])
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_numbers_that_are_none_end_the_run(make_session: MakeSession, log_every: int) -> None:
+    session = make_session(log_every=log_every)
+    with torch.no_grad():
+        next(session.rig.model.parameters()).fill_(math.nan)
+    with pytest.raises(NonFinite, match=r"try a smaller learning rate \(optimizer.lr=0.0001\) or stepping.clip=1.0"):
+        Train().run(session)
+
+
+def test_an_update_that_no_scale_can_mend_ends_the_run(make_session: MakeSession) -> None:
+    session = make_session()
+    batch = next(session.batches(0))
+    hopeless = Update(torch.tensor(math.inf), applied=False, recoverable=False)
+    session.rig.stepper.update = lambda: hopeless
+    with pytest.raises(NonFinite, match="the gradients are not finite any more"):
+        session.update(batch, 0, 6)

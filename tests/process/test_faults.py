@@ -1,0 +1,226 @@
+"""Every way in which a point can end: its row, the exit code, the points after it, its run in W&B.
+
+One sweep holds most faults, each in a point of its own (see tests/faults/faults.py); a sound point comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lowvram.results.row import KINDS, Status
+from tests.calls import TINY, Outcome, Running, begin, history, killed_at_last, wait_until
+
+Call = Callable[..., Outcome]
+Start = Callable[..., Running]
+
+# Before step 2 of the point with seed 1, 2, ... -> its status, a part of its reason
+FAULTS = {
+    "raise": ("error", "ValueError: the model is broken"),
+    "sys_exit": ("error", "the program called sys.exit(5)"),
+    "segfault": ("error", "the process died of SIGSEGV (see native.log)"),
+    "exit17": ("error", "the process ended by itself with exit code 17"),
+    "kill": ("killed", "the process died of SIGKILL"),
+    "bad_alloc": ("oom", "out of memory in native code (see native.log); try ckpt=every1"),
+    "kill_server": ("killed", "the process that starts points has died"),
+}
+NUM_POINTS = len(FAULTS) + 1
+
+
+@pytest.fixture(scope="module")
+def faulty_sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Outcome, Running]]:
+    """Every fault once, then a point without any."""
+    name = "name=" + "+".join(f"{seed}.{fault}" for seed, fault in enumerate(FAULTS, start=1))
+    words = ("-m", *TINY, f"seed=range(1,{NUM_POINTS + 1})", "logger=wandb", name)
+    call = begin(*words, cwd=tmp_path_factory.mktemp("faults"))
+    with killed_at_last([call]):
+        yield call.end(120), call
+
+
+@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS, start=1)))
+def test_a_fault_is_told_in_the_row(faulty_sweep: tuple[Outcome, Running], number: int, fault: str) -> None:
+    row, (status, reason) = faulty_sweep[0].rows[f"seed{number}"], FAULTS[fault]
+    assert row["status"] == status, row["reason"]
+    assert reason in row["reason"]
+    assert row["index"] == number - 1
+    assert row["provenance"]["threads"] >= 1  # what the child has said before it died is kept
+
+
+def test_the_other_points_run(faulty_sweep: tuple[Outcome, Running]) -> None:
+    outcome, _ = faulty_sweep
+    assert len(outcome.folders) == NUM_POINTS
+    assert outcome.statuses[f"seed{NUM_POINTS}"] == "ok"
+    assert outcome.code == 1
+
+
+def test_a_traceback_is_shown_only_for_what_raised(faulty_sweep: tuple[Outcome, Running]) -> None:
+    outcome, _ = faulty_sweep
+    raised = [row["reason"].partition(":")[0] for row in outcome.rows.values() if "Error: " in (row["reason"] or "")]
+    assert raised == ["ValueError"]
+    assert outcome.out.count("Traceback") == 2  # sys.exit raises too
+    assert outcome.err == ""
+
+
+def test_every_failure_is_named_at_the_end(faulty_sweep: tuple[Outcome, Running]) -> None:
+    outcome, _ = faulty_sweep
+    table = outcome.out.partition("+----")[2]
+    for number, fault in enumerate(FAULTS, start=1):
+        assert f"seed{number}: {FAULTS[fault][0]}: " in table
+    assert "hydra.sweep.dir=outputs/sweeps/" in outcome.command("to run what is missing")
+
+
+def test_no_process_stays(faulty_sweep: tuple[Outcome, Running]) -> None:
+    faulty_sweep[1].wait_until_gone()
+
+
+def wandb_run(folder: Path) -> tuple[dict[str, str], int]:
+    """What W&B's own reader finds in a point's folder: the summary and the exit code."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    records = [json.loads(line) for line in lines]
+    summary: dict[str, str] = {}
+    for record in records:
+        summary |= record.get("summary", {}).get("update", {})
+    (exit_code,) = [record["exit"]["exit_code"] for record in records if record["type"] == "exit"]
+    return summary, exit_code
+
+
+@pytest.mark.parametrize(("fault", "failed"), [("kill", 1), ("bad_alloc", 1), ("raise", 1), ("none", 0)])
+def test_the_run_in_wandb_is_marked(faulty_sweep: tuple[Outcome, Running], fault: str, failed: int) -> None:
+    outcome, _ = faulty_sweep
+    number = [*FAULTS, "none"].index(fault) + 1
+    folder = next(folder for folder in outcome.folders if outcome.rows[f"seed{number}"]["id"] == folder.name)
+    summary, exit_code = wandb_run(folder)
+    assert exit_code == failed
+    assert summary["status"] == outcome.statuses[f"seed{number}"]
+    assert summary.get("reason") == outcome.rows[f"seed{number}"]["reason"]
+
+
+def test_running_out_of_memory_is_told_with_advice(call: Call) -> None:
+    """For real: under a cap, in a model that would need more."""
+    outcome = call(*TINY, "train.batch_size=512", "data.sequence_length=64", "vram=48MiB")
+    assert outcome.code == 1
+    row = outcome.row
+    assert row["status"] == "oom"
+    assert row["reason"].startswith("out of memory in the forward pass, asking for ")
+    assert "activations are " in row["reason"]
+    assert "% of the peak: try ckpt=every1 or accum=x8" in row["reason"]
+    assert set(row["plan"]["by_kind"]) == set(KINDS)
+    assert row["plan"]["by_kind"]["activations"] > 48 * 2**20
+    assert row["plan"]["allocated_bytes"] == sum(row["plan"]["by_kind"].values())
+    assert row["choices"]["allocator"] == "tight"
+    assert row["reason"] in outcome.out
+
+
+def test_the_advice_helps(call: Call) -> None:
+    """What the row proposes fits under the same cap."""
+    outcome = call(*TINY, "train.batch_size=512", "data.sequence_length=64", "vram=48MiB", "accum=x8", "ckpt=every1")
+    assert outcome.code == 0, outcome.said()
+
+
+def test_a_worker_of_the_loader_is_killed(call: Call) -> None:
+    outcome = call(*TINY, "loader=workers", "train.steps=9", "name=kill_worker")
+    assert outcome.code == 1
+    assert outcome.row["status"] == "error"
+    assert "DataLoader worker" in outcome.row["reason"]
+    assert "is killed by signal: Killed" in outcome.row["reason"]
+
+
+@pytest.mark.parametrize("mode", ["train", "measure"])
+def test_numbers_that_are_none_any_more(call: Call, mode: str) -> None:
+    outcome = call(*TINY, "optimizer.lr=1e30", "train.steps=9", "measure.max_seconds=1", f"mode={mode}")
+    assert outcome.code == 1
+    assert outcome.row["status"] == "nonfinite"
+    assert "optimizer.lr=1e+29" in outcome.row["reason"]
+    assert "Traceback" not in outcome.out + outcome.err
+
+
+def test_time_is_up(start: Start, tmp_path: Path) -> None:
+    """For a point that hangs, for one that is stopped (as by Ctrl-Z), and for one that goes on and can still save.
+    All at once: they wait, they don't work."""
+    for name in ("hang", "stop", "slow"):
+        (tmp_path / name).mkdir()
+    calls = {
+        name: start("-m", *TINY, "seed=1", "train.steps=900", "timeout_s=4", f"name={name}", cwd=tmp_path / name)
+        for name in ("hang", "stop", "slow")
+    }
+    outcomes = {name: call.end() for name, call in calls.items()}
+    for name, outcome in outcomes.items():
+        assert outcome.code == 1, outcome.said()
+        assert outcome.row["status"] == "timeout"
+        assert outcome.row["reason"] == "still running after timeout_s=4"
+        assert bool(list(outcome.folder.glob("snapshots/step_*.pt"))) == (name == "slow")
+        calls[name].wait_until_gone(1)
+
+
+def test_the_program_is_killed(start: Start, tmp_path: Path) -> None:
+    """No process stays: not while the server imports, not in steps with workers (a snapshot is saved), not when the
+    point hangs."""
+    folders = [tmp_path / name for name in ("importing", "working", "hanging")]
+    for folder in folders:
+        folder.mkdir()
+    words = (*TINY, "train.steps=900", "loader=workers", "logger=wandb")
+    importing = start(*words, cwd=folders[0])
+    working = start(*words, "name=slow", cwd=folders[1])
+    hanging = start(*words, "name=hang@0", cwd=folders[2])
+    importing.server()
+    importing.process.kill()
+    working.wait_for("started")
+    wait_until(lambda: any(file.read_text() for file in folders[1].glob("outputs/*/*/metrics.jsonl")), "metrics")
+    working.process.kill()
+    hanging.child()
+    hanging.process.kill()
+    for call in (importing, working, hanging):
+        call.wait_until_gone()
+    assert "Traceback" not in importing.end().err
+    outcome = working.end()
+    assert "Traceback" not in outcome.err
+    assert len(list(outcome.folder.glob("snapshots/step_*.pt"))) == 1
+    assert history(outcome.folder)
+
+
+SINGLE = {
+    Status.OK: "train.steps=1",
+    Status.INCOMPATIBLE: "precision=tf32",
+    Status.NONFINITE: "optimizer.lr=1e30 train.steps=9",
+    Status.OOM: "name=bad_alloc",
+    Status.KILLED: "name=kill",
+    Status.ERROR: "name=raise",
+    Status.INTERRUPTED: "name=term",
+    Status.TIMEOUT: "name=slow timeout_s=1 train.steps=99",
+}
+CODES = {Status.OK: 0, Status.INCOMPATIBLE: 3, Status.INTERRUPTED: 75}  # of single runs; 1 for all others
+
+
+@pytest.mark.parametrize("status", Status)
+def test_the_exit_code_of_a_single_run(call: Call, status: Status) -> None:
+    outcome = call(*TINY, *SINGLE[status].split(), "device=cpu")
+    assert outcome.code == CODES.get(status, 1), outcome.said()
+    if status == Status.INCOMPATIBLE:
+        assert list(outcome.cwd.iterdir()) == []
+    else:
+        assert outcome.row["status"] == status
+        assert outcome.row["status"] in outcome.out
+
+
+SWEEPS = {  # name or words, and the swept ones -> statuses, exit code
+    "name=2.bad_alloc": (["ok", "oom"], 0),
+    "precision=fp32,tf32 seed=1": (["ok", "incompatible"], 0),
+    "precision=tf32": (["incompatible", "incompatible"], 3),
+    "name=1.kill": (["killed", "ok"], 1),
+    "name=1.term": (["interrupted", "ok"], 75),
+}
+
+
+@pytest.mark.parametrize("words", SWEEPS)
+def test_the_exit_code_of_a_sweep(call: Call, words: str) -> None:
+    statuses, code = SWEEPS[words]
+    outcome = call("-m", *TINY, "device=cpu", "seed=1,2", *words.split())
+    assert outcome.code == code, outcome.said()
+    assert list(outcome.statuses.values()) == statuses
