@@ -104,8 +104,9 @@ class Program:
         def job(config: DictConfig) -> None:  # a plain function: Hydra asks for its name and module
             try:
                 self.run_one(config)
-            except MISTAKES as error:  # Hydra would print more than it
+            except (*MISTAKES, OSError) as error:  # Hydra would print more than it
                 self.mistake = error
+                raise KeyboardInterrupt from None  # Hydra would swallow any other way to end a sweep
 
         identity.register_resolvers()
         sweeper.register(self.check_sweep)
@@ -150,7 +151,7 @@ class Program:
         """One point: composed by Hydra, run by a child, its row kept. What the point does raises nothing here."""
         if self.num_signals:
             self.forget(output_folder(), config.paths.outputs)
-            raise KeyboardInterrupt  # Hydra would swallow any other way to end a sweep
+            raise KeyboardInterrupt
         self.last = point = self.make_point(config)
         earlier = rows.read(point.folder) if point.sweep else None
         if earlier is not None and rows.is_final(earlier):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import traceback
 from types import TracebackType
@@ -24,6 +25,7 @@ PHASES = {  # the innermost of these functions of ours on the stack names the ph
     "one_after_another": "the forward pass",
     "evaluate": "the evaluation",
     "save": "saving a snapshot",
+    "export": "saving the weights",
     "materialise": "building the model",
 }
 
@@ -49,8 +51,8 @@ def ending(error: BaseException) -> dict[str, Any]:
         return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
     if isinstance(error, SystemExit):
         return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return {"status": "error", "reason": f"the disk is full: {error.filename or text}"}
+    if is_disk_full(error):
+        return {"status": "error", "reason": f"the disk is full, in {phase(error.__traceback__)}"}
     return {
         "status": "error",
         "reason": f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}",
@@ -63,6 +65,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     says_so = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
     return is_refused or says_so
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Also if a library has made another error of it."""
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    return any(os.strerror(errno.ENOSPC) in str(cause) for cause in causes)
 
 
 def phase(trace: TracebackType | None) -> str:

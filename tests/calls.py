@@ -167,7 +167,7 @@ class Running:
     def end(self, timeout_s: float = 60) -> Outcome:
         """Wait for the end."""
         out, err = self.process.communicate(timeout=timeout_s)
-        return Outcome(self.process.returncode, "".join(self.lines) + out, err, self.cwd)
+        return Outcome(self.process.returncode, "".join(self.lines) + (out or ""), err, self.cwd)
 
 
 def wait_until(condition: Any, what: str, timeout_s: float = 30) -> Any:

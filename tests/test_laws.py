@@ -5,24 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from dataclasses import fields, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from lowvram.config import Incompatible
 from lowvram.core import rig as rig_module
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Exactness, Fact, Knob, Stage, conflicts
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import Part, Rig, act, assemble
+from lowvram.core.rig import Rig, act, assemble
 from lowvram.core.step import step
-from lowvram.knobs.accum import Parts
 from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.models.resnet import NormKind
@@ -44,6 +41,7 @@ from tests.laboratory import (
     relative_error,
     train,
 )
+from tests.planted import MeanOfMeans, Stock
 
 Pair = tuple[str, str]  # group, option
 SIZES = [32, 32, 27]  # samples of each step: the last batch divides by nothing
@@ -137,40 +135,6 @@ def gradient_error(pair: Pair, problem: Problem, device: torch.device = CPU) -> 
     found = train(problem, knobs_of(**dict([pair])), [32], device=device)
     wanted = train(InDouble(problem), knobs_of(), [32], device=device)
     return relative_error(found.gradients, wanted.gradients)
-
-
-@dataclass(frozen=True)
-class Stock(Knob):
-    """torch's checkpointing as it comes, which updates BatchNorm's statistics twice."""
-
-    preserve_rng_state: bool = True
-    stage = Stage.CHECKPOINT
-
-    def apply(self, rig: Rig) -> Rig:
-        options = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
-        for block in rig.task.blocks(rig.model):
-            block.forward = partial(checkpoint, block.forward, **options)
-        return rig
-
-
-@dataclass(frozen=True)
-class MeanOfMeans(Knob):
-    """Four parts that count the same, however many targets each has."""
-
-    stage = Stage.SHARD
-    band = 2e-6
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, run=mean_of_means)
-
-
-def mean_of_means(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
-    losses = []
-    for part in Parts(4).split(*parts):
-        loss = rig.criterion(rig.forward(part), part) / part.num_targets / 4
-        rig.stepper.backward(loss)
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lowvram.modes import evaluate as evaluate_module
 from lowvram.modes.evaluate import Evaluation, evaluate
 from lowvram.modes.session import Session
 from tests.laboratory import relative_error
-from tests.modes.conftest import Drawn
+from tests.modes.sessions import Drawn
 
 
 def by_hand(session: Session) -> tuple[float, float]:

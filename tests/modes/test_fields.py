@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_a_single_step_is_all_percentiles_and_none_is_nothing(make_session: Make
 
 
 def test_the_process_can_be_asked_for_its_size() -> None:
-    resident_bytes = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert status_bytes("VmRSS") == pytest.approx(resident_bytes, rel=0.1)
     assert status_bytes("VmHWM") >= status_bytes("VmRSS") * 0.9
     with pytest.raises(KeyError):

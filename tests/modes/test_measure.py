@@ -13,7 +13,7 @@ from lowvram.endings import NonFinite
 from lowvram.modes.measure import Measure
 from lowvram.modes.session import Session
 from lowvram.modes.train import Train
-from tests.modes.conftest import Told
+from tests.modes.sessions import Told
 
 MakeSession = Callable[..., Session]
 

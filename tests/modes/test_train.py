@@ -20,7 +20,7 @@ from lowvram.modes.session import Session
 from lowvram.modes.train import Train
 from lowvram.schedule import WarmupCosine
 from tests.laboratory import relative_error
-from tests.modes.conftest import Told
+from tests.modes.sessions import Told
 
 MakeSession = Callable[..., Session]
 CHOICES: dict[str, dict[str, str | Knob]] = {
@@ -112,11 +112,11 @@ def test_a_row_says_what_the_knobs_did(make_session: MakeSession) -> None:
 
 
 def test_a_skipped_step_does_not_move_the_schedule(make_session: MakeSession) -> None:
-    told, choices = Told(), {"precision": Fp16(init_scale=2.0**31)}
+    told, choices = Told(), {"precision": Fp16(init_scale=2.0**24)}
     row = Train().run(make_session(told=told, choices=choices, schedule=WarmupCosine(0.5), steps=12))
     skipped = row["precision"]["skipped_steps"]
     rates = [lr for _, lr in told.values("lr")]
-    assert skipped > 0
+    assert 0 < skipped < 11
     assert rates[: skipped + 1] == [rates[0]] * (skipped + 1)
     assert rates[skipped + 1] == pytest.approx(2 * rates[0])
 

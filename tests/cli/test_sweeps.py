@@ -1,0 +1,94 @@
+"""Sweeps that are typed again run what is missing, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.calls import TINY, Outcome, read_row
+
+Call = Callable[..., Outcome]
+
+
+def results(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every result.json of a sweep: name -> its bytes and when it was written."""
+    files = {read_row(file.parent)["name"]: file for file in folder.glob("*/result.json")}
+    return {name: (file.read_bytes(), file.stat().st_mtime_ns) for name, file in files.items()}
+
+
+def test_a_sweep_that_is_typed_again(call: Call, tmp_path: Path) -> None:
+    """One point was killed. In another order and with another point, only these two run."""
+    sweep = tmp_path / "sweep"
+    words = ("-m", *TINY, f"hydra.sweep.dir={sweep}")
+    first = call(*words, "train.steps=3", "precision=fp32,bf16", "seed=1,2", "name=2.kill")
+    assert first.code == 1
+    assert first.statuses == {"fp32-seed1": "ok", "fp32-seed2": "killed", "bf16-seed1": "ok", "bf16-seed2": "killed"}
+    before = results(sweep)
+
+    again = call(*words, "seed=2,1,3", "train.steps=3", "precision=fp32")
+    assert again.code == 0, again.said()
+    after = results(sweep)
+    assert after["fp32-seed1"] == before["fp32-seed1"]
+    assert {name: after[name] for name in before if name.startswith("bf16")} == {
+        name: before[name] for name in before if name.startswith("bf16")
+    }
+    assert [line for line in again.out.splitlines() if ": started" in line] == [
+        "seed2: started, 3 steps",
+        "seed3: started, 3 steps",
+    ]
+    assert len(list(sweep.glob("*/result.json"))) == 5
+
+    third = call(*words, "train.steps=3", "precision=fp32", "seed=1,2,3")
+    assert third.code == 0
+    assert "started" not in third.out
+    assert results(sweep) == after
+
+
+def test_points_are_the_same_whatever_does_not_change_them(call: Call, tmp_path: Path) -> None:
+    """Logger, paths, time-out and name are no part of a point's identity; all else is."""
+    words = ("-m", *TINY, f"hydra.sweep.dir={tmp_path}/sweep")
+    assert call(*words, "seed=1").code == 0
+    same = call(*words, "seed=1", "timeout_s=99", "name=other", "paths.outputs=elsewhere", "logger.project=mine")
+    assert "started" not in same.out
+    other = call(*words, "seed=1", "optimizer.lr=0.5")
+    assert "started" in other.out
+    assert len(list(tmp_path.glob("sweep/*/result.json"))) == 2
+
+
+def test_out_of_memory_is_final_and_an_error_is_not(call: Call, tmp_path: Path) -> None:
+    words = ("-m", *TINY, f"hydra.sweep.dir={tmp_path}/sweep", "seed=1,2")
+    assert call(*words, "name=1.bad_alloc+2.raise").statuses == {"seed1": "oom", "seed2": "error"}
+    again = call(*words)
+    assert again.statuses == {"seed1": "oom", "seed2": "ok"}
+    assert again.code == 0
+
+
+def test_a_sweep_under_a_cap(call: Call) -> None:
+    """One option fits, the other doesn't."""
+    large = ("train.batch_size=512", "data.sequence_length=64", "train.steps=1")
+    outcome = call("-m", *TINY, *large, "accum=none,x32", "vram=48MiB")
+    assert outcome.code == 0, outcome.said()
+    assert outcome.statuses == {"none": "oom", "x32": "ok"}
+    assert "try ckpt=every1 or accum=x8" in outcome.rows["none"]["reason"]
+    assert {row["choices"]["allocator"] for row in outcome.rows.values()} == {"tight"}
+
+
+def test_points_of_a_preset_are_named_by_what_differs(call: Call) -> None:
+    outcome = call(*TINY, "sweep=optimizers", "measure.steps=1", "measure.warmup_steps=1", "seed=5")
+    assert outcome.code == 0, outcome.said()
+    assert outcome.statuses == {"adamw": "ok", "sgd": "ok"}
+
+
+@pytest.mark.parametrize("words", [("sweep=optimizers", "mode=train"), ("-m", "optimizer=adamw,sgd")])
+def test_one_point_of_a_sweep_is_resumed_alone(call: Call, words: tuple[str, ...]) -> None:
+    """In its own folder, under its own name; no sweep starts again, though its words ask for one."""
+    outcome = call(*words, *TINY, "snapshot.every_steps=1", "name=kill")
+    assert outcome.statuses == {"adamw": "killed", "sgd": "killed"}
+    sgd = outcome.folders[1]
+    again = call(f"resume={sgd}", "name=null")
+    assert again.code == 0, again.said()
+    assert again.statuses == {"adamw": "killed", "sgd": "ok"}
+    row = read_row(sgd)
+    assert (row["name"], row["index"], row["choices"]["optimizer"]) == ("sgd", 1, "sgd")

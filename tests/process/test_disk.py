@@ -1,0 +1,71 @@
+"""No room, no permission, nobody who listens: a clean end, and the points after it run."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.calls import TINY, Outcome, Running
+
+Call = Callable[..., Outcome]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small disk can't be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_snapshot_that_finds_no_room(call: Call, small_disk: Path) -> None:
+    """The point is an error, the next one has the room that the first one gave back."""
+    outcome = call("-m", *TINY, f"paths.outputs={small_disk}", "model.width=256,32")
+    assert outcome.code == 1, outcome.said()
+    assert outcome.statuses == {"width256": "error", "width32": "ok"}
+    assert outcome.rows["width256"]["reason"] == "the disk is full, in saving a snapshot"
+    assert not list(small_disk.glob("**/*.tmp"))
+
+
+def test_the_disk_is_full_before_the_run(call: Call, small_disk: Path) -> None:
+    fill(small_disk)
+    outcome = call(*TINY, f"paths.outputs={small_disk}")
+    assert outcome.code == 1
+    assert outcome.out == ""
+    assert outcome.err.count("\n") == 1
+    assert "can't be written (No space left on device)" in outcome.err
+
+
+def test_the_disk_fills_while_a_point_runs(call: Call, small_disk: Path) -> None:
+    """Nothing can be written any more, so the row is told."""
+    outcome = call(*TINY, f"paths.outputs={small_disk}", "name=fill_disk", "train.steps=200")
+    assert outcome.code == 1
+    assert "error: No space left on device while writing" in outcome.out
+    assert "Traceback" not in outcome.err
+
+
+def fill(folder: Path) -> None:
+    """To the last byte."""
+    with (folder / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(2**16))
+
+
+def test_nobody_reads_on(start: Callable[..., Running]) -> None:
+    """`python train.py | head -1`: as other programs it ends then, and takes its processes with it."""
+    call = start(*TINY)
+    call.wait_for("data: ")
+    assert call.process.stdout is not None
+    call.process.stdout.close()
+    outcome = call.end()
+    assert outcome.code == 1
+    assert outcome.err == ""
+    call.wait_until_gone(1)

@@ -1,0 +1,134 @@
+"""Ctrl-C and SIGTERM, at every moment: nothing is torn, nothing stays, and what was printed goes on with it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.calls import TINY, Outcome, Running, environment, history, wait_until
+
+Start = Callable[..., Running]
+LONG = (*TINY, "train.steps=900", "name=slow")  # of 0.2 s each
+
+
+def in_steps(call: Running, num_steps: int = 2) -> None:
+    """Wait until some steps are made."""
+    call.wait_for("started")
+    (file,) = call.cwd.glob("**/metrics.jsonl")
+    wait_until(lambda: len(file.read_text().splitlines()) >= num_steps, f"{num_steps} steps")
+
+
+def shell(command: str, cwd: Path) -> Outcome:
+    """Type a command that was printed."""
+    done = subprocess.run(command, shell=True, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
+    return Outcome(done.returncode, done.stdout, done.stderr, cwd)
+
+
+def test_ctrl_c_in_the_steps_saves_and_the_printed_command_goes_on(start: Start) -> None:
+    """With workers, which get the signal too."""
+    call = start(*LONG, "loader=workers")
+    in_steps(call)
+    call.signal_group()
+    outcome = call.end()
+    assert outcome.code == 75, outcome.said()
+    assert "Traceback" not in outcome.out + outcome.err
+    num_steps = len(history(outcome.folder))
+    assert outcome.row["status"] == "interrupted"
+    assert outcome.row["reason"] == f"stopped after step {num_steps} of 900"
+    call.wait_until_gone(2)
+
+    again = shell(f"{outcome.command('continue with')} train.steps={num_steps + 2} name=null", call.cwd)
+    assert again.code == 0, again.said()
+    assert again.folder == outcome.folder
+    assert again.row["status"] == "ok"
+    assert [line["step"] for line in history(again.folder) if "loss/train" in line] == list(range(1, num_steps + 3))
+
+
+def test_ctrl_c_twice_kills(start: Start) -> None:
+    """A point that doesn't answer."""
+    call = start(*TINY, "name=hang")
+    in_steps(call, 1)
+    call.signal_group()
+    with pytest.raises(subprocess.TimeoutExpired):
+        call.process.wait(1)
+    call.signal_group()
+    outcome = call.end(5)
+    assert outcome.code == 75
+    assert outcome.row["status"] == "interrupted"
+    assert outcome.row["reason"] == "killed by a second signal before it could save"
+    call.wait_until_gone(1)
+
+
+def test_sigterm_of_the_program_saves(start: Start) -> None:
+    """As schedulers of clusters send it: to one process, not to all."""
+    call = start(*LONG)
+    in_steps(call)
+    call.process.terminate()
+    outcome = call.end()
+    assert outcome.code == 75, outcome.said()
+    assert outcome.row["reason"] == f"stopped after step {len(history(outcome.folder))} of 900"
+    assert "resume=" in outcome.command("continue with")
+    call.wait_until_gone(1)
+
+
+def test_ctrl_c_before_the_steps(start: Start, tmp_path: Path) -> None:
+    """While Python starts, while the server imports torch, while the point is set up."""
+    moments = ("starting", "importing", "set_up")
+    for moment in moments:
+        (tmp_path / moment).mkdir()
+    calls = {moment: start(*TINY, "name=hang@0", cwd=tmp_path / moment) for moment in moments}
+    wait_until(lambda: caught(calls["starting"].process.pid), "handlers of signals")
+    calls["starting"].signal_group()
+    calls["importing"].server()
+    calls["importing"].signal_group()
+    calls["set_up"].child()
+    wait_until(lambda: caught(calls["set_up"].child()), "handlers of signals")
+    calls["set_up"].signal_group()
+    outcomes = {moment: call.end(20) for moment, call in calls.items()}
+    for moment, outcome in outcomes.items():
+        assert outcome.code == 75, outcome.said()
+        assert "Traceback" not in outcome.out + outcome.err
+        calls[moment].wait_until_gone(1)
+    assert list((tmp_path / "starting").iterdir()) == []
+    assert outcomes["importing"].row["reason"] == "stopped before it could save"
+    assert outcomes["set_up"].row["reason"] == "stopped in the set-up"
+
+
+def caught(pid: int) -> bool:
+    """Whether a process has a handler for SIGINT of its own, not Python's."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
+
+
+def test_ctrl_c_in_a_sweep(start: Start) -> None:
+    """What is finished stays, what runs saves, what comes later isn't started; the printed command does the rest."""
+    call = start("-m", *TINY, "seed=1,2,3", "name=2.slow", "train.steps=5")
+    call.wait_for("seed2: started")
+    call.signal_group()
+    outcome = call.end()
+    assert outcome.code == 75, outcome.said()
+    assert outcome.statuses == {"seed1": "ok", "seed2": "interrupted"}
+    first = outcome.folders[0] / "result.json"
+    before = first.read_bytes(), first.stat().st_mtime_ns
+    call.wait_until_gone(1)
+
+    again = shell(outcome.command("to run what is missing"), call.cwd)
+    assert again.code == 0, again.said()
+    assert again.statuses == {"seed1": "ok", "seed2": "ok", "seed3": "ok"}
+    assert (first.read_bytes(), first.stat().st_mtime_ns) == before
+
+
+def test_ctrl_c_before_the_first_point_of_a_sweep(start: Start) -> None:
+    """While its points are checked: nothing is left."""
+    call = start("-m", *TINY, "seed=1,2")
+    call.server()
+    call.signal_group()
+    outcome = call.end(10)
+    assert outcome.code == 75, outcome.said()
+    assert outcome.out + outcome.err == ""
+    assert list(call.cwd.iterdir()) == []
+    call.wait_until_gone(1)
