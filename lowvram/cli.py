@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import termios
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -227,7 +228,7 @@ class Program:
             )
 
 
-def chosen(choices: DictConfig) -> dict[str, str]:
+def chosen(choices: Mapping[str, Any]) -> dict[str, str]:
     """Group -> option, as Hydra tells it."""
     for group in GROUPS:
         require(choices.get(group) is not None, group, None, f"one option of the group {group}, not a list of them")

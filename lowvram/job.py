@@ -84,7 +84,8 @@ def ready_fields(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"provenance": provenance}
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
+    free += torch.cuda.memory_reserved(device)  # the weights are there already
+    others = total - free
     return {
         "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device)},
         "memory": {"free_at_start_bytes": free},

@@ -163,6 +163,8 @@ class Recording:
             "ready": self.add,
             "begin": self._on_begin,
             "metrics": self._on_metrics,
+            "record": self._record,
+            "progress": self.progress.update,
             "say": self.progress.say,
             "row": self.add,
         }
@@ -181,11 +183,15 @@ class Recording:
         self.progress.update(step, {})
 
     def _on_metrics(self, step: int, values: dict[str, float]) -> None:
+        self._record(step, values)
+        self.progress.update(step, values)
+
+    def _record(self, step: int, values: dict[str, float]) -> None:
+        """Metrics that are told after their step: no news for the progress."""
         assert self._metrics is not None
         self._metrics.write(rows.to_json({"step": step, **values}) + "\n")
         self._metrics.flush()
         self.recorder.log(step, values)
-        self.progress.update(step, values)
 
     def _start_recorder(self) -> None:
         """The W&B run; once per point."""

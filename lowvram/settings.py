@@ -147,7 +147,7 @@ def check_root(config: DictConfig) -> dict[str, Any]:
             raise BadInput(str(name), config[name], f"removed: the root knows {', '.join(known)}")
     for name in known:
         if name not in config:
-            raise BadInput(f"~{name}", "", "left out: without it nothing runs (its neutral option changes nothing)")
+            raise BadInput(name, "~", "there: without it nothing runs, and its default changes nothing")
     for name in (*GROUPS, *PARENT_ONLY, *SECTIONS):
         if not isinstance(config[name], DictConfig):
             raise BadInput(name, config[name], f"one option of the group {name}, or its keys one by one")

@@ -36,7 +36,8 @@ def nvidia_card_here() -> bool:
     """Whether an NVIDIA card is meant to be used, as its driver tells; asks no CUDA library."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
+    is_wsl_card = Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists() or is_wsl_card
 
 
 def absent_facts(device: torch.device) -> dict[Fact, str]:

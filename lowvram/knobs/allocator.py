@@ -41,8 +41,8 @@ class Expandable(Knob):
 
 @dataclass(frozen=True)
 class Tight(Knob):
-    """On the CPU: freed memory returns to the system at once, so the process's size follows its live tensors
-    (within about 5 %, instead of 26 %; 20 to 35 % slower)."""
+    """On the CPU: freed memory returns to the system at once, so the process's size follows its live tensors, plus
+    what libraries and threads hold. Slower: docs/knobs.md has figures."""
 
     mmap_threshold_bytes: int = 65536
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowvram.config import require
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Rig
 
 
@@ -58,6 +58,7 @@ class SGD(Knob):
     weight_decay: float = 0.0
 
     stage = Stage.OPTIMIZER
+    saves = Kind.OPTIMIZER
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)

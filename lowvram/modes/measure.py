@@ -68,6 +68,7 @@ class History:
         loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
         self._num_applied += update.applied
         self._steps.append((loss, update))
+        self._session.events("progress", step=self.num_steps, values={})
 
     def tell(self) -> Sequence[float]:
         """A line of metrics.jsonl for every step; returns the losses."""
@@ -75,7 +76,6 @@ class History:
         for number, (loss, (_, update)) in enumerate(zip(losses, self._steps, strict=True), start=1):
             if not math.isfinite(loss):
                 raise NonFinite(f"the loss of step {number} is {loss}: {self._session.remedy()}")
-            self._session.events(
-                "metrics", step=number, values={"loss/train": loss, "grad_norm": float(update.grad_norm)}
-            )
+            values = {"loss/train": loss, "grad_norm": float(update.grad_norm)}
+            self._session.events("record", step=number, values=values)
         return losses

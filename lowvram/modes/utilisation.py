@@ -5,6 +5,8 @@ Chowdhery et al., "PaLM" (2022), appendix B: recomputation is not the model's ar
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from lowvram.modes.session import Session
@@ -37,5 +39,5 @@ def mfu(session: Session, samples_per_s: float | None, precision: str) -> float 
 
 def peak_rate(device_name: str, precision: str) -> float | None:
     """In TFLOP/s, for the option of `precision` in use."""
-    rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_name), {})
-    return rates.get(precision)
+    known = (rates for name, rates in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b(?! Laptop)", device_name))
+    return next(known, {}).get(precision)

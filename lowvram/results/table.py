@@ -303,8 +303,8 @@ def _show(folder: Path) -> int:
     rows = collect(folder)
     if not rows:
         return _refuse(f"{folder} holds no {FILE_NAME}, neither itself nor one folder deeper")
-    print(render(rows))
     save(folder, rows)
+    print(render(rows))
     return 0
 
 

@@ -30,44 +30,44 @@ CASES = {
 def test_a_killed_run_goes_on_to_the_last_digit(call: Call, tmp_path: Path, case: str) -> None:
     """Killed before step 6, so step 5 is logged but not in a snapshot."""
     words = (*CASES[case], *STEPS)
-    whole = call(*words, "hydra.run.dir=whole")
+    whole = call(*words, "hydra.run.dir=outputs/whole")
     assert whole.code == 0, whole.said()
-    killed = call(*words, "hydra.run.dir=killed", "name=kill@6")
+    killed = call(*words, "hydra.run.dir=outputs/killed", "name=kill@6")
     assert killed.row["status"] == "killed"
-    assert history(tmp_path / "killed")[-1]["step"] == 5
+    assert history(tmp_path / "outputs" / "killed")[-1]["step"] == 5
 
     resumed = call("resume=last", "name=null")
     assert resumed.code == 0, resumed.said()
     assert "continuing from" in resumed.out
     assert "step_00000004" in resumed.out
-    assert history(tmp_path / "killed") == history(tmp_path / "whole")
-    ours, theirs = read_row(tmp_path / "killed"), read_row(tmp_path / "whole")
+    assert history(tmp_path / "outputs" / "killed") == history(tmp_path / "outputs" / "whole")
+    ours, theirs = read_row(tmp_path / "outputs" / "killed"), read_row(tmp_path / "outputs" / "whole")
     assert ours["status"] == "ok"
     for part in ("loss", "eval", "precision", "id"):
         assert ours[part] == theirs[part]
     assert len(list(tmp_path.glob("**/result.json"))) == 2
-    weights = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "killed")]
+    weights = [(tmp_path / "outputs" / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "killed")]
     assert weights[0] == weights[1]
 
 
 @pytest.fixture
 def interrupted(call: Call, tmp_path: Path) -> Path:
     """A run of 5 steps of which 4 were made, with the snapshots of steps 3 and 4."""
-    outcome = call(*TINY, "train.steps=5", "snapshot.every_steps=1", "name=term@4", "hydra.run.dir=run")
+    outcome = call(*TINY, "train.steps=5", "snapshot.every_steps=1", "name=term@4", "hydra.run.dir=outputs/run")
     assert outcome.code == 75
-    assert [line["step"] for line in history(tmp_path / "run")] == [1, 2, 3, 4]
-    return tmp_path / "run"
+    assert [line["step"] for line in history(tmp_path / "outputs" / "run")] == [1, 2, 3, 4]
+    return tmp_path / "outputs" / "run"
 
 
 def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(call: Call, interrupted: Path) -> None:
-    whole = call(*TINY, "train.steps=5", "hydra.run.dir=whole")
+    whole = call(*TINY, "train.steps=5", "hydra.run.dir=outputs/whole")
     newest = max(interrupted.glob("snapshots/step_*.pt"))
     newest.write_bytes(newest.read_bytes()[:-1])
     resumed = call(f"resume={interrupted}", "name=null")
     assert resumed.code == 0, resumed.said()
     assert f"{newest} is damaged" in resumed.out
     assert f"continuing from {interrupted}/snapshots/step_00000003" in resumed.out
-    assert history(interrupted) == history(whole.cwd / "whole")
+    assert history(interrupted) == history(whole.folder)
 
 
 def test_a_torn_last_line_of_the_metrics_goes(call: Call, interrupted: Path) -> None:
@@ -93,7 +93,13 @@ def test_words_beside_resume_win(call: Call, interrupted: Path) -> None:
 def test_a_refused_continuation_changes_nothing(call: Call, interrupted: Path) -> None:
     """Neither the files of the run nor what the next resume takes from it."""
     before = {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()}
-    for mistake in ("optimizer.lr=nan", "precision=bf61", "vram=8", "paths.outputs=null", "train.batch_size=5 accum=x2"):
+    for mistake in (
+        "optimizer.lr=nan",
+        "precision=bf61",
+        "vram=8",
+        "paths.outputs=null",
+        "train.batch_size=5 accum=x2",
+    ):
         assert mistake.partition("=")[0].partition(" ")[0] in call("resume=last", *mistake.split()).sentence
         assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before
     assert call("resume=last", "name=null").code == 0
@@ -101,16 +107,16 @@ def test_a_refused_continuation_changes_nothing(call: Call, interrupted: Path) -
 
 def test_the_newest_unfinished_run_is_the_last(call: Call, interrupted: Path) -> None:
     """Not a finished one, not one without a snapshot; and only below the outputs folder."""
-    moved = interrupted.parent / "out=puts" / "run"
+    moved = interrupted.parents[1] / "out=puts" / "run"
     moved.parent.mkdir()
     shutil.move(interrupted, moved)
-    assert call(*TINY, "paths.outputs=\"out=puts\"", "seed=1").code == 0
-    assert call(*TINY, "paths.outputs=\"out=puts\"", "seed=2", "name=kill").code == 1
+    assert call(*TINY, 'paths.outputs="out=puts"', "seed=1").code == 0
+    assert call(*TINY, 'paths.outputs="out=puts"', "seed=2", "name=kill").code == 1
     assert "no unfinished run below outputs" in call("resume=last").sentence
-    resumed = call("resume=last", "paths.outputs=\"out=puts\"", "name=null")
+    resumed = call("resume=last", 'paths.outputs="out=puts"', "name=null")
     assert resumed.code == 0, resumed.said()
     assert read_row(moved)["status"] == "ok"
-    assert "no unfinished run below out=puts" in call("resume=last", "paths.outputs=\"out=puts\"").sentence
+    assert "no unfinished run below out=puts" in call("resume=last", 'paths.outputs="out=puts"').sentence
 
 
 def test_nothing_to_resume(call: Call, interrupted: Path) -> None:
@@ -125,7 +131,7 @@ def test_without_its_words_a_run_cannot_be_resumed(call: Call, interrupted: Path
 
 
 def test_a_finished_run_can_be_made_longer(call: Call, tmp_path: Path) -> None:
-    assert call(*TINY, "train.steps=2", "hydra.run.dir=run").code == 0
-    longer = call(f"resume={tmp_path}/run", "train.steps=4")
+    assert call(*TINY, "train.steps=2", "hydra.run.dir=outputs/run").code == 0
+    longer = call(f"resume={tmp_path}/outputs/run", "train.steps=4")
     assert longer.code == 0, longer.said()
-    assert [line["step"] for line in history(tmp_path / "run") if "loss/train" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in history(tmp_path / "outputs" / "run") if "loss/train" in line] == [1, 2, 3, 4]

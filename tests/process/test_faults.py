@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.process.client import Server
 from lowvram.results.row import KINDS, Status
-from tests.calls import TINY, Outcome, Running, begin, history, killed_at_last, wait_until
+from tests.calls import TINY, Outcome, Running, begin, children, history, killed_at_last, wait_until
 
 Call = Callable[..., Outcome]
 Start = Callable[..., Running]
@@ -130,6 +131,14 @@ def test_the_advice_helps(call: Call) -> None:
         "ckpt=every1",
     )
     assert outcome.code == 0, outcome.said()
+
+
+def test_a_point_is_killed_beside_its_workers(call: Call, shared_server: Server) -> None:
+    """They don't outlive it: the next point finds no strangers."""
+    outcome = call(*TINY, "loader=workers", "train.steps=9", "name=kill")
+    assert outcome.row["status"] == "killed"
+    assert shared_server._process is not None
+    assert children(shared_server._process.pid) == []
 
 
 def test_a_worker_of_the_loader_is_killed(call: Call) -> None:
