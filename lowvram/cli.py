@@ -51,6 +51,7 @@ def main() -> None:
         try:
             program.run()
             code = program.close()
+            sys.stdout.flush()
         except MISTAKES as error:
             if wants_traceback:
                 raise

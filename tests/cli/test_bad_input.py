@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ MISTAKES = {
     "modle=resnet": ["modle: no such key or group", "did you mean", "model"],
     "+modle=resnet": ["modle='resnet'", "the root knows seed"],
     "~precision": ["precision='~'", "without it nothing runs"],
-    "~seed": ["~seed", "without it nothing runs"],
+    "~seed": ["seed='~'", "without it nothing runs"],
     "~paths": ["paths"],
     "+logger.foo=1": ["logger.foo=1", "logger knows name, entity, project"],
     # types
@@ -130,7 +129,7 @@ def test_a_refused_sweep_leaves_what_was_there(call: Call, tmp_path: Path) -> No
     assert {file: file.read_bytes() for file in tmp_path.glob("sweep/*/result.json")} == before != {}
 
 
-@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="has a CUDA device")
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="has a CUDA device")
 def test_cuda_where_there_is_none(call: Call) -> None:
     assert_refused(call(*TINY, "device=cuda"), "device='cuda': must be usable", "device=cpu")
 
@@ -190,7 +189,7 @@ def test_an_image_that_fails_when_it_is_decoded_ends_the_point_by_its_name(call:
     assert "can't be decoded" in outcome.row["reason"]
 
 
-@pytest.mark.parametrize("name", ["a=b", "~,", "it's (a)", 'say "x"'])
+@pytest.mark.parametrize("name", ["a=b,~", "it's (a)", 'say "x"'])
 def test_any_path_works_when_it_is_quoted(call: Call, tmp_path: Path, name: str) -> None:
     """As the sentence about it says."""
     folder = tmp_path / name
@@ -206,9 +205,8 @@ def test_any_path_works_when_it_is_quoted(call: Call, tmp_path: Path, name: str)
 
 
 def test_a_refused_run_of_a_user(train: Call) -> None:
-    """Through the real program: one that Hydra refuses, one that the point's process refuses, one that sweeps."""
+    """Through the real program: one that Hydra refuses, one that the process of the points refuses."""
     assert_refused(train(*TINY, "precision=bf61"), "precision=bf61: must be one of")
-    assert_refused(train(*TINY, "optimizer.lr=nan"), "optimizer.lr=nan")
     assert_refused(train(*TINY, "-m", "seed=1,2", "ckpt=every1", "ckpt.every=1,0"), "ckpt.every=0")
 
 

@@ -14,7 +14,6 @@ Call = Callable[..., Outcome]
 STEPS = ("train.steps=7", "train.eval_every=2", "snapshot.every_steps=2", "schedule=cosine", "seed=3")
 
 CASES = {
-    "transformer": TINY,
     "transformer, accum": (*TINY, "accum=x4"),
     "transformer, bf16, sgd": (*TINY, "precision=bf16", "optimizer=sgd"),
     "transformer, fp16, scale that overflows": (*TINY, "precision=fp16", "precision.init_scale=2e9"),
@@ -22,7 +21,6 @@ CASES = {
     "transformer, workers, clip": (*TINY, "loader=workers", "stepping.clip=0.5"),
     "resnet, batch norm": TINY_RESNET,
     "resnet, bf16, accum": (*TINY_RESNET, "precision=bf16", "accum=x4"),
-    "resnet, glyphs": (*TINY_RESNET[:3], *TINY_RESNET[6:], "data=glyphs", "data.image_size=16", "data.eval_samples=4"),
 }
 
 

@@ -111,7 +111,8 @@ def arm() -> None:
         act(session.settings.root, steps[0], session.folder)
         return updated(session, *args)
 
-    job.open_data, Session.update = open_data, update
+    job.open_data = open_data
+    Session.update = update  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def act(root: Any, step: int, folder: Path) -> None:

@@ -45,5 +45,5 @@ class Told:
 
     def values(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every metric of this name."""
-        metrics = [fields for event, fields in self.events if event == "metrics"]
+        metrics = [fields for event, fields in self.events if event in ("metrics", "record")]
         return [(fields["step"], fields["values"][name]) for fields in metrics if name in fields["values"]]

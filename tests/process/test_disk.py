@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,9 @@ def test_the_disk_fills_while_a_point_runs(call: Call, small_disk: Path) -> None
 
 def fill(folder: Path) -> None:
     """To the last byte."""
-    with (folder / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(2**16))
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**16)):
+            pass
 
 
 def test_nobody_reads_on(start: Callable[..., Running]) -> None:

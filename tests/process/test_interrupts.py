@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.calls import TINY, Outcome, Running, environment, history, wait_until
+from tests.calls import ROOT, TINY, Outcome, Running, history, wait_until
 
+Call = Callable[..., Outcome]
 Start = Callable[..., Running]
 LONG = (*TINY, "train.steps=900", "name=slow")  # of 0.2 s each
 
@@ -22,26 +25,27 @@ def in_steps(call: Running, num_steps: int = 2) -> None:
     wait_until(lambda: len(file.read_text().splitlines()) >= num_steps, f"{num_steps} steps")
 
 
-def shell(command: str, cwd: Path) -> Outcome:
-    """Type a command that was printed."""
-    done = subprocess.run(command, shell=True, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
-    return Outcome(done.returncode, done.stdout, done.stderr, cwd)
+def words_of(command: str) -> list[str]:
+    """Of a command that was printed, as a shell would hand them to the program."""
+    python, program, *words = shlex.split(command)
+    assert [python, program] == [sys.executable, str(ROOT / "train.py")]
+    return words
 
 
-def test_ctrl_c_in_the_steps_saves_and_the_printed_command_goes_on(start: Start) -> None:
+def test_ctrl_c_in_the_steps_saves_and_the_printed_command_goes_on(start: Start, call: Call) -> None:
     """With workers, which get the signal too."""
-    call = start(*LONG, "loader=workers")
-    in_steps(call)
-    call.signal_group()
-    outcome = call.end()
+    running = start(*LONG, "loader=workers")
+    in_steps(running)
+    running.signal_group()
+    outcome = running.end()
     assert outcome.code == 75, outcome.said()
     assert "Traceback" not in outcome.out + outcome.err
     num_steps = len(history(outcome.folder))
     assert outcome.row["status"] == "interrupted"
     assert outcome.row["reason"] == f"stopped after step {num_steps} of 900"
-    call.wait_until_gone(2)
+    running.wait_until_gone(2)
 
-    again = shell(f"{outcome.command('continue with')} train.steps={num_steps + 2} name=null", call.cwd)
+    again = call(*words_of(outcome.command("continue with")), f"train.steps={num_steps + 2}", "name=null")
     assert again.code == 0, again.said()
     assert again.folder == outcome.folder
     assert again.row["status"] == "ok"
@@ -104,19 +108,19 @@ def caught(pid: int) -> bool:
     return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
 
 
-def test_ctrl_c_in_a_sweep(start: Start) -> None:
+def test_ctrl_c_in_a_sweep(start: Start, call: Call) -> None:
     """What is finished stays, what runs saves, what comes later isn't started; the printed command does the rest."""
-    call = start("-m", *TINY, "seed=1,2,3", "name=2.slow", "train.steps=5")
-    call.wait_for("seed2: started")
-    call.signal_group()
-    outcome = call.end()
+    running = start("-m", *TINY, "seed=1,2,3", "name=2.slow", "train.steps=5")
+    running.wait_for("seed2: started")
+    running.signal_group()
+    outcome = running.end()
     assert outcome.code == 75, outcome.said()
     assert outcome.statuses == {"seed1": "ok", "seed2": "interrupted"}
     first = outcome.folders[0] / "result.json"
     before = first.read_bytes(), first.stat().st_mtime_ns
-    call.wait_until_gone(1)
+    running.wait_until_gone(1)
 
-    again = shell(outcome.command("to run what is missing"), call.cwd)
+    again = call(*words_of(outcome.command("to run what is missing")))
     assert again.code == 0, again.said()
     assert again.statuses == {"seed1": "ok", "seed2": "ok", "seed3": "ok"}
     assert (first.read_bytes(), first.stat().st_mtime_ns) == before
