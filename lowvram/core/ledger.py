@@ -50,7 +50,7 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
     Without them the block's own tensors are still counted: made with gradients enabled they are activations (also
     when a checkpointed block is recomputed in the backward pass), else other.
     """
-    peak, book = Peak(), Ledger()
+    peak, book = Peak(), Ledger(main_device(model))
     gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
     with ExitStack() as undo:
         undo.callback(gc.enable if gc.isenabled() else gc.disable)
@@ -68,6 +68,11 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)  # the first update gave birth to it
 
 
+def main_device(model: nn.Module | None) -> str | None:
+    """The type of the device that the model is on; None without a model."""
+    return None if model is None else next((tensor.device.type for tensor in model.parameters()), None)
+
+
 class Storage(NamedTuple):
     """A storage that is alive."""
 
@@ -79,8 +84,9 @@ class Storage(NamedTuple):
 class Ledger(TorchDispatchMode):
     """The book itself: one line per birth and death of a storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str | None = None) -> None:
         super().__init__()
+        self.device_type = device_type  # what lies elsewhere is of kind host, and no part of the peak
         self.lines: list[tuple[int, int]] = []  # (serial number of the storage, bytes: negative at its death)
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
@@ -108,12 +114,13 @@ class Ledger(TorchDispatchMode):
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 for serial in self.note(tensor, kind):
-                    if self.kinds[serial] is not Kind.PARAMETERS:
+                    if self.kinds[serial] not in (Kind.PARAMETERS, Kind.HOST):
                         self.kinds[serial] = kind
 
     def note(self, tensor: Tensor, kind: Kind) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
-        return [self._note_storage(storage, kind) for storage in storages(tensor)]
+        is_here = self.device_type in (None, tensor.device.type)
+        return [self._note_storage(storage, kind if is_here else Kind.HOST) for storage in storages(tensor)]
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
@@ -139,7 +146,7 @@ class Ledger(TorchDispatchMode):
             kind = self.kinds[serial]
             live[kind] += num_bytes
             most[kind] = max(most[kind], live[kind])
-            total += num_bytes
+            total += num_bytes * (kind is not Kind.HOST)
             if total > peak.peak_bytes:
                 peak.peak_bytes, peak.by_kind = total, dict(live)
         peak.by_kind = {kind: peak.by_kind.get(kind, 0) for kind in Kind}

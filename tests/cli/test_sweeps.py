@@ -67,8 +67,8 @@ def test_out_of_memory_is_final_and_an_error_is_not(call: Call, tmp_path: Path) 
 
 def test_a_sweep_under_a_cap(call: Call) -> None:
     """One option fits, the other doesn't."""
-    large = ("train.batch_size=512", "data.sequence_length=64", "train.steps=1")
-    outcome = call("-m", *TINY, *large, "accum=none,x32", "vram=48MiB")
+    large = ("train.batch_size=256", "data.sequence_length=64", "train.steps=1")
+    outcome = call("-m", *TINY, *large, "accum=none,x32", "vram=24MiB")
     assert outcome.code == 0, outcome.said()
     assert outcome.statuses == {"none": "oom", "x32": "ok"}
     assert "try ckpt=every1 or accum=x8" in outcome.rows["none"]["reason"]

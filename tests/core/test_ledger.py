@@ -261,3 +261,11 @@ def test_a_scaled_stepper_has_state_too() -> None:
         with ledger(rig.model, rig.stepper, replace(batch).tensors()) as peaks[precision]:
             step(rig, batch)
     assert peaks["fp16"].by_kind_max[Kind.OPTIMIZER] == peaks["fp32"].by_kind_max[Kind.OPTIMIZER] > 0
+
+
+def test_what_lies_outside_the_models_device_is_host_memory_and_no_part_of_the_peak() -> None:
+    model = nn.Linear(256, 256, bias=False, device="meta")
+    with ledger(model) as peak:
+        on_device, on_host = torch.empty(1024, device="meta"), torch.empty(2048)
+    assert peak.peak_bytes == 256 * 256 * 4 + on_device.nbytes
+    assert peak.by_kind_max[Kind.HOST] == on_host.nbytes

@@ -105,7 +105,7 @@ def test_the_run_in_wandb_is_marked(faulty_sweep: tuple[Outcome, Running], fault
 
 def test_running_out_of_memory_is_told_with_advice(call: Call) -> None:
     """For real: under a cap, in a model that would need more."""
-    outcome = call(*TINY, "train.batch_size=512", "data.sequence_length=64", "vram=48MiB")
+    outcome = call(*TINY, "train.batch_size=256", "data.sequence_length=64", "vram=24MiB")
     assert outcome.code == 1
     row = outcome.row
     assert row["status"] == "oom"
@@ -113,7 +113,7 @@ def test_running_out_of_memory_is_told_with_advice(call: Call) -> None:
     assert "activations are " in row["reason"]
     assert "% of the peak: try ckpt=every1 or accum=x8" in row["reason"]
     assert set(row["plan"]["by_kind"]) == set(KINDS)
-    assert row["plan"]["by_kind"]["activations"] > 48 * 2**20
+    assert row["plan"]["by_kind"]["activations"] > 24 * 2**20
     assert row["plan"]["allocated_bytes"] == sum(row["plan"]["by_kind"].values())
     assert row["choices"]["allocator"] == "tight"
     assert row["reason"] in outcome.out
@@ -123,9 +123,9 @@ def test_the_advice_helps(call: Call) -> None:
     """What the row proposes fits under the same cap."""
     outcome = call(
         *TINY,
-        "train.batch_size=512",
+        "train.batch_size=256",
         "data.sequence_length=64",
-        "vram=48MiB",
+        "vram=24MiB",
         "train.steps=1",
         "accum=x8",
         "ckpt=every1",
