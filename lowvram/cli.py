@@ -175,7 +175,7 @@ class Program:
             values = plain(config)
             check_own(config)
         except MISTAKES:
-            self.forget(output_folder(), config.paths.outputs)
+            self.forget(folder, config.paths.outputs)
             raise
         command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words(words)])
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone

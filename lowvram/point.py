@@ -98,9 +98,9 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
     try:
         status = server.run(request, recording.on_event, orders)
         if recording.row["status"] is None:
-            recording.add(last_words(point.folder, status, killed_before, orders))
+            recording.end(*last_words(point.folder, status, killed_before, orders))
         elif orders.is_timed_out and recording.row["status"] != Status.OK:
-            recording.add(orders.as_row())
+            recording.end(Status.TIMEOUT, orders.how_late)
         return recording.close()
     except OSError as error:
         return recording.unwritable(error)
@@ -143,8 +143,10 @@ class Orders:
             return KILL
         return TERM if self.is_stopped or self.is_timed_out else None
 
-    def as_row(self) -> dict[str, Any]:
-        return {"status": Status.TIMEOUT.value, "reason": f"still running after timeout_s={self._timeout_s:g}"}
+    @property
+    def how_late(self) -> str:
+        """Of a point whose time is up."""
+        return f"still running after timeout_s={self._timeout_s:g}"
 
 
 class Recording:
@@ -173,6 +175,10 @@ class Recording:
     def add(self, fields: dict[str, Any]) -> None:
         """More of the row is known."""
         self.row = rows.merge(self.row, fields)
+
+    def end(self, status: Status, reason: str) -> None:
+        """The point ended in a way that its process could not tell."""
+        self.add({"status": status.value, "reason": reason})
 
     def _on_begin(self, step: int, num_steps: int, setup_s: float) -> None:
         self.add({"time": {"setup_s": setup_s}})
@@ -230,8 +236,7 @@ class Recording:
 
     def unwritable(self, error: OSError) -> Row:
         """The row when something can't be written: it is told, and the sweep goes on."""
-        reason = f"{error.strerror} while writing {error.filename or self.point.folder}"
-        self.add({"status": Status.ERROR.value, "reason": reason})
+        self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
         self.recorder.finish(self.row)
         with suppress(OSError):
             rows.write(self.point.folder, self.row)
@@ -255,29 +260,25 @@ def cut_back(metrics: Path, step: int) -> None:
     rows.write_text(metrics, "".join(kept))
 
 
-def last_words(folder: Path, status: int | None, killed_before: int, orders: Orders) -> dict[str, Any]:
-    """The row of a child that said nothing: read off how it died."""
+def last_words(folder: Path, status: int | None, killed_before: int, orders: Orders) -> tuple[Status, str]:
+    """Status and reason of a child that said nothing: read off how it died."""
     if orders.is_stopped:
-        return {"status": Status.INTERRUPTED.value, "reason": orders.how_stopped}
+        return Status.INTERRUPTED, orders.how_stopped
     if orders.is_timed_out:
-        return orders.as_row()
+        return Status.TIMEOUT, orders.how_late
     if status is None:
-        return {"status": Status.KILLED.value, "reason": "the process that starts points has died"}
+        return Status.KILLED, "the process that starts points has died"
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if number == signal.SIGKILL and num_oom_kills() > killed_before:
-        return {"status": Status.OOM.value, "reason": "the kernel ended it because the machine had no memory left"}
+        return Status.OOM, "the kernel ended it because the machine had no memory left"
     if number in (signal.SIGKILL, signal.SIGTERM):
-        return {"status": Status.KILLED.value, "reason": f"the process died of {signal.Signals(number).name}"}
+        return Status.KILLED, f"the process died of {signal.Signals(number).name}"
     log = (folder / NATIVE_LOG).read_text(errors="replace") if (folder / NATIVE_LOG).exists() else ""
     if any(word in log for word in MEMORY_WORDS):
-        return {"status": Status.OOM.value, "reason": f"out of memory in native code (see {NATIVE_LOG})"}
+        return Status.OOM, f"out of memory in native code (see {NATIVE_LOG})"
     if number is None:
-        code = os.WEXITSTATUS(status)
-        return {"status": Status.ERROR.value, "reason": f"the process ended by itself with exit code {code}"}
-    return {
-        "status": Status.ERROR.value,
-        "reason": f"the process died of {signal.Signals(number).name} (see {NATIVE_LOG})",
-    }
+        return Status.ERROR, f"the process ended by itself with exit code {os.WEXITSTATUS(status)}"
+    return Status.ERROR, f"the process died of {signal.Signals(number).name} (see {NATIVE_LOG})"
 
 
 def num_oom_kills() -> int:

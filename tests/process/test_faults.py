@@ -146,7 +146,8 @@ def test_a_worker_of_the_loader_is_killed(call: Call) -> None:
     assert outcome.code == 1
     assert outcome.row["status"] == "error"
     assert "DataLoader worker" in outcome.row["reason"]
-    assert "is killed by signal: Killed" in outcome.row["reason"]
+    # torch notices it in one of two ways
+    assert any(words in outcome.row["reason"] for words in ("is killed by signal: Killed", "exited unexpectedly"))
 
 
 @pytest.mark.parametrize("mode", ["train", "measure"])
