@@ -105,9 +105,15 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def git(*words: str) -> str | None:
-    """What git prints, or None if it can't."""
+    """What git prints, or None if it can't. It takes no lock: one that is killed on the way would leave it behind."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True, timeout=10)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(ROOT), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lowvram.process.server import KILL
+from lowvram.process.server import KILL, STOPS
 
 POLL_S = 0.1  # how soon a signal or a time-out is passed on
 Event = dict[str, Any]
@@ -33,13 +33,14 @@ class Server:
             return
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C never hits a starting server
+        # Inherited, so that none hits a starting server. Blocked, not ignored: ours come through a moment later.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             # -P: a file of the user's that is called random.py stays out of it
             command = [sys.executable, "-P", "-m", "lowvram.process.server", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._socket, self._is_ready = ours, False
 

@@ -55,6 +55,7 @@ def main() -> None:
     parent = socket.socket(fileno=int(sys.argv[1]))
     for number in STOPS:  # they are for the parent and the child
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in PRELOAD:
         importlib.import_module(name)
