@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import logging
 import os
 import shlex
 import signal
@@ -45,6 +46,7 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def main() -> None:
     """`python train.py …` and `lowvram …`."""
+    logging.raiseExceptions = False  # W&B logs to files of its own: if the disk is full, the row says so
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     program = Program(sys.argv[1:])
     with terminal_restored():
@@ -114,15 +116,19 @@ class Program:
         sweeper.register(self.check_sweep)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
         self.resumed = with_resumed(self.words)
-        sys.argv = [sys.argv[0], *sorted_words(self.resumed.words)]
+        typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(self.resumed.words)]
         # From 1.4 on Hydra wants to be told what it may instantiate.
         trust = (
             {"execution_whitelist": ["lowvram.*"]}
             if "execution_whitelist" in inspect.signature(hydra.main).parameters
             else {}
         )
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             hydra.main(version_base="1.3", config_path=config_path(), config_name="config", **trust)(job)()
+        except KeyboardInterrupt:  # ours: see `job` and `run_one`
+            pass
+        finally:
+            sys.argv = typed  # what is printed as a command starts with it
         if self.mistake is not None:
             raise self.mistake
 

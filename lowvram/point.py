@@ -104,8 +104,6 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
         return recording.close()
     except OSError as error:
         return recording.unwritable(error)
-    finally:
-        progress.stop()
 
 
 class Orders:
@@ -236,6 +234,7 @@ class Recording:
 
     def unwritable(self, error: OSError) -> Row:
         """The row when something can't be written: it is told, and the sweep goes on."""
+        self.progress.stop()
         self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
         self.recorder.finish(self.row)
         with suppress(OSError):

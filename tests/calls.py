@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,10 +98,12 @@ class Outcome:
         """Of all points, by name."""
         return {name: row["status"] for name, row in self.rows.items()}
 
-    def command(self, label: str) -> str:
-        """The command that was printed after `label`."""
+    def command(self, label: str) -> list[str]:
+        """The words of the command that was printed after `label`, as a shell would hand them to the program."""
         (found,) = re.findall(rf"^{label}: (.*)$", self.out, re.MULTILINE)
-        return found
+        python, program, *words = shlex.split(found)
+        assert [python, program] == [sys.executable, str(ROOT / "train.py")]
+        return words
 
 
 def read_row(folder: Path) -> Row:

@@ -6,6 +6,7 @@ children, but its own part runs inside pytest and all calls share one fork serve
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from lowvram import cli, identity
 from lowvram.process.client import Server
-from tests.calls import FAULTS, Outcome, Running, begin, killed_at_last
+from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 
 
 @pytest.fixture
@@ -68,6 +69,7 @@ def call(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(FAULTS))
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(logging, "raiseExceptions", True)
     monkeypatch.setattr(cli, "Server", lambda: Borrowed(shared_server.run))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -75,6 +77,7 @@ def call(
         identity.started.cache_clear()
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, str(ROOT / "train.py"), *words])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         said = capsys.readouterr()

@@ -82,7 +82,7 @@ def test_words_beside_resume_win(call: Call, interrupted: Path) -> None:
     assert resumed.row["reason"] == "stopped after step 5 of 6"
     assert history(interrupted)[-1]["lr"] == 0.5
     assert history(interrupted)[-2]["lr"] == 0.001
-    again = call(f"resume={interrupted}", "name=null")
+    again = call(*resumed.command("continue with"), "name=null")
     assert again.row["config"]["train"]["steps"] == 6
     assert again.row["config"]["optimizer"]["lr"] == 0.5
     assert again.row["status"] == "ok"
