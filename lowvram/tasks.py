@@ -37,6 +37,9 @@ class Problem(Task):
     def blocks(self, model: Any) -> list[nn.Module]:
         return model.repeated_blocks()
 
+    def head(self, model: Any) -> nn.Linear | None:
+        return model.head
+
     def initialise(self, model: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         model.initialise(name, tensor, generator)
 

@@ -119,6 +119,9 @@ class InDouble(Task):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return self.problem.blocks(model)
 
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        return self.problem.head(model)
+
     def initialise(self, model: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         single = tensor.float() if tensor.is_floating_point() else tensor
         self.problem.initialise(model, name, single, generator)

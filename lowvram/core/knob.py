@@ -51,7 +51,9 @@ class Fact(Enum):
     TF32 = "the device multiplies in TF32"
     BF16 = "the device computes in bf16"
     C_COMPILER = "a C++ compiler is installed"
+    ONE_RANK = "the point has one rank"
     MANY_RANKS = "the point has several ranks"
+    HEAD = "the task knows the model's last layer"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"
@@ -74,10 +76,10 @@ class Kind(Enum):
     PARAMETERS = "parameters"  # with the model's buffers
     GRADIENTS = "gradients"  # of parameters
     OPTIMIZER = "optimizer"  # its state
-    ACTIVATIONS = "activations"  # made by a forward pass, also by one that is recomputed
+    ACTIVATIONS = "activations"  # made by a forward or a backward pass: kept for later, or of a moment
     INPUTS = "inputs"  # the logical batch
     HOST = "host"  # outside the device
-    OTHER = "other"  # temporaries of the backward pass and the update
+    OTHER = "other"  # temporaries of the update
 
 
 class Knob(ABC):

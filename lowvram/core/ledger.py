@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from lowvram.core import host
 from lowvram.core.knob import Kind
 
 ROUND_BYTES = 512  # the CUDA caching allocator's
@@ -47,8 +49,8 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
         optimizer: anything with a `state_dict()` of tensors (an optimizer, a stepper).
         inputs: tensors that were made before the block, in any nesting.
 
-    Without them the block's own tensors are still counted: made with gradients enabled they are activations (also
-    when a checkpointed block is recomputed in the backward pass), else other.
+    Without them the block's own tensors are still counted. What an optimizer makes inside its step is other; all else
+    is made by a forward or a backward pass, kept or of a moment: activations.
     """
     peak, book = Peak(), Ledger(main_device(model))
     gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
@@ -62,6 +64,10 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
                 undo.callback(handle.remove)
         if optimizer is not None:
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)
+        host.listeners.append(book.own_host)
+        undo.callback(host.listeners.remove, book.own_host)
+        undo.callback(register_optimizer_step_pre_hook(book.begin_update).remove)
+        undo.callback(register_optimizer_step_post_hook(book.end_update).remove)
         with book:
             yield peak
         if optimizer is not None:
@@ -90,14 +96,20 @@ class Ledger(TorchDispatchMode):
         self.lines: list[tuple[int, int]] = []  # (serial number of the storage, bytes: negative at its death)
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
+        self.born = Kind.ACTIVATIONS  # of what nothing more is known of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        kind = Kind.ACTIVATIONS if torch.is_grad_enabled() else Kind.OTHER
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self.note(tensor, kind)
+                self.note(tensor, self.born)
         return out
+
+    def begin_update(self, *_: Any) -> None:
+        self.born = Kind.OTHER
+
+    def end_update(self, *_: Any) -> None:
+        self.born = Kind.ACTIVATIONS
 
     def own_model(self, model: nn.Module) -> list[Any]:
         """Give parameters, buffers and gradients their kinds; returns hooks to remove."""
@@ -117,10 +129,18 @@ class Ledger(TorchDispatchMode):
                     if self.kinds[serial] not in (Kind.PARAMETERS, Kind.HOST):
                         self.kinds[serial] = kind
 
+    def own_host(self, tensor: Tensor) -> None:
+        """Count a tensor as host memory, wherever it seems to lie."""
+        for serial in self.note(tensor, Kind.HOST):
+            self.kinds[serial] = Kind.HOST
+
     def note(self, tensor: Tensor, kind: Kind) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
         is_here = self.device_type in (None, tensor.device.type)
-        return [self._note_storage(storage, kind if is_here else Kind.HOST) for storage in storages(tensor)]
+        return [
+            self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
+            for storage in storages(tensor)
+        ]
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
         address = storage._cdata

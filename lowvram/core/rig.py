@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowvram.config import Incompatible
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Knob, Stage, conflicts
+from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
 
 IGNORE = -100  # a target with this value counts for nothing
 
@@ -106,6 +106,11 @@ class Task(ABC):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated units of the model, in the order of the forward pass."""
 
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        """The layer that makes the logits; None where there is no such layer, or the task doesn't know it."""
+        del model
+        return None
+
     @abstractmethod
     def initialise(self, model: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter or buffer in place: a pure function of its dotted name and the generator."""
@@ -170,13 +175,20 @@ def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: 
         model = task.make_model()
     rig = Rig(task, device, model, forward=lambda part: model(part.inputs), criterion=task.criterion)
     rig = act(Stage.PROCESS, knobs, rig)
-    if found := conflicts(knobs, absent_facts(device)):
+    if found := conflicts(knobs, absent_facts(device) | absent_of(task, model)):
         raise Incompatible("; ".join(found))
     for stage in list(Stage)[1:]:
         rig = act(stage, knobs, rig)
         if stage is Stage.SHARD:
             materialise(rig, seed)
     return rig
+
+
+def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
+    """The facts that a task lacks, each with what the user can do about it."""
+    if task.head(model) is None:
+        return {Fact.HEAD: "this one names none: leave logits=full"}
+    return {}
 
 
 def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:

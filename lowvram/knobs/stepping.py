@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowvram.config import require
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import Rig, Stepper, Update, is_finite
+from lowvram.core.shards import local, total_norm
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class AfterBackwardStepper(Stepper):
 
     def update(self) -> Update:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) / self.divisor
+        norm = total_norm(gradients) / self.divisor
         applied = is_finite(norm)
         if applied:
             rescale(gradients, norm, self.clip, self.divisor)
@@ -67,7 +68,8 @@ class AfterBackwardStepper(Stepper):
 
 def rescale(gradients: list[Tensor], norm: Tensor, clip: float | None, divisor: Tensor | float) -> None:
     """Divide the gradients by `divisor`, and bring their global norm (given after that division) down to `clip`."""
+    shards = [local(gradient) for gradient in gradients]
     if clip is not None:
-        torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) / divisor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(shards, torch.clamp(clip / (norm + 1e-6), max=1.0) / divisor)  # pyright: ignore[reportPrivateImportUsage]
     elif not isinstance(divisor, float) or divisor != 1.0:
-        torch._foreach_mul_(gradients, 1.0 / divisor)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(shards, 1.0 / divisor)  # pyright: ignore[reportPrivateImportUsage]

@@ -182,6 +182,9 @@ class BuiltForReal(InDouble):
         nn.init.constant_(model.weight, 7.0)
         return model
 
+    def head(self, model: nn.Module) -> None:
+        return None
+
 
 def test_a_model_that_was_built_for_real_is_left_alone() -> None:
     model: Any = assemble(BuiltForReal(PROBLEMS["transformer"]), {}, CPU).model

@@ -1,0 +1,92 @@
+"""Host memory that stands in for device memory: where it comes from, and how much travels to it and back.
+
+On a CPU device nothing really moves, but what a knob keeps here is host memory all the same, so that the ledger counts
+on every machine what a card would hold.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """What has moved between host and device since the process began, and how long computing stood still for it."""
+
+    to_host_bytes: int = 0
+    to_device_bytes: int = 0
+    _waited_s: float = 0.0
+    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def waited_ms(self) -> float:
+        """Waits for the device."""
+        while self._waits:
+            before, after = self._waits.pop()
+            after.synchronize()
+            self._waited_s += before.elapsed_time(after) / 1e3
+        return self._waited_s * 1e3
+
+    @contextmanager
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """The block makes the device's current stream, or the CPU, wait for a copy."""
+        if device.type == "cuda":
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            yield
+            after.record()
+            self._waits.append((before, after))
+        else:
+            began = time.perf_counter()
+            yield
+            self._waited_s += time.perf_counter() - began
+
+
+traffic = Traffic()  # a point is a process
+listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that becomes host memory
+_storages: dict[int, weakref.finalize[..., Any]] = {}  # those that are host memory, by address
+
+
+def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A CPU tensor for what belongs to `device`: pinned for CUDA, or pageable, aloud, where that is limited (WSL)."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if device.type == "cuda":
+        tensor = _pinned(tensor)
+    return mark(tensor)
+
+
+def mark(tensor: Tensor) -> Tensor:
+    """The same tensor, its storage known as host memory from now on."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in _storages:
+        _storages[storage._cdata] = weakref.finalize(storage, _storages.pop, storage._cdata, None)
+    for tell in listeners:
+        tell(tensor)
+    return tensor
+
+
+def is_marked(storage: torch.UntypedStorage) -> bool:
+    """Whether the ledger counts a storage as host memory on a CPU device too."""
+    return storage._cdata in _storages
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:  # not AcceleratorError alone: the class differs between versions
+        _say_pageable(str(error).splitlines()[0])
+        return tensor
+
+
+@cache
+def _say_pageable(why: str) -> None:
+    warnings.warn(f"host memory stays pageable, so copies to it are slower: {why}", stacklevel=3)

@@ -1,0 +1,51 @@
+"""Gradients and states that may be this rank's shards of larger tensors (DTensor)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; writing into it writes into the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of all tensors as one vector (0-dim, at least fp32), over the shards of all ranks too.
+
+    Waits for nothing but, with shards, the other ranks: all must call it.
+    """
+    return square_sum(tensors).sqrt()
+
+
+def square_sum(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of all squares (0-dim, at least fp32), over the shards of all ranks too."""
+    tensors = list(tensors)
+    if not tensors:
+        return torch.zeros(())
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    whole = [tensor for tensor in tensors if not is_sharded(tensor)]
+    total = _local_square_sum(whole, tensors[0])
+    if sharded:
+        of_all_ranks = _local_square_sum(sharded, tensors[0])
+        dist.all_reduce(of_all_ranks, group=sharded[0].device_mesh.get_group())  # pyright: ignore[reportAttributeAccessIssue]
+        total = total + of_all_ranks
+    return total
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether other ranks hold the rest of a tensor."""
+    return isinstance(tensor, DTensor) and not all(isinstance(place, Replicate) for place in tensor.placements)
+
+
+def _local_square_sum(tensors: list[Tensor], like: Tensor) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=local(like).device)
+    norms = [torch.linalg.vector_norm(local(tensor), dtype=dtype) for tensor in tensors]
+    return torch.stack(norms).square().sum()
