@@ -248,9 +248,8 @@ def output_folder() -> Path:
 
 
 def config_path() -> str:
-    """The installed package carries its own conf; a checkout has it beside the package."""
-    is_installed = (Path(__file__).parent / "conf").is_dir()
-    return "pkg://lowvram.conf" if is_installed else str(identity.ROOT / "conf")
+    """Where Hydra finds the configuration."""
+    return "pkg://lowvram.conf" if identity.INSTALLED_CONF.is_dir() else str(identity.CONF)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from lowvram import __version__
 from lowvram.settings import ROOT_KEYS, check_name
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTALLED_CONF = Path(__file__).resolve().parent / "conf"  # the installed package carries its own
+CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
 NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name")  # they don't change a result
 
 

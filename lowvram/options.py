@@ -1,0 +1,108 @@
+"""Every option of every knob group, read from the YAMLs in conf/; and which of them can be had together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lowvram.config import build
+from lowvram.core.knob import Fact, Knob, conflicts
+from lowvram.identity import CONF
+from lowvram.settings import KNOB_GROUPS
+
+Option = tuple[str, str]  # group, option
+Row = frozenset[Option]  # a configuration: one option of each group, or of some
+
+
+@cache
+def neutral_options() -> Mapping[str, str]:
+    """Group -> the option that conf/config.yaml chooses, for each knob group."""
+    node = _load(CONF / "config.yaml")
+    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
+    found = {str(group): str(option) for item in chosen for group, option in item.items()}
+    return {group: found[group] for group in found if group in KNOB_GROUPS}
+
+
+@cache
+def options_of(group: str) -> Sequence[str]:
+    """The options of one group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@cache
+def all_options() -> Sequence[Option]:
+    """Every option of every knob group, in the order of conf/config.yaml."""
+    return [(group, option) for group in neutral_options() for option in options_of(group)]
+
+
+@cache
+def knob_of(option: Option) -> Knob:
+    """The knob of one option, with the values of its YAML."""
+    group, name = option
+    return build(_load(CONF / group / f"{name}.yaml"), group)
+
+
+def _load(path: Path) -> DictConfig:
+    node = OmegaConf.load(path)
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def label(options: Iterable[Option]) -> str:
+    """Such as "precision=bf16 ckpt=every2", in the order of the groups."""
+    return " ".join("=".join(option) for option in sorted(options, key=all_options().index))
+
+
+def why_not(options: Iterable[Option], absent: Mapping[Fact, str]) -> list[str]:
+    """The conflicts among options, and with a machine that lacks `absent`; one sentence each.
+
+    The number of ranks follows the options: there are several if one of them needs that, else one.
+    """
+    knobs = {"=".join(option): knob_of(option) for option in options}
+    many = any(Fact.MANY_RANKS in knob.needs() for knob in knobs.values())
+    machine = {fact: why for fact, why in absent.items() if fact not in (Fact.MANY_RANKS, Fact.ONE_RANK)}
+    return conflicts(knobs, machine | ({Fact.ONE_RANK: "it has several"} if many else {}))
+
+
+def all_pairs(options: Collection[Option]) -> set[Row]:
+    """Two options of different groups."""
+    return {frozenset(pair) for pair in combinations(options, 2) if pair[0][0] != pair[1][0]}
+
+
+def covering_rows(pairs: set[Row], absent: Mapping[Fact, str]) -> list[Row]:
+    """Whole configurations, without conflicts, that together hold every pair.
+
+    Greedy: each row grows from a pair that is left, group by group, by the option that brings most new pairs (as in
+    Cohen et al., "The AETG system", 1997), and takes another way where that leads to a conflict.
+
+    Raises:
+        ValueError: a pair that fits by itself but into no whole configuration.
+    """
+    rows: list[Row] = []
+    left = set(pairs)
+    while left:
+        first = min(left, key=sorted)
+        row = _completed(first, left, absent)
+        if row is None:
+            raise ValueError(f"{label(first)} fits by itself, but no whole configuration holds it")
+        rows.append(row)
+        left -= all_pairs(row)
+    return rows
+
+
+def _completed(row: Row, left: set[Row], absent: Mapping[Fact, str]) -> Row | None:
+    """A whole configuration around `row` with as many pairs of `left` as can be had greedily; None if there is none."""
+    open_groups = [group for group in neutral_options() if group not in dict(row)]
+    if not open_groups:
+        return row
+    candidates = [row | {(open_groups[0], option)} for option in options_of(open_groups[0])]
+    fitting = [candidate for candidate in candidates if not why_not(candidate, absent)]
+    for candidate in sorted(fitting, key=lambda each: (-len(all_pairs(each) & left), sorted(each))):
+        whole = _completed(candidate, left, absent)
+        if whole is not None:
+            return whole
+    return None

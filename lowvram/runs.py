@@ -1,0 +1,69 @@
+"""Points run from Python: the same configuration, processes and rows as the command line's. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from lowvram import identity
+from lowvram.cli import chosen, plain
+from lowvram.point import Point, check_own, run_point
+from lowvram.process.client import Server
+from lowvram.results.row import Row
+from lowvram.results.terminal import QuietProgress
+from lowvram.settings import check_root
+
+
+@final
+class Runs:
+    """Runs points one after another, each in a fresh child, below one folder.
+
+    with Runs(Path("outputs/mine")) as runs:
+        row = runs.run("a name", ["mode=measure", "precision=bf16"])
+    """
+
+    def __init__(self, folder: Path, conf: Path = identity.CONF) -> None:
+        self.folder, self.conf = folder, conf
+        self._server, self._num_points = Server(), 0
+
+    def __enter__(self) -> Runs:
+        identity.register_resolvers()
+        GlobalHydra.instance().clear()
+        initialize_config_dir(str(self.conf), version_base="1.3")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        GlobalHydra.instance().clear()
+        self._server.stop()
+
+    def run(self, name: str, words: list[str]) -> Row:
+        """The row of the configuration that `words` (as on the command line, logger=none) compose.
+
+        Raises:
+            BadInput: a key or a value of the root that is not known.
+        """
+        point = self._point(name, words)
+        point.folder.mkdir(parents=True)
+        return run_point(point, self._server, QuietProgress(sys.stderr), lambda: 0)
+
+    def _point(self, name: str, words: list[str]) -> Point:
+        config = compose("config", [*words, "logger=none"], return_hydra_config=True)
+        values, seed = plain(config), check_root(config)["root"].seed
+        check_own(config)
+        index = self._num_points
+        self._num_points += 1
+        return Point(
+            id=f"{index:04d}",
+            name=name,
+            index=index,
+            folder=self.folder / f"{index:04d}",
+            config=values,
+            choices=chosen(config.hydra.runtime.choices),
+            sweep=self.folder.name,
+            provenance=identity.provenance(seed, f"python train.py {' '.join(words)}"),
+        )

@@ -1,0 +1,157 @@
+"""What each knob saves, costs in speed and costs in accuracy: one option at a time against the baseline.
+
+    scripts/python scripts/bench_knobs.py [rounds] [overrides]
+    scripts/python scripts/bench_knobs.py 3 model=gpt2 data=synthetic train.batch_size=4 data.sequence_length=256
+
+Points of the command line, each in a fresh process, go baseline, option, option, baseline in every round; the ratio of
+step times is the median over rounds with its range. Bytes are of the last round (they repeat). The gradient error is
+relative to fp64 at the same weights: one plain SGD step of a large rate, read off the saved weights. Runs on the CPU
+and on CUDA; options that the machine can't have are named with the reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from lowvram.core.device import absent_facts, choose_device
+from lowvram.core.knob import Fact
+from lowvram.core.rig import Part, assemble
+from lowvram.export import load
+from lowvram.job import open_data
+from lowvram.options import Option, all_options, knob_of, neutral_options, why_not
+from lowvram.results.row import Row
+from lowvram.runs import Runs
+from lowvram.settings import settings
+
+HEAD = """| option | peak | saves | other | process growth | time | gradient error |
+|---|---:|---|---:|---:|---:|---:|"""
+MIB = 2**20
+RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
+ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
+TIMED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=12", "measure.max_seconds=20"]
+MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model under one set of overrides."""
+
+    runs: Runs
+    words: list[str]
+    rounds: int
+    absent: Mapping[Fact, str]
+
+    def line(self, option: Option) -> str:
+        """One row of the table."""
+        ratios, plain, found = [], None, None
+        for _ in range(self.rounds):
+            first, second, third, fourth = (self.timed(which) for which in (None, option, option, None))
+            if second["status"] != "ok":
+                return f"| `{'='.join(option)}` | {second['status']}: {second['reason']} |"
+            ratios.append(sum(map(step_ms, (second, third))) / sum(map(step_ms, (first, fourth))))
+            plain, found = fourth, third
+        assert plain is not None
+        assert found is not None
+        error = "–" if option[0] in ("optimizer", "allocator") else f"{self.gradient_error(option):.1e}"
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+        return f"| `{'='.join(option)}` | {memory(option, found, plain)} | {spread} | {error} |"
+
+    def timed(self, option: Option | None) -> Row:
+        return self.runs.run("=".join(option or ("baseline",)), [*TIMED, *self.words, *words_of(option)])
+
+    def gradient_error(self, option: Option) -> float:
+        """Of the first step's gradients, relative to fp64 at the same weights."""
+        row = self.runs.run(f"{'='.join(option)}: gradients", [*ONE_STEP, *self.words, *words_of(option)])
+        if row["status"] != "ok":
+            return float("nan")
+        before, wanted = in_double(row)
+        after = dict(load(self.runs.folder / row["id"] / "model").named_parameters())
+        difference = sum(((before[n] - after[n].detach().double()) / RATE - wanted[n]).square().sum() for n in wanted)
+        return float((difference / sum(gradient.square().sum() for gradient in wanted.values())) ** 0.5)
+
+
+def words_of(option: Option | None) -> list[str]:
+    if option is None:
+        return []
+    many = Fact.MANY_RANKS in knob_of(option).needs()
+    return ["=".join(option), *(["sharding.ranks=2"] if many else [])]
+
+
+def step_ms(row: Row) -> float:
+    return row["time"]["step_ms_p50"]
+
+
+def memory(option: Option, found: Row, plain: Row) -> str:
+    """Peak; the kind that the option saves; other's share of the peak; growth of the process."""
+    growth = f"{ratio(found, plain, 'process_peak_bytes')}"
+    if found["memory"]["by_kind_max"] is None:
+        return f"– | – | – | {growth}"
+    kind = knob_of(option).saves
+    saved = f"{kind.value} {of_kind(plain, kind.value)} → {of_kind(found, kind.value)}" if kind else "–"
+    other = found["memory"]["by_kind"]["other"] / found["memory"]["peak_bytes"]
+    return f"{ratio(found, plain, 'peak_bytes')} | {saved} | {other:.1%} | {growth}"
+
+
+def of_kind(row: Row, kind: str) -> str:
+    return f"{row['memory']['by_kind_max'][kind] / MIB:.1f}"
+
+
+def ratio(found: Row, plain: Row, name: str) -> str:
+    one, other = found["memory"][name], plain["memory"][name]
+    return f"{other / MIB:.1f} → {one / MIB:.1f} ({one / other - 1:+.0%})"
+
+
+def in_double(row: Row) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Initial weights and their gradients on the first batch in fp64, by name, on the CPU."""
+    config = OmegaConf.to_container(OmegaConf.create(row["config"]))
+    assert isinstance(config, dict)
+    values: dict[str, Any] = {str(key): value for key, value in config.items() if key not in ("logger", "paths")}
+    built = settings({**values, "logger": row["config"]["logger"], "paths": row["config"]["paths"]})
+    data, cpu = open_data(built), torch.device("cpu")
+    problem = built.groups["task"].pose(built.groups["model"], data.spec)
+    plain = {name: knob_of((name, option)) for name, option in neutral_options().items()}
+    rig = assemble(problem, plain, cpu, built.root.seed)
+    rig.model.double()
+    batch = next(built.groups["loader"].batches(data.train, built.train.batch_size, built.root.seed, 0, cpu))
+    before = {name: parameter.detach().clone() for name, parameter in rig.model.named_parameters()}
+    part = as_double(batch)
+    loss = rig.criterion(rig.forward(part), part) / part.num_targets
+    gradients = torch.autograd.grad(loss, list(rig.model.parameters()))
+    return before, dict(zip(before, gradients, strict=True))
+
+
+def as_double(batch: Part) -> Part:
+    return replace(batch, inputs=batch.inputs.double() if batch.inputs.is_floating_point() else batch.inputs)
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    rounds = int(given.pop(0)) if given and given[0].isdigit() else 3
+    is_model = any(word.startswith("model=") for word in given)
+    device = choose_device("auto")
+    absent = absent_facts(device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {where}, {rounds} rounds of baseline, option, option, baseline; MiB\n")
+    options = [option for option in all_options() if neutral_options()[option[0]] != option[1]]
+    with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
+        for model in [[]] if is_model else MODELS:
+            bench = Bench(runs, [*model, *given], rounds, absent)
+            print(f"`{' '.join(bench.words)}`\n\n{HEAD}")
+            for option in options:
+                missing = why_not([option], absent)
+                print(f"| `{'='.join(option)}` | {missing[0]} |" if missing else bench.line(option), flush=True)
+            print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Every pair of options over all knob groups: does it train, within its tolerance, or is it refused in one sentence?
+
+    scripts/python scripts/compatibility.py [FOLDER]
+
+A few whole configurations that together hold every pair that no fact refuses are run on both models, as points of the
+command line (mode=measure, tiny models, two ranks where an option needs several). Losses and gradient norms of five
+steps and the evaluation must lie within the sum of the options' bands of a run with the same optimizer and all else
+neutral. Prints a line a point, writes docs/compatibility.md and exits with 1 if any pair failed. FOLDER keeps the rows
+(default: outputs/compatibility). About 20 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import Fact
+from lowvram.identity import ROOT
+from lowvram.options import Row, all_options, all_pairs, covering_rows, knob_of, label, neutral_options, why_not
+from lowvram.runs import Runs
+
+PAGE = ROOT / "docs" / "compatibility.md"
+FLOOR = 1e-4  # relative: what rounding in another order may do to five steps of AdamW
+COMMON = ["mode=measure", "data=synthetic", "data.eval_samples=32", "train.batch_size=64", "timeout_s=600"]
+COMMON += ["measure.warmup_steps=1", "measure.steps=4", "measure.max_seconds=600"]
+TRANSFORMER = ["model.num_layers=2", "model.width=32", "model.num_heads=2", "data.sequence_length=16"]
+RESNET = ["model.layers=[1,1]", "model.width=16", "model.norm=group", "data.image_size=16", "data.num_classes=16"]
+MODELS = {"transformer": TRANSFORMER, "resnet": RESNET}
+EXTRA = {("precision", "fp16"): ["precision.init_scale=1024"]}  # a scale that no first step overflows
+INTRODUCTION = """# Compatibility
+
+Which options train together. Made by `scripts/python scripts/compatibility.py`; the suite holds it against the facts
+that the knobs declare ([adding_a_knob.md](adding_a_knob.md)).
+
+torch {torch}, Python {python}, CPU. {rows} configurations hold every pair that no fact refuses. Each ran five steps
+and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks where an option needs several.
+Losses, gradient norms and the evaluation lie within the sum of the options' bands (+ {floor:g}) of a run with the
+same optimizer and all else neutral.
+"""
+ABSENT = absent_facts(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of one configuration on one model."""
+
+    row: Row
+    model: str
+    status: str
+    reason: str | None
+    history: list[float]  # losses, gradient norms, evaluation
+    seconds: float
+
+
+def try_out(runs: Runs, row: Row, model: str) -> Tried:
+    """Run one configuration."""
+    began, words = time.monotonic(), [*COMMON, f"model={model}", *MODELS[model]]
+    words += [f"{group}={option}" for group, option in sorted(row)]
+    words += [word for option in row for word in EXTRA.get(option, [])]
+    if any(Fact.MANY_RANKS in knob_of(option).needs() for option in row):
+        words.append("sharding.ranks=2")
+    found = runs.run(label(row - set(neutral_options().items())) or "baseline", words)
+    return Tried(row, model, found["status"], found["reason"], history(runs.folder / found["id"], found), since(began))
+
+
+def history(folder: Path, found: dict) -> list[float]:
+    """Losses and gradient norms of all steps, then the loss of the evaluation."""
+    if found["status"] != "ok":
+        return []
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [*(line[name] for line in lines for name in ("loss/train", "grad_norm")), found["loss"]["eval"]]
+
+
+def since(began: float) -> float:
+    return time.monotonic() - began
+
+
+def tolerance(row: Row) -> float:
+    """Relative: what its options say of themselves, added up."""
+    return FLOOR + sum(knob_of(option).band for option in row if option[0] != "optimizer")
+
+
+def distance(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference."""
+    assert len(found) == len(wanted)
+    return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
+
+
+def fault(tried: Tried, reference: Tried) -> str | None:
+    """Why a configuration does not train as it should; None if it does."""
+    if tried.status != "ok":
+        return f"{tried.status}: {tried.reason}"
+    off = distance(tried.history, reference.history)
+    return None if off <= tolerance(tried.row) else f"off by {off:.1e}, allowed {tolerance(tried.row):.1e}"
+
+
+class Grid:
+    """Runs configurations and keeps what failed."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.references: dict[tuple[str, str], Tried] = {}
+        self.faults: dict[tuple[Row, str], str] = {}
+
+    def check(self, row: Row, model: str) -> str | None:
+        """The fault of one configuration on one model."""
+        tried, reference = try_out(self.runs, row, model), self.reference(dict(row)["optimizer"], model)
+        found = fault(tried, reference)
+        print(f"{model:12} {tried.seconds:5.1f} s  {found or 'ok':4}  {varied(row)}", flush=True)
+        return found
+
+    def reference(self, optimizer: str, model: str) -> Tried:
+        """The same optimizer, all else neutral."""
+        if (optimizer, model) not in self.references:
+            row = frozenset({**neutral_options(), "optimizer": optimizer}.items())
+            self.references[optimizer, model] = try_out(self.runs, row, model)
+        return self.references[optimizer, model]
+
+    def search(self, row: Row, model: str) -> None:
+        """Find out which pairs of a configuration that failed are to blame: each alone, all else neutral."""
+        for pair in all_pairs(row - set(neutral_options().items())) or {row}:
+            alone = frozenset({**neutral_options(), **dict(pair)}.items())
+            if not why_not(alone, ABSENT) and (found := self.check(alone, model)):
+                self.faults[pair, model] = found
+        if not any(pair <= row and model == its for pair, its in self.faults):
+            self.faults[row, model] = "only all together"
+
+
+def varied(row: Iterable[tuple[str, str]]) -> str:
+    return label(set(row) - set(neutral_options().items())) or "all neutral"
+
+
+def page(grid: Grid, rows: list[Row], refused: dict[Row, list[str]], elsewhere: list[tuple[str, str]]) -> str:
+    """docs/compatibility.md"""
+    pairs = all_pairs(all_options())
+    not_here = {pair for pair in pairs if any(option in elsewhere for option in pair)}
+    tried = pairs - refused.keys() - not_here
+    trained = tried - {pair for pair, _ in grid.faults}
+    why = {pair: "; ".join(found).replace("|", "/") for pair, found in refused.items()}
+    sections = [
+        INTRODUCTION.format(torch=torch.__version__, python=platform.python_version(), rows=len(rows), floor=FLOOR),
+        "| pairs of options | number |\n|---|---:|",
+        f"| all | {len(pairs)} |",
+        f"| need another device than a CPU | {len(not_here)} |",
+        f"| refused by facts | {len(refused)} |",
+        f"| tried | {len(tried)} |",
+        f"| trained within their tolerance, on both models | {len(trained)} |",
+        f"\nOf the pairs that a CPU can have, {share(len(trained), len(tried) + len(refused))} train.",
+        "\n## Refused\n\n| pair | why |\n|---|---|",
+        *(f"| `{label(pair)}` | {why[pair]} |" for pair in sorted(refused, key=label)),
+        "\n## Not tried: another device is needed\n",
+        *(f"- {'; '.join(why_not([option], ABSENT))}" for option in elsewhere),
+        "\n## Trained / pairs that a CPU can have, by groups\n",
+        *matrix(trained, tried | refused.keys()),
+    ]
+    failures = [f"- {model}: `{varied(pair)}`: {found}" for (pair, model), found in grid.faults.items()]
+    return "\n".join([*sections, *(["\n## Failed\n", *failures] if failures else [])]) + "\n"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({part / whole:.1%})"
+
+
+def matrix(trained: set[Row], all_of_them: set[Row]) -> list[str]:
+    """A table of groups against groups."""
+    groups = [group for group in neutral_options() if any(group in dict(pair) for pair in all_of_them)]
+
+    def count(pairs: set[Row], one: str, other: str) -> int:
+        return sum({group for group, _ in pair} == {one, other} for pair in pairs)
+
+    cells = {frozenset(two): f"{count(trained, *two)} / {count(all_of_them, *two)}" for two in combinations(groups, 2)}
+    head = f"| | {' | '.join(groups)} |"
+    body = (f"| {one} | {' | '.join(cells.get(frozenset((one, other)), '–') for other in groups)} |" for one in groups)
+    return [head, f"|---|{'---:|' * len(groups)}", *body]
+
+
+def main() -> int:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/compatibility") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute() / "inductor"))
+    elsewhere = [option for option in all_options() if why_not([option], ABSENT)]
+    pairs = all_pairs([option for option in all_options() if option not in elsewhere])
+    refused = {pair: found for pair in pairs if (found := why_not(pair, ABSENT))}
+    rows = covering_rows(pairs - refused.keys(), ABSENT)
+    covered = set().union(*map(all_pairs, rows))
+    assert covered | refused.keys() == pairs, "the rows don't hold every pair"
+    print(f"{len(pairs)} pairs, {len(refused)} refused, {len(rows)} configurations on {len(MODELS)} models", flush=True)
+    with Runs(folder) as runs:
+        grid = Grid(runs)
+        failed = [(row, model) for model in MODELS for row in rows if grid.check(row, model)]
+        for row, model in failed:
+            grid.search(row, model)
+    PAGE.write_text(page(grid, rows, refused, elsewhere))
+    print(f"{len(grid.faults)} faults; written: {PAGE.relative_to(ROOT)}")
+    return 1 if grid.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

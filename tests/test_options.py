@@ -1,0 +1,58 @@
+"""Options and their pairs, as the YAMLs and the facts tell; and few configurations that hold every pair."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import Fact
+from lowvram.options import all_options, all_pairs, covering_rows, knob_of, label, neutral_options, options_of, why_not
+from lowvram.settings import KNOB_GROUPS
+
+ABSENT = absent_facts(torch.device("cpu"))
+HERE = [option for option in all_options() if not why_not([option], ABSENT)]
+
+
+def test_every_group_has_its_neutral_option() -> None:
+    assert set(neutral_options()) == set(KNOB_GROUPS)
+    assert all(option in options_of(group) for group, option in neutral_options().items())
+    assert not why_not(neutral_options().items(), ABSENT)
+
+
+def test_pairs_are_of_different_groups() -> None:
+    groups = [len(options_of(group)) for group in neutral_options()]
+    assert len(all_pairs(all_options())) == sum(one * other for one, other in combinations(groups, 2))
+
+
+def test_rows_hold_every_pair_that_fits_and_none_that_does_not() -> None:
+    fitting = {pair for pair in all_pairs(HERE) if not why_not(pair, ABSENT)}
+    rows = covering_rows(fitting, ABSENT)
+    assert set().union(*map(all_pairs, rows)) == fitting
+    assert all({group for group, _ in row} == set(neutral_options()) for row in rows)
+    assert not any(why_not(row, ABSENT) for row in rows)
+    assert len(rows) < len(fitting) / 4
+
+
+def test_what_fits_into_no_whole_configuration_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = frozenset({("precision", "bf16"), ("ckpt", "every1")})
+    everything = dict.fromkeys(Fact, "gone")
+    monkeypatch.setattr("lowvram.options.why_not", lambda row, _: [] if len(list(row)) < 5 else ["never"])
+    with pytest.raises(ValueError, match="precision=bf16 ckpt=every1 fits by itself, but no whole configuration"):
+        covering_rows({pair}, everything)
+
+
+def test_a_label_has_the_order_of_the_groups() -> None:
+    assert label({("accum", "x4"), ("precision", "bf16")}) == "precision=bf16 accum=x4"
+
+
+def test_the_number_of_ranks_follows_the_options() -> None:
+    for option in all_options():
+        assert not any(Fact.MANY_RANKS.value in reason for reason in why_not([option], ABSENT)), option
+
+
+def test_an_option_is_its_yaml() -> None:
+    assert knob_of(("accum", "x8")) == knob_of(("accum", "x8"))
+    assert vars(knob_of(("accum", "x8"))) == {"parts": 8}
