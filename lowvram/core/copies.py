@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-_originals = WeakIdKeyDictionary()
+_originals: MutableMapping[Tensor, nn.Parameter] = WeakIdKeyDictionary()
 
 
 def stands_for(copy: nn.Parameter, original: nn.Parameter) -> nn.Parameter:

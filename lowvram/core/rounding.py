@@ -6,6 +6,10 @@ Learning with Limited Numerical Precision", 2015). The bit arithmetic is that of
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -25,3 +29,18 @@ def stochastically(target: Tensor, exact: Tensor) -> None:
     noise = torch.randint_like(exact, 2**LOW_BITS, dtype=torch.int32).mul_(exact.isfinite())
     bits = noise.add_(exact.view(torch.int32)).bitwise_and_(-(2**LOW_BITS))
     local(target).copy_(bits.view(torch.float32))
+
+
+@contextmanager
+def noise_of(device: torch.device, *numbers: int) -> Iterator[None]:
+    """Inside it the device's default generator draws what belongs to these numbers, afterwards it goes on as if nothing
+    had been drawn. So ranks whose generators differ round the copies of a weight alike, and rounding changes no
+    dropout."""
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    before = generator.get_state()
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -23,7 +23,7 @@ from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
-from lowvram.knobs.optimizer.widened import Rounding, keep_formats
+from lowvram.knobs.optimizer.widened import Landing, keep_formats, noise_of_step
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,15 @@ class AdamW8bit(Knob):
         return frozenset({Fact.C_COMPILER})
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, rounding=rig.rounding))
+        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], rounding: Rounding | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
+        landing = landing or Landing()
         with quiet():
             kind = getattr(import_module("torchao.optim"), self.theirs)
         groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
-        return LowBit(kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=rounding is not None))
+        inner = kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=landing.rounding is not None)
+        return LowBit(inner, next(landing.numbers))
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class LowBit(torch.optim.Optimizer):
     """torchao's optimizer as the rest of the program knows one: the learning rate is a plain number, states keep their
     format when they are loaded, and an update neither minds a dispatch mode nor computes on tensors without memory."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, number: int) -> None:
         super().__init__([{**group, "lr": float(group["lr"])} for group in inner.param_groups], {})
+        self.param_groups[0] |= {"noise_of": number, "noise_step": 0}
         self.inner = inner
 
     @torch.no_grad()
@@ -96,11 +99,16 @@ class LowBit(torch.optim.Optimizer):
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
         """The update itself. The learning rate goes in as a tensor: a number would be compiled in."""
         self.inner.param_groups = [
-            {**group, "lr": torch.tensor(group["lr"]), "params": [stand_ins[p] for p in group["params"] if p in stand_ins]}
+            {
+                **group,
+                "lr": torch.tensor(group["lr"]),
+                "params": [stand_ins[p] for p in group["params"] if p in stand_ins],
+            }
             for group in self.param_groups
         ]
         self.inner.state = defaultdict(dict, {stand_in: self.state[p] for p, stand_in in stand_ins.items()})
-        compiled_step(self.inner)
+        with noise_of_step(self.param_groups):
+            compiled_step(self.inner)
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -118,6 +126,7 @@ def compiled_step(optimizer: torch.optim.Optimizer) -> None:
 def contiguous(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, or a contiguous view of one that lies otherwise in memory (channels_last), with its gradient: a
     block of a state is a run of memory."""
+    assert parameter.grad is not None
     if parameter.is_contiguous() and parameter.grad.is_contiguous():
         return parameter
     order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)

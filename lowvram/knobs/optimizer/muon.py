@@ -7,13 +7,15 @@ share a learning rate, as in Liu et al., "Muon is Scalable for LLM Training" (20
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.config import require
@@ -21,15 +23,25 @@ from lowvram.core.copies import original
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, check_share, decayed
-from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Rounding, keep_formats, widened
+from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Landing, keep_formats, widened
+
+
+class Rule(Enum):
+    """What updates a parameter."""
+
+    MUON = "muon"
+    ADAMW = "adamw"
+
+
+Rules = MutableMapping[Any, Rule]  # by parameter
 
 
 @dataclass(frozen=True)
 class Muon(Knob):
     """One momentum per hidden matrix; AdamW for all other parameters.
 
-    Hidden matrices are the weights of linear layers, but not those of the head nor what an embedding shares. Embeddings,
-    the head, norms, biases and convolutions are AdamW's.
+    Hidden matrices are the weights of linear layers, but not those of the head nor what an embedding shares.
+    Embeddings, the head, norms, biases and convolutions are AdamW's.
     """
 
     lr: float = 1e-3
@@ -53,25 +65,29 @@ class Muon(Knob):
         return frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
-        hidden = hidden_matrices(rig.model, rig.task.head(rig.model))
-        return replace(rig, make_optimizer=partial(self.make, hidden=hidden, rounding=rig.rounding))
+        rules = rules_of(rig.model, rig.task.head(rig.model))
+        return replace(rig, make_optimizer=partial(self.make, rules=rules, landing=Landing(rig.rounding)))
 
-    def make(
-        self, parameters: list[nn.Parameter], hidden: WeakIdKeyDictionary, rounding: Rounding | None = None
-    ) -> torch.optim.Optimizer:
-        """The optimizer of some parameters, or of copies that stand for them; `hidden` holds the matrices."""
-        matrices = [parameter for parameter in parameters if original(parameter) in hidden]
-        others = [parameter for parameter in parameters if original(parameter) not in hidden]
-        rules: dict[str, torch.optim.Optimizer] = {}
+    def make(self, parameters: list[nn.Parameter], rules: Rules, landing: Landing | None = None) -> Optimizer:
+        """The optimizer of some of the model's parameters, or of copies that stand for them.
+
+        Raises:
+            KeyError: a parameter is no such thing.
+        """
+        landing = landing or Landing()
+        matrices, others = (
+            [parameter for parameter in parameters if rules[original(parameter)] is rule] for rule in Rule
+        )
+        optimizers: dict[Rule, Optimizer] = {}
         if matrices:
-            rules["muon"] = widened(self.orthogonal(matrices), rounding)
+            optimizers[Rule.MUON] = widened(self.orthogonal(matrices), landing)
         if others:
             betas = (self.beta1, self.beta2)
             adamw = torch.optim.AdamW(decayed(others, self.weight_decay), self.lr, betas, self.eps, fused=True)
-            rules["adamw"] = widened(adamw, rounding, piece_elements=PIECE_ELEMENTS)
-        return ByRule(rules)
+            optimizers[Rule.ADAMW] = widened(adamw, landing, piece_elements=PIECE_ELEMENTS)
+        return ByRule(optimizers)
 
-    def orthogonal(self, matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def orthogonal(self, matrices: list[nn.Parameter]) -> Optimizer:
         return torch.optim.Muon(
             matrices,
             self.lr,
@@ -83,35 +99,35 @@ class Muon(Knob):
         )
 
 
-def hidden_matrices(model: nn.Module, head: nn.Linear | None) -> WeakIdKeyDictionary:
-    """The weights of linear layers that neither read nor write a vocabulary, as keys."""
+def rules_of(model: nn.Module, head: nn.Linear | None) -> Rules:
+    """What updates each parameter of a model."""
     modules = list(model.modules())
-    ends = [module.weight for module in modules if isinstance(module, nn.Embedding)]
-    ends += [] if head is None else [head.weight]
-    linear = [module.weight for module in modules if isinstance(module, nn.Linear)]
-    found = WeakIdKeyDictionary()
-    for weight in linear:
-        if weight.requires_grad and not any(weight is end for end in ends):
-            found[weight] = None
-    return found
+    rules: Rules = WeakIdKeyDictionary(dict.fromkeys(model.parameters(), Rule.ADAMW))
+    for module in modules:
+        if isinstance(module, nn.Linear):
+            rules[module.weight] = Rule.MUON
+    for module in modules:
+        if isinstance(module, nn.Embedding) or module is head:
+            rules[module.weight] = Rule.ADAMW
+    return rules
 
 
 @final
-class ByRule(torch.optim.Optimizer):
-    """Several optimizers as one: one list of groups, one state. Each group names the rule that updates it."""
+class ByRule(Optimizer):
+    """Several optimizers as one: one list of groups, one state. Each group says what updates it."""
 
-    def __init__(self, rules: Mapping[str, torch.optim.Optimizer]) -> None:
-        groups = [{**group, "rule": name} for name, rule in rules.items() for group in rule.param_groups]
+    def __init__(self, optimizers: Mapping[Rule, Optimizer]) -> None:
+        groups = [{**group, "rule": rule.value} for rule, inner in optimizers.items() for group in inner.param_groups]
         super().__init__(groups, {})
-        self.rules = rules
+        self.optimizers = optimizers
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for name, rule in self.rules.items():
-            rule.param_groups = [group for group in self.param_groups if group["rule"] == name]
-            rule.state = self.state
-            rule.step()
-            rule.param_groups, rule.state = [], defaultdict(dict)
+        for rule, inner in self.optimizers.items():
+            inner.param_groups = [group for group in self.param_groups if group["rule"] == rule.value]
+            inner.state = self.state
+            inner.step()
+            inner.param_groups, inner.state = [], defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -18,7 +18,7 @@ from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
-from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Rounding, widened
+from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Landing, widened
 
 
 class Moments(Enum):
@@ -46,12 +46,12 @@ class AdamW(Knob):
         check_adam(self.beta1, self.beta2, self.eps)
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, rounding=rig.rounding))
+        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], rounding: Rounding | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
-        return widened(inner, rounding, self.moments.value, PIECE_ELEMENTS)
+        return widened(inner, landing or Landing(), self.moments.value, PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class SGD(Knob):
         require(not self.nesterov or self.momentum > 0, "optimizer.nesterov", self.nesterov, allowed)
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, rounding=rig.rounding))
+        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], rounding: Rounding | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
         inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=True)
-        return widened(inner, rounding, piece_elements=PIECE_ELEMENTS)
+        return widened(inner, landing or Landing(), piece_elements=PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class Adafactor(Knob):
         return frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, rounding=rig.rounding))
+        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], rounding: Rounding | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
         inner = torch.optim.Adafactor(groups, self.lr, self.beta2_decay, d=self.max_update)
-        return widened(inner, rounding)
+        return widened(inner, landing or Landing())

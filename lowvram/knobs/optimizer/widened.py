@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import chain
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.rounding import stochastically
+from lowvram.core.rounding import noise_of, stochastically
 from lowvram.core.shards import local
 
 Rounding = Callable[[Tensor, Tensor], None]
@@ -18,24 +20,41 @@ PIECE_ELEMENTS = 2**22  # of a parameter that are widened at a time: 16 MiB for 
 STEP = "step"  # torch's name for the count of updates: no average, so it is never rounded
 
 
+@dataclass(frozen=True)
+class Landing:
+    """How the optimizers of one rig round their updates, each with a noise of its own."""
+
+    rounding: Rounding | None = None  # how an fp32 weight lands in one of fewer bits; None: as the optimizer does
+    numbers: Iterator[int] = field(default_factory=count)  # of the optimizers, in the order in which they are made
+
+
 def widened(
     inner: torch.optim.Optimizer,
-    rounding: Rounding | None,
+    landing: Landing,
     state_dtype: torch.dtype = torch.float32,
     piece_elements: int | None = None,
 ) -> torch.optim.Optimizer:
     """`inner`, run in fp32 where its weights or its states have fewer bits; itself where there is nothing to widen.
 
     Args:
-        rounding: how an fp32 weight lands in one of fewer bits; None leaves weights to `inner` as they are.
-        state_dtype: what states are kept in between the steps.
+        state_dtype: in which states are kept in between the steps.
         piece_elements: for an update that looks at each element alone: how many may be widened at a time.
     """
     parameters = (parameter for group in inner.param_groups for parameter in group["params"])
     is_narrow = any(parameter.dtype.itemsize < 4 for parameter in parameters)
-    if state_dtype is torch.float32 and not (rounding and is_narrow):
+    if state_dtype is torch.float32 and not (landing.rounding and is_narrow):
         return inner
-    return Widened(inner, rounding, state_dtype, piece_elements)
+    return Widened(inner, landing, state_dtype, piece_elements)
+
+
+@contextmanager
+def noise_of_step(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """The noise of an optimizer's next step: a function of the optimizer's number and of how many steps it has made,
+    both of which its first group holds and its state_dict keeps."""
+    first = groups[0]
+    first["noise_step"] += 1
+    with noise_of(local(first["params"][0]).device, first["noise_of"], first["noise_step"]):
+        yield
 
 
 @final
@@ -46,29 +65,32 @@ class Widened(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        rounding: Rounding | None,
+        landing: Landing,
         state_dtype: torch.dtype,
         piece_elements: int | None,
     ) -> None:
         super().__init__(inner.param_groups, {})
+        self.param_groups[0] |= {"noise_of": next(landing.numbers), "noise_step": 0}
         self.inner, self.state_dtype, self.piece_elements = inner, state_dtype, piece_elements
-        self.rounding: Callable[[Tensor, Tensor], Any] = rounding or Tensor.copy_
+        self.rounding: Callable[[Tensor, Tensor], Any] = landing.rounding or Tensor.copy_
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, group)
+        with noise_of_step(self.param_groups):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.update(parameter, group)
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the last wide copy
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        kept = self.state[parameter]
+        kept, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
         before, after = dict(kept), dict(kept)
         for rows in pieces(parameter, self.piece_elements):
             narrow = {name: rows(value) for name, value in before.items() if name != STEP}
-            count = {name: value.clone() for name, value in before.items() if name == STEP}
-            after = self.updated(rows(parameter.detach()), rows(parameter.grad), narrow | count, group)
+            steps = {name: value.clone() for name, value in before.items() if name == STEP}
+            after = self.updated(rows(parameter.detach()), rows(gradient), narrow | steps, group)
             for name in after.keys() - {STEP}:
                 if name not in kept:
                     kept[name] = self.new_state(parameter, after[name])

@@ -67,7 +67,7 @@ def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, 
     return tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
 
 
-def batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
+def batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
     """nn.BatchNorm's forward pass, its weights widened: kernels want them in the format of the statistics."""
     share = norm.momentum
     if norm.training and norm.num_batches_tracked is not None:
@@ -75,4 +75,4 @@ def batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
         share = 1.0 / float(norm.num_batches_tracked) if share is None else share
     weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     by_batch = norm.training or norm.running_mean is None
-    return F.batch_norm(x, norm.running_mean, norm.running_var, weight, bias, by_batch, share or 0.0, norm.eps)
+    return F.batch_norm(input, norm.running_mean, norm.running_var, weight, bias, by_batch, share or 0.0, norm.eps)

@@ -1,7 +1,7 @@
 """fp8: the products of linear layers in 8 bits, everything else as under autocast to bf16. It saves time, no memory.
 
-Micikevicius et al., "FP8 Formats for Deep Learning" (2022); torchao.float8, with one scale per tensor, found anew at each
-product.
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022); torchao.float8, with one scale per tensor, found anew for
+each product.
 """
 
 from __future__ import annotations
