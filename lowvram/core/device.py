@@ -49,6 +49,7 @@ def absent_facts(device: torch.device) -> dict[Fact, str]:
     else:
         absent[Fact.CUDA] = "it is the CPU here"
         absent[Fact.TF32] = "it is the CPU here: use precision=fp32 or precision=bf16"
+        absent[Fact.FP8] = "it is the CPU here: use precision=bf16"
     if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
         absent[Fact.C_COMPILER] = "none was found: install g++, or set CXX"
     return absent
@@ -60,6 +61,11 @@ def _absent_on_card(device: torch.device) -> dict[Fact, str]:
     if capability < (8, 0):
         absent[Fact.TF32] = (
             f"{name} has compute capability {capability[0]}.{capability[1]}, it takes 8.0: use precision=fp32"
+        )
+    if capability < (8, 9):
+        instead = "bf16" if capability >= (8, 0) else "fp16"
+        absent[Fact.FP8] = (
+            f"{name} has compute capability {capability[0]}.{capability[1]}, it takes 8.9: use precision={instead}"
         )
     with torch.cuda.device(device):
         if not torch.cuda.is_bf16_supported(including_emulation=False):  # the default says True on a T4

@@ -50,6 +50,7 @@ class Fact(Enum):
     CPU = "the device is the CPU"
     TF32 = "the device multiplies in TF32"
     BF16 = "the device computes in bf16"
+    FP8 = "the device multiplies in fp8"
     C_COMPILER = "a C++ compiler is installed"
     ONE_RANK = "the point has one rank"
     MANY_RANKS = "the point has several ranks"

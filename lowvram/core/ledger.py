@@ -97,6 +97,7 @@ class Ledger(TorchDispatchMode):
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
         self.born = Kind.ACTIVATIONS  # of what nothing more is known of
+        self.num_updates = 0  # that are under way: an optimizer may run another
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -106,10 +107,12 @@ class Ledger(TorchDispatchMode):
         return out
 
     def begin_update(self, *_: Any) -> None:
+        self.num_updates += 1
         self.born = Kind.OTHER
 
     def end_update(self, *_: Any) -> None:
-        self.born = Kind.ACTIVATIONS
+        self.num_updates -= 1
+        self.born = Kind.OTHER if self.num_updates else Kind.ACTIVATIONS
 
     def own_model(self, model: nn.Module) -> list[Any]:
         """Give parameters, buffers and gradients their kinds; returns hooks to remove."""

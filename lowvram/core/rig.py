@@ -214,13 +214,19 @@ def materialise(rig: Rig, seed: int) -> None:
                     continue
                 if tensor not in real:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    real[tensor] = torch.empty_like(tensor, device=rig.device)
-                    rig.task.initialise(rig.model, full_name, real[tensor], generator_for(seed, full_name, rig.device))
+                    drawn = torch.empty_like(tensor, device=rig.device, dtype=at_least_single(tensor.dtype))
+                    rig.task.initialise(rig.model, full_name, drawn, generator_for(seed, full_name, rig.device))
+                    real[tensor] = drawn.to(tensor.dtype)
                     if isinstance(tensor, nn.Parameter):
                         real[tensor] = nn.Parameter(real[tensor], tensor.requires_grad)
                 table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
     if any(tensor.device.type != rig.device.type for tensor in [*rig.model.parameters(), *rig.model.buffers()]):
         rig.model.to(rig.device)  # a task may build its model for real
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """Weights of fewer bits are drawn in fp32 and then rounded: the same numbers in every format."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:

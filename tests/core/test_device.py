@@ -68,7 +68,8 @@ def test_hidden_cards_are_not_meant_to_be_used(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_cpu_lacks_what_only_cards_have() -> None:
     absent = absent_facts(CPU)
-    assert absent.keys() >= {Fact.CUDA, Fact.TF32, Fact.MANY_RANKS}
+    assert absent.keys() >= {Fact.CUDA, Fact.TF32, Fact.FP8, Fact.MANY_RANKS}
+    assert absent[Fact.FP8] == "it is the CPU here: use precision=bf16"
     assert absent.keys().isdisjoint({Fact.CPU, Fact.BF16})
 
 
@@ -101,13 +102,22 @@ def test_a_card_of_2018_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> N
     absent = absent_facts(torch.device("cuda"))
     assert absent[Fact.BF16] == "Tesla T4 only emulates it: use precision=fp16"
     assert absent[Fact.TF32] == "Tesla T4 has compute capability 7.5, it takes 8.0: use precision=fp32"
+    assert absent[Fact.FP8] == "Tesla T4 has compute capability 7.5, it takes 8.9: use precision=fp16"
     assert absent.keys().isdisjoint({Fact.CUDA})
     assert Fact.CPU in absent
 
 
 def test_a_newer_card_lacks_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "NVIDIA A100", (8, 0), has_bf16=True)
-    assert absent_facts(torch.device("cuda")).keys().isdisjoint({Fact.BF16, Fact.TF32, Fact.CUDA})
+    absent = absent_facts(torch.device("cuda"))
+    assert absent.keys().isdisjoint({Fact.BF16, Fact.TF32, Fact.CUDA})
+    assert absent[Fact.FP8] == "NVIDIA A100 has compute capability 8.0, it takes 8.9: use precision=bf16"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_the_newest_cards_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    pretend(monkeypatch, "a card", capability, has_bf16=True)
+    assert Fact.FP8 not in absent_facts(torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ from lowvram.modes.utilisation import PEAK_TFLOPS, mfu, peak_rate
 
 def test_cards_are_found_by_what_their_name_contains() -> None:
     assert peak_rate("NVIDIA H100 PCIe", "bf16") == 756.0
-    assert peak_rate("NVIDIA H100 80GB HBM3", "bf16") == 989.4
+    assert peak_rate("NVIDIA H100 80GB HBM3", "bf16") == peak_rate("NVIDIA H100 80GB HBM3", "bf16_pure") == 989.4
+    assert peak_rate("NVIDIA A100-SXM4-40GB", "fp8") is None
     assert peak_rate("Tesla T4", "bf16") is None
     assert peak_rate("Some other card", "fp32") is None
 

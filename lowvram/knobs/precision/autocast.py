@@ -1,6 +1,6 @@
-"""precision: in which number format the model computes. Weights stay fp32 in all of these.
+"""Autocast: the model computes in fewer bits, its weights stay fp32.
 
-Autocast: Micikevicius et al., "Mixed Precision Training" (2018); PyTorch, torch.amp.
+Micikevicius et al., "Mixed Precision Training" (2018); PyTorch, torch.amp.
 """
 
 from __future__ import annotations

@@ -1,0 +1,22 @@
+"""Parameters that an optimizer updates in the place of the model's own, such as fp32 copies in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_originals: MutableMapping[Tensor, nn.Parameter] = WeakIdKeyDictionary()
+
+
+def stands_for(copy: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
+    """The same copy, known from now on to stand for a parameter of the model: optimizers that treat some weights in a
+    way of their own look there."""
+    _originals[copy] = original
+    return copy
+
+
+def original(parameter: Tensor) -> Tensor:
+    """The model's own parameter behind a copy; any other tensor itself."""
+    return _originals.get(parameter, parameter)

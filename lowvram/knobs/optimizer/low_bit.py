@@ -1,0 +1,135 @@
+"""AdamW whose moments are kept in 8 or 4 bits, in blocks with a scale each.
+
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021); Li et al., "Memory Efficient Optimizers with
+4-bit States" (2023). The updates are torchao's, one compiled kernel per shape of a parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.quiet import quiet
+from lowvram.core.rig import Rig
+from lowvram.core.shards import local
+from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.widened import Landing, keep_formats, noise_of_step
+
+
+@dataclass(frozen=True)
+class AdamW8bit(Knob):
+    """Two moments of 8 bits per parameter."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    stage = Stage.OPTIMIZER
+    exactness = Exactness.LOSSY
+    band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
+    saves = Kind.OPTIMIZER
+    theirs: ClassVar[str] = "AdamW8bit"
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.weight_decay)
+        check_adam(self.beta1, self.beta2, self.eps)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.C_COMPILER})
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
+
+    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
+        landing = landing or Landing()
+        with quiet():
+            kind = getattr(import_module("torchao.optim"), self.theirs)
+        groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
+        inner = kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=landing.rounding is not None)
+        return LowBit(inner, next(landing.numbers))
+
+
+@dataclass(frozen=True)
+class AdamW4bit(AdamW8bit):
+    """Two moments of 4 bits per parameter."""
+
+    theirs = "AdamW4bit"
+
+
+@final
+class LowBit(torch.optim.Optimizer):
+    """torchao's optimizer as the rest of the program knows one: the learning rate is a plain number, states keep their
+    format when they are loaded, and an update neither minds a dispatch mode nor computes on tensors without memory."""
+
+    def __init__(self, inner: Any, number: int) -> None:
+        super().__init__([{**group, "lr": float(group["lr"])} for group in inner.param_groups], {})
+        self.param_groups[0] |= {"noise_of": number, "noise_step": 0}
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        stand_ins = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    stand_ins[parameter] = stand_in = contiguous(parameter)
+                    self.state[parameter] = self.state[parameter] or self.new_state(stand_in)
+        if not any(isinstance(local(parameter), FakeTensor) for parameter in stand_ins):
+            self.run(stand_ins)
+
+    def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """As torchao makes it for an fp32 weight, whatever the format of this one: what is too small for blocks of
+        codes stays fp32."""
+        wide = parameter.detach().float()
+        moments = {"exp_avg": self.inner._new_buffer(wide, True), "exp_avg_sq": self.inner._new_buffer(wide, False)}
+        return {"step": torch.tensor(0.0), **moments}
+
+    def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
+        """The update itself. The learning rate goes in as a tensor: a number would be compiled in."""
+        self.inner.param_groups = [
+            {
+                **group,
+                "lr": torch.tensor(group["lr"]),
+                "params": [stand_ins[p] for p in group["params"] if p in stand_ins],
+            }
+            for group in self.param_groups
+        ]
+        self.inner.state = defaultdict(dict, {stand_in: self.state[p] for p, stand_in in stand_ins.items()})
+        with noise_of_step(self.param_groups):
+            compiled_step(self.inner)
+        self.inner.param_groups, self.inner.state = [], defaultdict(dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        keep_formats(self, state_dict)
+
+
+def compiled_step(optimizer: torch.optim.Optimizer) -> None:
+    """torchao's compiled updates raise under a dispatch mode (a ledger, a counter): it is lifted."""
+    with _disable_current_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        optimizer.step()
+
+
+def contiguous(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, or a contiguous view of one that lies otherwise in memory (channels_last), with its gradient: a
+    block of a state is a run of memory."""
+    assert parameter.grad is not None
+    if parameter.is_contiguous() and parameter.grad.is_contiguous():
+        return parameter
+    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+    view = nn.Parameter(parameter.detach().permute(order))
+    view.grad = parameter.grad.permute(order).contiguous()
+    return view

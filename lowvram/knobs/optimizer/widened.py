@@ -1,0 +1,154 @@
+"""Any optimizer over weights or states of fewer bits than it computes in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.core.rounding import noise_of, stochastically
+from lowvram.core.shards import local
+
+Rounding = Callable[[Tensor, Tensor], None]
+PIECE_ELEMENTS = 2**22  # of a parameter that are widened at a time: 16 MiB for each copy in fp32
+STEP = "step"  # torch's name for the count of updates: no average, so it is never rounded
+
+
+@dataclass(frozen=True)
+class Landing:
+    """How the optimizers of one rig round their updates, each with a noise of its own."""
+
+    rounding: Rounding | None = None  # how an fp32 weight lands in one of fewer bits; None: as the optimizer does
+    numbers: Iterator[int] = field(default_factory=count)  # of the optimizers, in the order in which they are made
+
+
+def widened(
+    inner: torch.optim.Optimizer,
+    landing: Landing,
+    state_dtype: torch.dtype = torch.float32,
+    piece_elements: int | None = None,
+) -> torch.optim.Optimizer:
+    """`inner`, run in fp32 where its weights or its states have fewer bits; itself where there is nothing to widen.
+
+    Args:
+        state_dtype: in which states are kept in between the steps.
+        piece_elements: for an update that looks at each element alone: how many may be widened at a time.
+    """
+    parameters = (parameter for group in inner.param_groups for parameter in group["params"])
+    is_narrow = any(parameter.dtype.itemsize < 4 for parameter in parameters)
+    if state_dtype is torch.float32 and not (landing.rounding and is_narrow):
+        return inner
+    return Widened(inner, landing, state_dtype, piece_elements)
+
+
+@contextmanager
+def noise_of_step(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """The noise of an optimizer's next step: a function of the optimizer's number and of how many steps it has made,
+    both of which its first group holds and its state_dict keeps."""
+    first = groups[0]
+    first["noise_step"] += 1
+    with noise_of(local(first["params"][0]).device, first["noise_of"], first["noise_step"]):
+        yield
+
+
+@final
+class Widened(torch.optim.Optimizer):
+    """One parameter after the other, and of a large one piece after piece, is widened to fp32, updated by `inner` and
+    rounded back stochastically: its states too. So what is wide at a time stays small."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        landing: Landing,
+        state_dtype: torch.dtype,
+        piece_elements: int | None,
+    ) -> None:
+        super().__init__(inner.param_groups, {})
+        self.param_groups[0] |= {"noise_of": next(landing.numbers), "noise_step": 0}
+        self.inner, self.state_dtype, self.piece_elements = inner, state_dtype, piece_elements
+        self.rounding: Callable[[Tensor, Tensor], Any] = landing.rounding or Tensor.copy_
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with noise_of_step(self.param_groups):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.update(parameter, group)
+        self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the last wide copy
+
+    def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        kept, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        before, after = dict(kept), dict(kept)
+        for rows in pieces(parameter, self.piece_elements):
+            narrow = {name: rows(value) for name, value in before.items() if name != STEP}
+            steps = {name: value.clone() for name, value in before.items() if name == STEP}
+            after = self.updated(rows(parameter.detach()), rows(gradient), narrow | steps, group)
+            for name in after.keys() - {STEP}:
+                if name not in kept:
+                    kept[name] = self.new_state(parameter, after[name])
+                self.put(rows(kept[name]), after[name])
+        kept |= {name: value for name, value in after.items() if name == STEP}
+
+    def updated(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Update one piece in place; returns its new state, as wide as it was computed."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        stand_in = nn.Parameter(weight.to(dtype))
+        stand_in.grad = gradient.to(dtype)
+        self.inner.param_groups = [{**group, "params": [stand_in]}]
+        states = {name: value if name == STEP else value.to(dtype) for name, value in state.items()}
+        self.inner.state = defaultdict(dict, {stand_in: states})
+        self.inner.step()
+        if dtype is not weight.dtype:
+            self.rounding(weight, stand_in.detach())
+        return {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
+
+    def new_state(self, parameter: nn.Parameter, wide: Tensor) -> Tensor:
+        """Room for a state in the format that it is kept in. In pieces, it has the shape of its parameter."""
+        dtype = self.state_dtype if self.state_dtype.itemsize < wide.dtype.itemsize else wide.dtype
+        return torch.empty_like(wide if self.piece_elements is None else parameter, dtype=dtype)
+
+    def put(self, kept: Tensor, wide: Tensor) -> None:
+        """Write a state back, unless it was updated where it is kept."""
+        if kept.dtype is not wide.dtype:
+            stochastically(kept, wide)
+        elif kept.untyped_storage()._cdata != wide.untyped_storage()._cdata:
+            kept.copy_(wide)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        keep_formats(self, state_dict)
+
+
+def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Ways to cut the same rows out of (this rank's shard of) a parameter, its gradient and its states."""
+    shard = local(parameter.detach())
+    num_rows = len(shard) if shard.ndim else 1
+    rows_at_once = num_rows
+    if piece_elements is not None and shard.numel() > piece_elements:
+        rows_at_once = piece_elements * num_rows // shard.numel()
+    rows_at_once = max(1, rows_at_once)
+    for start in range(0, num_rows, rows_at_once):
+        yield lambda tensor, start=start: torch.atleast_1d(local(tensor))[start : start + rows_at_once]
+
+
+def keep_formats(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """After `load_state_dict`: give states the number format that they were saved in. torch gives them their
+    parameter's, which may have fewer bits."""
+    numbers, parameters = (
+        chain.from_iterable(group["params"] for group in groups)
+        for groups in (saved["param_groups"], optimizer.param_groups)
+    )
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and name != STEP:
+                optimizer.state[parameter][name] = value.to(parameter.device)

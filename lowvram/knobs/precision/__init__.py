@@ -1,0 +1,27 @@
+"""precision: in which number format the model computes."""
+
+from lowvram.knobs.precision.autocast import (
+    SMALLEST_SCALE,
+    Bf16,
+    Fp16,
+    Fp32,
+    ScaledStepper,
+    Tf32,
+    autocast,
+    set_fp32_products,
+)
+from lowvram.knobs.precision.bf16_pure import Bf16Pure
+from lowvram.knobs.precision.fp8 import Fp8
+
+__all__ = [
+    "SMALLEST_SCALE",
+    "Bf16",
+    "Bf16Pure",
+    "Fp8",
+    "Fp16",
+    "Fp32",
+    "ScaledStepper",
+    "Tf32",
+    "autocast",
+    "set_fp32_products",
+]

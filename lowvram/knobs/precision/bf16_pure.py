@@ -1,0 +1,78 @@
+"""bf16_pure: weights, gradients and activations in bf16, and no fp32 copy of the weights anywhere.
+
+What makes it train is that updates are rounded stochastically: Zamirai et al., "Revisiting BFloat16 Training" (2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.rig import Rig
+from lowvram.core.rounding import stochastically
+
+
+@dataclass(frozen=True)
+class Bf16Pure(Knob):
+    """The model in bf16. Optimizers compute their updates in fp32 and round them into it stochastically."""
+
+    stage = Stage.BUILD
+    exactness = Exactness.LOSSY
+    band = 2e-2
+    saves = Kind.PARAMETERS
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.BF16})
+
+    def apply(self, rig: Rig) -> Rig:
+        narrow(rig.model)
+        rig.model.register_forward_pre_hook(with_narrow_inputs)
+        return replace(rig, rounding=stochastically)
+
+
+def narrow(model: nn.Module) -> None:
+    """Turn floating-point parameters and buffers into bf16; tied ones stay tied.
+
+    Running statistics stay fp32: bf16 would stop averaging.
+    """
+    done: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        has_statistics = "running_var" in module._buffers
+        for table in (module._parameters, {} if has_statistics else module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_floating_point():
+                    if tensor not in done:
+                        done[tensor] = narrowed(tensor)
+                    table[name] = done[tensor]  # pyright: ignore[reportArgumentType]
+        if isinstance(module, _BatchNorm):
+            module.forward = partial(batch_norm, module)
+
+
+def narrowed(tensor: Tensor) -> Tensor:
+    values = tensor.detach().to(torch.bfloat16)
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook before the model's forward pass: images and the like become bf16, numbers of tokens stay."""
+    del model
+    return tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+
+
+def batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
+    """nn.BatchNorm's forward pass, its weights widened: kernels want them in the format of the statistics."""
+    share = norm.momentum
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        share = 1.0 / float(norm.num_batches_tracked) if share is None else share
+    weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
+    by_batch = norm.training or norm.running_mean is None
+    return F.batch_norm(input, norm.running_mean, norm.running_var, weight, bias, by_batch, share or 0.0, norm.eps)
