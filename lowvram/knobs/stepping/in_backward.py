@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -159,7 +160,7 @@ class AtOnce(Way):
 
     def use(self, parameter: nn.Parameter) -> None:
         measure(parameter, self.squares)
-        step_one(parameter, self.optimizers[parameter], self.by)
+        step_one(parameter, self.optimizers, self.by)
 
     def finish(self) -> Update:
         norm = self.squares.total().sqrt()
@@ -174,7 +175,7 @@ class TwoPasses(Way):
         self.optimizers, self.clip, self.divisor = optimizers, clip, divisor
         self.squares = SquareSum()
         self.loss: Tensor | None = None
-        self.use_one: Callable[[nn.Parameter], None] = lambda parameter: measure(parameter, self.squares)
+        self.use_one: Callable[[nn.Parameter], None] = partial(measure, squares=self.squares)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward(retain_graph=True)
@@ -189,7 +190,7 @@ class TwoPasses(Way):
         applied = is_finite(norm)
         if applied and loss is not None:
             by = factor(norm, self.clip, self.divisor)
-            self.use_one = lambda parameter: step_one(parameter, self.optimizers[parameter], by)
+            self.use_one = partial(step_one, optimizers=self.optimizers, by=by)
             loss.backward()
         return Update(norm, applied)
 
@@ -214,7 +215,7 @@ class OnHost(Way):
             by = factor(norm, self.clip, self.divisor)
             for parameter in self.sums.born():
                 bring_back(parameter, self.sums)
-                step_one(parameter, self.optimizers[parameter], by)
+                step_one(parameter, self.optimizers, by)
                 parameter.grad = None
         return Update(norm, applied)
 
@@ -224,12 +225,12 @@ def measure(parameter: nn.Parameter, squares: SquareSum) -> None:
     squares.add(local(parameter.grad), parameter)
 
 
-def step_one(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, by: Tensor | None) -> None:
+def step_one(parameter: nn.Parameter, optimizers: Optimizers, by: Tensor | None) -> None:
     """Update one parameter with its gradient, multiplied by `by`."""
     assert parameter.grad is not None
     with torch.no_grad():
         rescale([parameter.grad], by)
-    optimizer.step()
+    optimizers[parameter].step()
 
 
 @torch.no_grad()
