@@ -18,6 +18,8 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.precision import ScaledStepper
+from lowvram.knobs.stepping import CpuOffloadStepper
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.settings import KNOB_GROUPS
@@ -182,9 +184,18 @@ def train(
     dtype = next(rig.model.parameters()).dtype
     losses, updates = zip(*(step(rig, part.to(device)) for part in batches(task.spec, sizes, dtype)), strict=True)
     names: dict[Tensor, str] = {parameter: name for name, parameter in rig.model.named_parameters()}
-    gradients = {names[parameter]: torch.stack(steps) for parameter, steps in watch.gradients.items()}
+    names |= {master: names[parameter] for parameter, master in masters_of(rig).items()}
+    gradients = {names[parameter]: torch.stack(steps).to(device) for parameter, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())
     return Trained(list(losses), list(updates), gradients, dict(rig.model.named_parameters()), buffers)
+
+
+def masters_of(rig: Rig) -> dict[nn.Parameter, nn.Parameter]:
+    """What the optimizer updates in place of each parameter of the model, if the host does that."""
+    stepper = rig.stepper
+    while isinstance(stepper, ScaledStepper):
+        stepper = stepper.inner
+    return stepper.masters if isinstance(stepper, CpuOffloadStepper) else {}
 
 
 def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -88,7 +88,9 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
     assert callers == {
         "lowvram.core.rig",  # asks the stepper
         "lowvram.knobs.precision.autocast",  # a stepper around another
-        "lowvram.knobs.stepping",  # the one that does it
+        "lowvram.knobs.stepping.after_backward",  # this one and the next two do it
+        "lowvram.knobs.stepping.cpu_offload",
+        "lowvram.knobs.stepping.in_backward",
         "lowvram.modes.last_acts",  # a stepper around another, with a clock
     }
 

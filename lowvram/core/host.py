@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+MOST_WAITS = 64  # that are kept to be asked for their time later
 
 
 @dataclass
@@ -26,15 +30,19 @@ class Traffic:
     to_host_bytes: int = 0
     to_device_bytes: int = 0
     _waited_s: float = 0.0
-    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
     def waited_ms(self) -> float:
         """Waits for the device."""
-        while self._waits:
-            before, after = self._waits.pop()
+        self._sum_up(0)
+        return self._waited_s * 1e3
+
+    def _sum_up(self, most: int) -> None:
+        """Ask the oldest waits for their time, until at most so many are left."""
+        while len(self._waits) > most:
+            before, after = self._waits.popleft()
             after.synchronize()
             self._waited_s += before.elapsed_time(after) / 1e3
-        return self._waited_s * 1e3
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
@@ -45,6 +53,7 @@ class Traffic:
             yield
             after.record()
             self._waits.append((before, after))
+            self._sum_up(MOST_WAITS)
         else:
             began = time.perf_counter()
             yield
@@ -65,10 +74,10 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def mark(tensor: Tensor) -> Tensor:
-    """The same tensor, its storage known as host memory from now on."""
-    storage = tensor.untyped_storage()
-    if storage._cdata not in _storages:
-        _storages[storage._cdata] = weakref.finalize(storage, _storages.pop, storage._cdata, None)
+    """The same tensor, its storages known as host memory from now on."""
+    for storage in storages(tensor):
+        if storage._cdata not in _storages:
+            _storages[storage._cdata] = weakref.finalize(storage, _storages.pop, storage._cdata, None)
     for tell in listeners:
         tell(tensor)
     return tensor
@@ -77,6 +86,14 @@ def mark(tensor: Tensor) -> Tensor:
 def is_marked(storage: torch.UntypedStorage) -> bool:
     """Whether the ledger counts a storage as host memory on a CPU device too."""
     return storage._cdata in _storages
+
+
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (low-bit states)."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [storage for name in names for storage in storages(getattr(tensor, name))]
+    return [tensor.untyped_storage()]
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowvram.core import host
@@ -55,6 +55,8 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
     peak, book = Peak(), Ledger(main_device(model))
     gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
     with ExitStack() as undo:
+        _open.append(book)
+        undo.callback(_open.remove, book)
         undo.callback(gc.enable if gc.isenabled() else gc.disable)
         undo.callback(book.close, peak)
         gc.disable()
@@ -74,9 +76,20 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)  # the first update gave birth to it
 
 
+def announce(tensor: Tensor, kind: Kind) -> Tensor:
+    """The same tensor, its kind told to whoever keeps a ledger: for what isn't to be seen from outside, such as a
+    gradient that is used and freed as it is born."""
+    for book in _open:
+        book.own(tensor, kind)
+    return tensor
+
+
 def main_device(model: nn.Module | None) -> str | None:
     """The type of the device that the model is on; None without a model."""
     return None if model is None else next((tensor.device.type for tensor in model.parameters()), None)
+
+
+_open: list[Ledger] = []
 
 
 class Storage(NamedTuple):
@@ -142,7 +155,7 @@ class Ledger(TorchDispatchMode):
         is_here = self.device_type in (None, tensor.device.type)
         return [
             self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
-            for storage in storages(tensor)
+            for storage in host.storages(tensor)
         ]
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
@@ -174,11 +187,3 @@ class Ledger(TorchDispatchMode):
                 peak.peak_bytes, peak.by_kind = total, dict(live)
         peak.by_kind = {kind: peak.by_kind.get(kind, 0) for kind in Kind}
         peak.by_kind_max = {kind: most[kind] for kind in Kind}
-
-
-def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (low-bit states)."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in storages(getattr(tensor, name))]
-    return [tensor.untyped_storage()]

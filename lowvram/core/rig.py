@@ -59,7 +59,7 @@ class Update(NamedTuple):
     """What became of one update."""
 
     grad_norm: Tensor  # global, before clipping; 0-dim
-    applied: bool  # False: a gradient was not finite, and nothing was changed
+    applied: bool  # False: a gradient was not finite, and (unless the stepper says otherwise) nothing was changed
     recoverable: bool = False  # not applied because a loss scale was too large; the next step tries a smaller one
 
 
@@ -68,7 +68,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        """A step of `num_parts` backward calls starts; gradients will arrive `divisor` times too large."""
+        """A step of `num_parts` backward calls starts; gradients will arrive `divisor` times too large.
+
+        A `divisor` that is a tensor (0-dim), whatever its value, is a loss scale: a step whose gradients are not finite
+        must change nothing. With the plain 1.0 such a step is the run's last one.
+        """
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:

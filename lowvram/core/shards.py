@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -25,17 +26,10 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def square_sum(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of all squares (0-dim, at least fp32), over the shards of all ranks too."""
-    tensors = list(tensors)
-    if not tensors:
-        return torch.zeros(())
-    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
-    whole = [tensor for tensor in tensors if not is_sharded(tensor)]
-    total = _local_square_sum(whole, tensors[0])
-    if sharded:
-        of_all_ranks = _local_square_sum(sharded, tensors[0])
-        dist.all_reduce(of_all_ranks, group=sharded[0].device_mesh.get_group())  # pyright: ignore[reportAttributeAccessIssue]
-        total = total + of_all_ranks
-    return total
+    squares = SquareSum()
+    for tensor in tensors:
+        squares.add(local(tensor), tensor)
+    return squares.total()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -43,9 +37,30 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and not all(isinstance(place, Replicate) for place in tensor.placements)
 
 
-def _local_square_sum(tensors: list[Tensor], like: Tensor) -> Tensor:
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    if not tensors:
-        return torch.zeros((), dtype=dtype, device=local(like).device)
-    norms = [torch.linalg.vector_norm(local(tensor), dtype=dtype) for tensor in tensors]
-    return torch.stack(norms).square().sum()
+@final
+class SquareSum:
+    """The sum of the squares of tensors that come one after another and need not stay."""
+
+    def __init__(self) -> None:
+        self._norms: list[Tensor] = []  # of whole tensors
+        self._norms_of_shards: list[Tensor] = []
+        self._like: Tensor | None = None  # the first sharded tensor: where its other shards are
+
+    def add(self, values: Tensor, of: Tensor) -> None:
+        """Take in `values`: what this rank holds, on the device or on the host, of a tensor that is spread as `of`."""
+        norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+        norm = norm.to(local(of).device)
+        if is_sharded(of):
+            self._like = of if self._like is None else self._like
+            self._norms_of_shards.append(norm)
+        else:
+            self._norms.append(norm)
+
+    def total(self) -> Tensor:
+        """0-dim, at least fp32. Waits for nothing but, with shards, the other ranks: all must call it."""
+        whole = torch.stack(self._norms).square().sum() if self._norms else None
+        if self._like is None:
+            return torch.zeros(()) if whole is None else whole
+        total = torch.stack(self._norms_of_shards).square().sum()
+        dist.all_reduce(total, group=self._like.device_mesh.get_group())  # pyright: ignore[reportAttributeAccessIssue]
+        return total if whole is None else total + whole

@@ -19,8 +19,10 @@ CASES = {
     "transformer, fp16, scale that overflows": (*TINY, "precision=fp16", "precision.init_scale=2e9"),
     "transformer, dropout, ckpt": (*TINY, "model.dropout=0.2", "ckpt=every1"),
     "transformer, workers, clip": (*TINY, "loader=workers", "stepping.clip=0.5"),
+    "transformer, in_backward, clip, accum": (*TINY, "stepping=in_backward", "stepping.clip=0.5", "accum=x2"),
     "resnet, batch norm": TINY_RESNET,
     "resnet, bf16, accum": (*TINY_RESNET, "precision=bf16", "accum=x4"),
+    "resnet, cpu_offload": (*TINY_RESNET, "stepping=cpu_offload", "stepping.offload_fraction=0.7"),
 }
 
 

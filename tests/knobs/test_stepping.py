@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowvram.config import BadInput
+from lowvram.config import BadInput, Incompatible
+from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.rig import Rig, assemble
+from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.stepping import AfterBackward, AfterBackwardStepper
-from tests.laboratory import relative_error
+from tests.laboratory import CPU, KNOBS, PROBLEMS, knobs_of, make_batch, relative_error
 
 
 def make_model() -> nn.Sequential:
@@ -140,3 +144,51 @@ def take_step(stepper: AfterBackwardStepper, model: nn.Module) -> None:
 def test_a_norm_is_above_zero(clip: float) -> None:
     with pytest.raises(BadInput, match=rf"stepping\.clip={clip}: must be null \(off\) or a norm above 0"):
         AfterBackward(clip)
+
+
+# What goes wrong without the fact that in_backward and cpu_offload take away.
+
+
+@dataclass(frozen=True)
+class Reader(Knob):
+    """Looks at the gradients when the update begins, as a gradient filter would."""
+
+    seen: list[int] = field(default_factory=list)  # gradients of each step
+    needed: frozenset[Fact] = frozenset()
+
+    stage = Stage.NUMERICS
+
+    def needs(self) -> frozenset[Fact]:
+        return self.needed
+
+    def apply(self, rig: Rig) -> Rig:
+        update = rig.stepper.update
+
+        def look_and_update() -> Any:
+            self.seen.append(sum(parameter.grad is not None for parameter in rig.trainable))
+            return update()
+
+        rig.stepper.update = look_and_update
+        return rig
+
+
+def test_without_grads_at_update() -> None:
+    """Who reads gradients at the update finds all of them, or none; so it is refused where it says what it needs."""
+    task, seen = PROBLEMS["transformer"], {}
+    for option in ("after_backward", "in_backward", "cpu_offload"):
+        reader = Reader()
+        rig = assemble(task, knobs_of(stepping=option) | {"reader": reader}, CPU)
+        step(rig, make_batch(task.spec, 4))
+        seen[option] = reader.seen
+    assert seen == {
+        "after_backward": [len(list(task.make_model().parameters()))],
+        "in_backward": [0],
+        "cpu_offload": [0],
+    }
+    for option in ("in_backward", "cpu_offload"):
+        assert KNOBS["stepping", option].breaks() == {Fact.GRADS_AT_UPDATE}
+        needy = Reader(needed=frozenset({Fact.GRADS_AT_UPDATE}))
+        with pytest.raises(
+            Incompatible, match=f"reader needs that every gradient is alive .*, and stepping={option} ends"
+        ):
+            assemble(task, knobs_of(stepping=option) | {"reader": needy}, CPU)

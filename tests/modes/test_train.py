@@ -15,6 +15,7 @@ from lowvram.core.rig import Update
 from lowvram.endings import Interrupted, NonFinite
 from lowvram.export import load
 from lowvram.knobs.precision import Fp16
+from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.modes.evaluate import evaluate
 from lowvram.modes.session import Session
 from lowvram.modes.train import Train
@@ -28,6 +29,9 @@ CHOICES: dict[str, dict[str, str | Knob]] = {
     "bf16": {"precision": "bf16", "accum": "x4", "ckpt": "every2"},
     "fp16": {"precision": Fp16(init_scale=2.0**24, growth_interval=2), "accum": "x2"},
     "sgd": {"optimizer": "sgd"},
+    "in_backward": {"stepping": InBackward(clip=0.5, norm=Norm.last_step)},
+    "cpu_offload": {"stepping": CpuOffload(clip=0.5, offload_fraction=0.6), "accum": "x2"},
+    "in_backward, fp16": {"stepping": "in_backward", "precision": Fp16(init_scale=2.0**24, growth_interval=2)},
 }
 
 

@@ -115,7 +115,7 @@ class ScaledStepper(Stepper):
         self.num_good = self.skipped_steps = 0
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        self.inner.begin(num_parts, divisor * self.scale)
+        self.inner.begin(num_parts, torch.as_tensor(divisor * self.scale))
 
     def backward(self, loss: Tensor) -> None:
         self.inner.backward(loss * self.scale)

@@ -1,4 +1,4 @@
-"""stepping: when gradients are used and freed."""
+"""The plain way: all gradients are born, then one update uses them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowvram.config import require
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import Rig, Stepper, Update, is_finite
-from lowvram.core.shards import local, total_norm
+from lowvram.core.shards import total_norm
+from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class AfterBackward(Knob):
     stage = Stage.STEPPING
 
     def __post_init__(self) -> None:
-        require(self.clip is None or self.clip > 0, "stepping.clip", self.clip, "null (off) or a norm above 0")
+        check_clip(self.clip)
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})
@@ -50,7 +50,7 @@ class AfterBackwardStepper(Stepper):
         norm = total_norm(gradients) / self.divisor
         applied = is_finite(norm)
         if applied:
-            rescale(gradients, norm, self.clip, self.divisor)
+            rescale(gradients, factor(norm, self.clip, self.divisor))
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Update(norm, applied)
@@ -64,12 +64,3 @@ class AfterBackwardStepper(Stepper):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
-
-
-def rescale(gradients: list[Tensor], norm: Tensor, clip: float | None, divisor: Tensor | float) -> None:
-    """Divide the gradients by `divisor`, and bring their global norm (given after that division) down to `clip`."""
-    shards = [local(gradient) for gradient in gradients]
-    if clip is not None:
-        torch._foreach_mul_(shards, torch.clamp(clip / (norm + 1e-6), max=1.0) / divisor)  # pyright: ignore[reportPrivateImportUsage]
-    elif not isinstance(divisor, float) or divisor != 1.0:
-        torch._foreach_mul_(shards, 1.0 / divisor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,15 @@
+"""stepping: when gradients are used and freed."""
+
+from lowvram.knobs.stepping.after_backward import AfterBackward, AfterBackwardStepper
+from lowvram.knobs.stepping.cpu_offload import CpuOffload, CpuOffloadStepper
+from lowvram.knobs.stepping.in_backward import InBackward, InBackwardStepper, Norm
+
+__all__ = [
+    "AfterBackward",
+    "AfterBackwardStepper",
+    "CpuOffload",
+    "CpuOffloadStepper",
+    "InBackward",
+    "InBackwardStepper",
+    "Norm",
+]

@@ -1,0 +1,228 @@
+"""stepping=cpu_offload: weights in fp32, optimizer state and gradients wait in host memory, and the CPU updates.
+
+Ren et al., "ZeRO-Offload" (2021). torchao's CPUOffloadOptimizer is the same idea without clipping, accumulation and
+schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lowvram.config import require
+from lowvram.core import host
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
+from lowvram.core.shards import local
+from lowvram.knobs.stepping.host_sums import HostSums
+from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
+
+BUCKET_BYTES = 2**24  # of master weights that one optimizer updates; their copies back overlap with the next bucket
+
+
+@dataclass(frozen=True)
+class CpuOffload(Knob):
+    """fp32 master weights, the optimizer's state and the gradients live on the host, which does the updates."""
+
+    clip: float | None = None
+    offload_fraction: float = 1.0
+
+    stage = Stage.STEPPING
+    saves = Kind.OPTIMIZER
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip)
+        fraction, allowed = self.offload_fraction, "between 0 (all state on the device) and 1 (all on the host)"
+        require(0 <= fraction <= 1, "stepping.offload_fraction", fraction, allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.PLAIN_BACKWARD})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.GRADS_AT_UPDATE})
+
+    def apply(self, rig: Rig) -> Rig:
+        stepper = CpuOffloadStepper(rig.trainable, rig.make_optimizer, self.clip, self.offload_fraction)
+        return replace(rig, stepper=stepper)
+
+
+@final
+class CpuOffloadStepper(Stepper):
+    """Two halves with one norm: parameters that the host updates, and those that the device keeps.
+
+    A weight on the device is its master's value, rounded to the nearest: the master keeps what rounding would lose,
+    so no stochastic rounding is needed for weights of few bits.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, clip: float | None, fraction: float
+    ) -> None:
+        offloaded = largest_within(parameters, fraction)
+        self.kept = [parameter for parameter in parameters if parameter not in offloaded]
+        self.clip, self.fraction = clip, fraction
+        self.divisor: Tensor | float = 1.0
+        self.sums = HostSums(list(offloaded))
+        self.masters = {parameter: master_of(parameter) for parameter in parameters if parameter in offloaded}
+        self.buckets = [
+            Bucket(self.masters, bucket, make_optimizer, self.sums) for bucket in in_buckets(list(self.masters))
+        ]
+        self.kept_optimizers = [make_optimizer(self.kept)] if self.kept else []  # one, or none where all is offloaded
+        self.versions = {parameter: local(parameter)._version for parameter in self.masters}
+        for parameter in self.masters:
+            parameter.register_post_accumulate_grad_hook(self.sums.take)
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.divisor = divisor
+        self.sums.begin(num_parts)
+        self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Masters of weights that were written by somebody else since the last step, such as loaded ones, are these
+        weights again."""
+        for parameter, master in self.masters.items():
+            if local(parameter)._version != self.versions[parameter]:
+                master.copy_(local(parameter))
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        self.versions = {parameter: local(parameter)._version for parameter in self.masters}
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @torch.no_grad()
+    def update(self) -> Update:
+        squares = self.sums.squares()
+        kept = [parameter.grad for parameter in self.kept if parameter.grad is not None]
+        for gradient in kept:
+            squares.add(local(gradient), gradient)
+        norm = squares.total().sqrt() / self.divisor
+        applied = is_finite(norm)
+        if applied:
+            by = factor(norm, self.clip, self.divisor)
+            rescale(kept, by)
+            for optimizer in self.kept_optimizers:
+                optimizer.step()
+            self.update_on_host(None if by is None else by.cpu())
+        for parameter in self.kept:
+            parameter.grad = None
+        return Update(norm, applied)
+
+    def update_on_host(self, by: Tensor | None) -> None:
+        """One bucket after the other; while the CPU updates one, the gradients of the next ones still arrive and the
+        weights of the ones before travel back."""
+        for link in self.sums.links.values():
+            link.rest()  # the masters that were sent by the step before are written into now
+        for bucket in self.buckets:
+            bucket.update(by)
+        for link in self.sums.links.values():
+            link.join()
+        self.note_versions()
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        yield from (bucket.optimizer for bucket in self.buckets)
+        yield from self.kept_optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is copied. Masters and state of the host half are CPU tensors, state of the kept half is the
+        device's."""
+        return {
+            "masters": [master.detach() for master in self.masters.values()],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """To be called when the weights are loaded: those that are loaded later become the masters' values."""
+        masters = list(self.masters.values())
+        is_same = [master.shape for master in masters] == [saved.shape for saved in state["masters"]]
+        require(is_same, "stepping.offload_fraction", self.fraction, "what it was when this state was saved")
+        for link in self.sums.links.values():
+            link.rest()
+        for master, saved in zip(masters, state["masters"], strict=True):
+            master.copy_(saved)
+        for optimizer, its_state in zip(self.optimizers(), state["optimizers"], strict=True):
+            optimizer.load_state_dict(its_state)
+        for bucket in self.buckets:
+            bucket.mark_state()
+        self.note_versions()
+
+
+@final
+class Bucket:
+    """Some offloaded parameters, with the optimizer that updates their masters on the CPU."""
+
+    def __init__(
+        self,
+        masters: dict[nn.Parameter, nn.Parameter],
+        parameters: list[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        sums: HostSums,
+    ) -> None:
+        self.masters = {parameter: masters[parameter] for parameter in parameters}
+        self.optimizer = make_optimizer(list(self.masters.values()))
+        self.sums, self.num_marked = sums, 0
+
+    def update(self, by: Tensor | None) -> None:
+        """Use the gradients, multiplied by `by`, and send the new weights on their way."""
+        gradients = {parameter: self.sums.wait_for(parameter) for parameter in self.masters if parameter in self.sums}
+        rescale(list(gradients.values()), by)
+        for parameter, gradient in gradients.items():
+            self.masters[parameter].grad = gradient
+        self.optimizer.step()
+        if len(self.optimizer.state) != self.num_marked:
+            self.mark_state()
+        for parameter in gradients:
+            self.masters[parameter].grad = None
+            weight = local(parameter)
+            self.sums.links[weight.device].send(weight, self.masters[parameter])
+
+    def mark_state(self) -> None:
+        """What the optimizer gave birth to is host memory."""
+        for leaf in tree_leaves(list(self.optimizer.state.values())):
+            if isinstance(leaf, Tensor):
+                host.mark(leaf)
+        self.num_marked = len(self.optimizer.state)
+
+
+@torch.no_grad()
+def master_of(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter's value in host memory, in fp32 (fp64 where it is that): this rank's shard, as a plain tensor."""
+    weight = local(parameter)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return nn.Parameter(host.empty(weight.shape, dtype, weight.device).copy_(weight))
+
+
+def largest_within(parameters: list[nn.Parameter], fraction: float) -> set[nn.Parameter]:
+    """The largest parameters that together hold at most this share of all elements."""
+    chosen: set[nn.Parameter] = set()
+    left = fraction * sum(parameter.numel() for parameter in parameters)
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+        if parameter.numel() <= left:
+            chosen.add(parameter)
+            left -= parameter.numel()
+    return chosen
+
+
+def in_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """In the order of the backward pass, so that the first gradients to arrive are used first."""
+    buckets: list[list[nn.Parameter]] = []
+    filled_bytes = BUCKET_BYTES
+    for parameter in reversed(parameters):
+        if filled_bytes >= BUCKET_BYTES:
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(parameter)
+        filled_bytes += 4 * parameter.numel()
+    return buckets

@@ -1,0 +1,244 @@
+"""stepping=in_backward: each gradient is used and freed as it is born, so that never more than a few are alive.
+
+Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, 2023); PyTorch,
+"How to save memory by fusing the optimizer step into the backward pass".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.ledger import announce
+from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
+from lowvram.core.shards import SquareSum, local
+from lowvram.knobs.stepping.host_sums import HostSums
+from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain, rescale
+
+Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
+
+
+class Norm(Enum):
+    """Where the global norm comes from when it must be known before the first update: to clip, or to skip a step."""
+
+    host = auto()  # the gradients wait in host memory until all are born
+    two_passes = auto()  # the graph is walked twice: for the norm, then for the updates
+    last_step = auto()  # clip by the step before's
+
+
+@dataclass(frozen=True)
+class InBackward(Knob):
+    """Each gradient is used and freed as it is born."""
+
+    clip: float | None = None
+    norm: Norm = Norm.host
+
+    stage = Stage.STEPPING
+    saves = Kind.GRADIENTS
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip)
+
+    def needs(self) -> frozenset[Fact]:
+        walked_twice = {Fact.RETAINABLE_GRAPH} if self.norm is Norm.two_passes else set()
+        return frozenset({Fact.PLAIN_BACKWARD, *walked_twice})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.GRADS_AT_UPDATE})
+
+    def caveat(self, model: nn.Module) -> str | None:
+        if self.clip is None or self.norm is not Norm.last_step:
+            return None
+        return "a step of one part is clipped by the norm of the step before it (stepping.norm=host clips by its own)"
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, stepper=InBackwardStepper(rig.trainable, rig.make_optimizer, self.clip, self.norm))
+
+
+@final
+class InBackwardStepper(Stepper):
+    """One optimizer per parameter. How a step goes is chosen when it begins.
+
+    Where nothing must be known beforehand, gradients are used at once. A gradient that isn't finite is then told
+    (`applied` is False) when parameters have already been updated, by it too: the state is lost, and going on is for
+    a snapshot from before. With clipping or a loss scale such a step changes nothing. (norm=last_step without a loss
+    scale clips without knowing, so there it is as without clipping.)
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, clip: float | None, norm: Norm
+    ) -> None:
+        self.optimizers = {parameter: make_optimizer([parameter]) for parameter in parameters}
+        self.clip, self.norm = clip, norm
+        self.sums = HostSums(parameters)
+        self.last_norm: Tensor | None = None
+        self.way: Way = AtOnce(self.optimizers, None)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.use)
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """The parameter's gradient is born; afterwards it has none."""
+        assert parameter.grad is not None
+        announce(parameter.grad, Kind.GRADIENTS)
+        self.way.use(parameter)
+        parameter.grad = None
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.way = self.choose(num_parts, divisor)
+
+    def choose(self, num_parts: int, divisor: Tensor | float) -> Way:
+        """The way of one step. Several parts must be summed somewhere, and a loss scale must be able to skip."""
+        if num_parts == 1 and is_plain(divisor):
+            if self.clip is None:
+                return AtOnce(self.optimizers, None)
+            if self.norm is Norm.last_step and self.last_norm is not None:
+                return AtOnce(self.optimizers, factor(self.last_norm, self.clip, divisor))
+        if num_parts == 1 and self.norm is Norm.two_passes:
+            return TwoPasses(self.optimizers, self.clip, divisor)
+        self.sums.begin(num_parts)
+        return OnHost(self.optimizers, self.sums, self.clip, divisor)
+
+    def backward(self, loss: Tensor) -> None:
+        self.way.backward(loss)
+
+    def update(self) -> Update:
+        update = self.way.finish()
+        if update.applied:
+            self.last_norm = update.grad_norm.detach()
+        return update
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [optimizer.state_dict() for optimizer in self.optimizers.values()]
+        return {"optimizers": states, "last_norm": self.last_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, its_state in zip(self.optimizers.values(), state["optimizers"], strict=True):
+            optimizer.load_state_dict(its_state)
+        last_norm, device = state["last_norm"], local(next(iter(self.optimizers))).device
+        self.last_norm = None if last_norm is None else last_norm.to(device)
+
+
+class Way(ABC):
+    """How the gradients of one step are used."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one part."""
+
+    @abstractmethod
+    def use(self, parameter: nn.Parameter) -> None:
+        """The parameter's gradient is born, and gone when this returns."""
+
+    @abstractmethod
+    def finish(self) -> Update:
+        """All gradients were born."""
+
+
+@final
+class AtOnce(Way):
+    """One pass: every gradient is multiplied by `by` (None: by nothing), used, and freed."""
+
+    def __init__(self, optimizers: Optimizers, by: Tensor | None) -> None:
+        self.optimizers, self.by = optimizers, by
+        self.squares = SquareSum()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def use(self, parameter: nn.Parameter) -> None:
+        measure(parameter, self.squares)
+        step_one(parameter, self.optimizers, self.by)
+
+    def finish(self) -> Update:
+        norm = self.squares.total().sqrt()
+        return Update(norm, is_finite(norm))
+
+
+@final
+class TwoPasses(Way):
+    """The first pass over the graph sums the squares, the second one updates. The graph lives until then."""
+
+    def __init__(self, optimizers: Optimizers, clip: float | None, divisor: Tensor | float) -> None:
+        self.optimizers, self.clip, self.divisor = optimizers, clip, divisor
+        self.squares = SquareSum()
+        self.loss: Tensor | None = None
+        self.use_one: Callable[[nn.Parameter], None] = partial(measure, squares=self.squares)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        self.loss = loss
+
+    def use(self, parameter: nn.Parameter) -> None:
+        self.use_one(parameter)
+
+    def finish(self) -> Update:
+        norm = self.squares.total().sqrt() / self.divisor
+        loss, self.loss = self.loss, None
+        applied = is_finite(norm)
+        if applied and loss is not None:
+            by = factor(norm, self.clip, self.divisor)
+            self.use_one = partial(step_one, optimizers=self.optimizers, by=by)
+            loss.backward()
+        return Update(norm, applied)
+
+
+@final
+class OnHost(Way):
+    """The gradients wait on the host, summed over the parts; then they come back and are used, one by one."""
+
+    def __init__(self, optimizers: Optimizers, sums: HostSums, clip: float | None, divisor: Tensor | float) -> None:
+        self.optimizers, self.sums, self.clip, self.divisor = optimizers, sums, clip, divisor
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def use(self, parameter: nn.Parameter) -> None:
+        self.sums.take(parameter)
+
+    def finish(self) -> Update:
+        norm = self.sums.squares().total().sqrt() / self.divisor
+        applied = is_finite(norm)
+        if applied:
+            by = factor(norm, self.clip, self.divisor)
+            for parameter in self.sums.born():
+                bring_back(parameter, self.sums)
+                step_one(parameter, self.optimizers, by)
+                parameter.grad = None
+        return Update(norm, applied)
+
+
+def measure(parameter: nn.Parameter, squares: SquareSum) -> None:
+    assert parameter.grad is not None
+    squares.add(local(parameter.grad), parameter)
+
+
+def step_one(parameter: nn.Parameter, optimizers: Optimizers, by: Tensor | None) -> None:
+    """Update one parameter with its gradient, multiplied by `by`."""
+    assert parameter.grad is not None
+    with torch.no_grad():
+        rescale([parameter.grad], by)
+    optimizers[parameter].step()
+
+
+@torch.no_grad()
+def bring_back(parameter: nn.Parameter, sums: HostSums) -> None:
+    """Give a parameter its gradient, laid out as it is, from the host."""
+    values = sums.wait_for(parameter)
+    gradient = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False)
+    link = sums.links[local(gradient).device]
+    link.send(local(gradient), values)
+    link.join()
+    parameter.grad = announce(gradient.to(parameter.dtype), Kind.GRADIENTS)

@@ -1,0 +1,35 @@
+"""How gradients are clipped and freed of a loss scale, for every stepper alike.
+
+Pascanu et al., "On the difficulty of training recurrent neural networks" (2013).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowvram.config import require
+from lowvram.core.shards import local
+
+
+def check_clip(clip: float | None) -> None:
+    require(clip is None or clip > 0, "stepping.clip", clip, "null (off) or a norm above 0")
+
+
+def is_plain(divisor: Tensor | float) -> bool:
+    """Whether gradients arrive as they are. A tensor is a loss scale, whatever its value: it may skip the update."""
+    return isinstance(divisor, float) and divisor == 1.0
+
+
+def factor(norm: Tensor, clip: float | None, divisor: Tensor | float) -> Tensor | None:
+    """By what to multiply gradients, to divide them by `divisor` and to bring their global `norm` (given after that
+    division) down to `clip`: 0-dim, on the norm's device. None: they stay as they are."""
+    if clip is not None:
+        return torch.clamp(clip / (norm + 1e-6), max=1.0) / divisor
+    return None if is_plain(divisor) else torch.ones_like(norm) / divisor
+
+
+def rescale(gradients: list[Tensor], by: Tensor | None) -> None:
+    """Multiply gradients, or this rank's shards of them, by a 0-dim tensor on their device."""
+    if by is not None and gradients:
+        torch._foreach_mul_([local(gradient) for gradient in gradients], by)  # pyright: ignore[reportPrivateImportUsage]

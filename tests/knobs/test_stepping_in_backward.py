@@ -1,0 +1,269 @@
+"""stepping=in_backward: how few gradients are alive, where the norm comes from, and what a bad gradient leaves."""
+
+from __future__ import annotations
+
+import io
+import math
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowvram.config import BadInput
+from lowvram.core import host
+from lowvram.core.knob import Fact, Kind
+from lowvram.core.ledger import Peak, ledger
+from lowvram.core.rig import Rig, assemble
+from lowvram.core.step import step
+from lowvram.knobs.optimizer import SGD, AdamW
+from lowvram.knobs.precision import Fp16
+from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, Norm
+from lowvram.modes.trace import peak_on_paper
+from lowvram.tasks import Auto
+from tests.laboratory import (
+    CPU,
+    IMAGES,
+    PROBLEMS,
+    RESNET,
+    TOKENS,
+    TRANSFORMER,
+    InDouble,
+    knobs_of,
+    make_batch,
+    relative_error,
+    train,
+)
+
+WIDE = {
+    "transformer": Auto().pose(replace(TRANSFORMER, num_layers=4, width=64), TOKENS),
+    "resnet": Auto().pose(replace(RESNET, width=16, layers=[2, 2]), IMAGES),
+}
+NORMS = pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.name)
+
+
+def measured(rig: Rig, problem: str) -> Peak:
+    """The ledger of the second step."""
+    batch = make_batch(WIDE[problem].spec, 16)
+    step(rig, batch)
+    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+        step(rig, batch)
+    return peak
+
+
+@pytest.mark.parametrize("problem", WIDE)
+@pytest.mark.parametrize("clip", [None, 0.1])
+@NORMS
+def test_with_one_part_hardly_more_than_one_gradient_is_alive(problem: str, clip: float | None, norm: Norm) -> None:
+    rig = assemble(WIDE[problem], knobs_of(stepping=InBackward(clip, norm)), CPU)
+    sizes = [parameter.nbytes for parameter in rig.trainable]
+    peak = measured(rig, problem)
+    assert max(sizes) <= peak.by_kind_max[Kind.GRADIENTS] <= max(sizes) + 0.05 * sum(sizes)
+    waits_on_host = clip is not None and norm is Norm.host
+    assert (peak.by_kind_max[Kind.HOST] >= sum(sizes)) == waits_on_host
+
+
+@pytest.mark.parametrize("norm", [Norm.host, Norm.two_passes], ids=["host", "two_passes"])
+def test_on_paper_it_is_the_same(norm: Norm) -> None:
+    knobs = knobs_of(stepping=InBackward(0.1, norm))
+    found = measured(assemble(WIDE["resnet"], knobs, CPU), "resnet")
+    assert peak_on_paper(WIDE["resnet"], knobs, 16).by_kind_max == found.by_kind_max
+
+
+@pytest.mark.parametrize("problem", WIDE)
+def test_parts_are_summed_on_the_host(problem: str) -> None:
+    rig = assemble(WIDE[problem], knobs_of(stepping="in_backward", accum="x4"), CPU)
+    sizes = [parameter.nbytes for parameter in rig.trainable]
+    peak = measured(rig, problem)
+    assert peak.by_kind_max[Kind.GRADIENTS] <= max(sizes) + 0.05 * sum(sizes)
+    assert peak.by_kind_max[Kind.HOST] >= sum(sizes)
+    before = replace(host.traffic)
+    step(rig, make_batch(WIDE[problem].spec, 16))
+    assert host.traffic.to_host_bytes - before.to_host_bytes == 4 * sum(sizes)
+    assert host.traffic.to_device_bytes - before.to_device_bytes == sum(sizes)
+
+
+# On a small model of its own
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+
+
+def make_stepper(model: nn.Module, clip: float | None = None, norm: Norm = Norm.host) -> InBackwardStepper:
+    return InBackwardStepper(list(model.parameters()), SGD(momentum=0.9).make, clip, norm)
+
+
+def loss_of(model: nn.Module, seed: int = 0, scale: float = 1.0) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return model(x).square().sum() * scale
+
+
+def take_step(stepper: InBackwardStepper, model: nn.Module, *losses: Tensor, divisor: Tensor | float = 1.0) -> Any:
+    stepper.begin(len(losses), divisor)
+    for loss in losses:
+        stepper.backward(loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return stepper.update()
+
+
+@NORMS
+@pytest.mark.parametrize("divisor", [1.0, 64.0, torch.tensor(64.0), torch.tensor(1.0)], ids=["1", "64", "t64", "t1"])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_norm_is_that_of_all_gradients_before_clipping(norm: Norm, divisor: Tensor | float, num_parts: int) -> None:
+    for clip in (None, 0.3):
+        model, plain = make_model(), make_model()
+        stepper = make_stepper(model, clip, norm)
+        losses = [loss_of(model, seed, float(divisor)) for seed in range(num_parts)]
+        update = take_step(stepper, model, *losses, divisor=divisor)
+        for seed in range(num_parts):
+            loss_of(plain, seed).backward()
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), math.inf)
+        torch.testing.assert_close(update.grad_norm, wanted, rtol=1e-12, atol=0)
+
+
+@NORMS
+@pytest.mark.parametrize("divisor", [torch.tensor(64.0), torch.tensor(1.0)], ids=["64", "1"])
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_with_a_loss_scale_a_bad_gradient_changes_nothing(
+    norm: Norm, divisor: Tensor, clip: float | None, num_parts: int
+) -> None:
+    """Also where the scale happens to be 1."""
+    model = make_model(torch.float32)
+    stepper = make_stepper(model, clip, norm)
+    take_step(stepper, model, loss_of(model), divisor=divisor)
+    before = [parameter.clone() for parameter in model.parameters()]
+    losses = [*(loss_of(model, seed) for seed in range(num_parts - 1)), loss_of(model, 9, 1e38)]
+    update = take_step(stepper, model, *losses, divisor=divisor)
+    assert not update.applied
+    assert not update.grad_norm.isfinite()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    assert take_step(stepper, model, loss_of(model), divisor=divisor).applied
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("clip", "norm"), [(0.3, Norm.host), (0.3, Norm.two_passes)])
+def test_with_clipping_a_bad_gradient_changes_nothing(clip: float, norm: Norm) -> None:
+    model = make_model(torch.float32)
+    stepper = make_stepper(model, clip, norm)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert not take_step(stepper, model, loss_of(model, scale=1e38)).applied
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_used_at_once_a_bad_gradient_is_told_when_parameters_have_changed() -> None:
+    """The limit of using gradients as they are born, without anything that asks for the norm first."""
+    model = make_model(torch.float32)
+    stepper = make_stepper(model)
+    before = [parameter.clone() for parameter in model.parameters()]
+    update = take_step(stepper, model, loss_of(model, scale=1e38))
+    assert not update.applied
+    assert not any(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_a_skipped_second_pass_lets_the_graph_go() -> None:
+    model = make_model(torch.float32)
+    stepper = make_stepper(model, 0.3, Norm.two_passes)
+    loss = loss_of(model, scale=1e38)
+    graph = weakref.ref(loss)
+    take_step(stepper, model, loss)
+    assert graph() is loss
+    del loss
+    assert graph() is None
+
+
+def test_the_last_steps_norm_clips_the_next_one() -> None:
+    """The first step, which has none before it, by its own."""
+    clip, model, plain = 0.3, make_model(), make_model()
+    stepper = make_stepper(model, clip, Norm.last_step)
+    optimizer = SGD(momentum=0.9).make(list(plain.parameters()))
+    norms: list[Tensor] = []
+    for seed in range(4):
+        take_step(stepper, model, loss_of(model, seed, scale=1.0 + seed))
+        loss_of(plain, seed, scale=1.0 + seed).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), math.inf))
+        by = min(1.0, clip / (float(norms[max(0, seed - 1)]) + 1e-6))
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(by)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) < 1e-12
+    assert max(norms) > 1.5 * min(norms)
+
+
+def test_only_clipping_by_the_last_step_changes_what_is_trained() -> None:
+    model = make_model()
+    caveats = [InBackward(clip, norm).caveat(model) for clip in (None, 0.3) for norm in Norm]
+    assert caveats[:-1] == [None] * 5
+    assert "norm of the step before it" in str(caveats[-1])
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+def test_by_the_last_step_parts_and_loss_scales_are_exact_all_the_same(problem: str) -> None:
+    for choices in ({"accum": "x4"}, {"precision": Fp16(2.0**12)}):
+        found, wanted = (
+            train(PROBLEMS[problem], knobs_of(optimizer="sgd", stepping=knob, **choices), [8] * 6, lr=0.01)
+            for knob in (InBackward(0.3, Norm.last_step), AfterBackward(0.3))
+        )
+        assert relative_error(found.parameters, wanted.parameters) <= 1e-6
+
+
+@pytest.mark.parametrize(("clip", "norm"), [(None, Norm.host), (0.3, Norm.last_step)])
+def test_state_goes_round_through_a_file(clip: float | None, norm: Norm) -> None:
+    models = [make_model(), make_model()]
+    steppers = [InBackwardStepper(list(model.parameters()), AdamW().make, clip, norm) for model in models]
+    for stepper, model in zip(steppers, models, strict=True):
+        take_step(stepper, model, loss_of(model, 1))
+    file = io.BytesIO()
+    torch.save(steppers[1].state_dict(), file)
+    file.seek(0)
+    third = make_model()
+    third.load_state_dict(models[1].state_dict())
+    fresh = InBackwardStepper(list(third.parameters()), AdamW().make, clip, norm)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    take_step(steppers[0], models[0], loss_of(models[0], 2))
+    take_step(fresh, third, loss_of(third, 2))
+    assert relative_error(third.state_dict(), models[0].state_dict()) == 0
+
+
+def test_gradients_of_few_bits_are_summed_in_fp32() -> None:
+    """64 parts with the same gradient: in bf16 the sum would stop growing."""
+    model = make_model().to(torch.bfloat16)
+    stepper = make_stepper(model)
+    stepper.begin(64)
+    for _ in range(64):
+        stepper.backward(loss_of(model))
+    sums = {parameter: stepper.sums.wait_for(parameter) for parameter in model.parameters()}
+    loss_of(model).backward()
+    assert all(total.dtype is torch.float32 for total in sums.values())
+    stepper.begin(1, torch.tensor(2.0))
+    stepper.backward(loss_of(model))
+    for parameter, total in sums.items():
+        assert torch.equal(total, stepper.sums.wait_for(parameter))
+
+
+def test_only_two_passes_need_a_graph_that_stays() -> None:
+    assert [Fact.RETAINABLE_GRAPH in InBackward(norm=norm).needs() for norm in Norm] == [False, True, False]
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
+def test_a_norm_is_above_zero(clip: float) -> None:
+    with pytest.raises(BadInput, match=rf"stepping\.clip={clip}: must be null \(off\) or a norm above 0"):
+        InBackward(clip)
+
+
+def test_dropout_draws_the_same_masks_in_both_passes() -> None:
+    """Else the norm would be another graph's."""
+    task = InDouble(PROBLEMS["transformer_dropout"])
+    for ckpt in ("none", "every1"):
+        found, wanted = (
+            train(task, knobs_of(optimizer="sgd", stepping=knob, ckpt=ckpt), [8] * 3, lr=0.01)
+            for knob in (InBackward(0.3, Norm.two_passes), AfterBackward(0.3))
+        )
+        assert relative_error(found.parameters, wanted.parameters) <= 1e-12
