@@ -201,11 +201,12 @@ def test_a_field_of_another_stage_is_refused(its_stage: Stage, name: str) -> Non
             act(its_stage, {"planted": Planted()}, rig)
 
 
-# Law 4: what a knob claims to save goes down. States of few bits take tensors of a size: smaller ones stay in fp32.
+# Law 4: what a knob claims to save goes down. With few classes the logits would weigh nothing, and states of few bits
+# take tensors of a size: smaller ones stay in fp32.
 
 LARGER = {
-    "transformer": Auto().pose(replace(TRANSFORMER, width=64), TOKENS),
-    "resnet": Auto().pose(replace(RESNET, width=24), IMAGES),
+    "transformer": Auto().pose(replace(TRANSFORMER, width=64), replace(TOKENS, num_classes=509)),
+    "resnet": Auto().pose(replace(RESNET, width=24), replace(IMAGES, num_classes=509)),
 }
 
 
