@@ -83,7 +83,7 @@ def test_the_defaults_of_every_class_are_an_option() -> None:
 @option
 def test_a_knob_lives_in_the_module_of_its_group(group: str, name: str) -> None:
     if group in KNOB_GROUPS:
-        assert type(built(group, name)).__module__ == f"lowvram.knobs.{group}"
+        assert f"{type(built(group, name)).__module__}.".startswith(f"lowvram.knobs.{group}.")
 
 
 def test_every_group_has_its_neutral_option() -> None:
