@@ -242,10 +242,10 @@ def test_the_value_at_the_time_of_saving_counts() -> None:
 
 
 def test_a_weight_that_changed_before_the_backward_pass_is_an_error_as_without_the_knob() -> None:
-    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), torch.randn(32, WIDTH)
-    loss = run(model, x, lambda y: y)
+    model, x, second = nn.Linear(WIDTH, WIDTH), torch.randn(32, WIDTH), nn.Linear(WIDTH, WIDTH)
+    loss = run(nn.Sequential(model, second), x, lambda y: y)
     with torch.no_grad():
-        model[1].weight.add_(1)
+        second.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"changed in place after it was saved: \[64, 64\]"):
         loss.backward()
 

@@ -149,6 +149,6 @@ class Hooks:
             num_elements = storage.nbytes() // tensor.dtype.itemsize
             buffer = self._pool.take(storage.nbytes())
             away = Away(self._transfer, self._pool, buffer, weakref.ref(storage), tensor.dtype, num_elements)
-            self._transfer.leave(away, tensor.as_strided((num_elements,), (1,), 0))
+            self._transfer.leave(away, tensor.detach().as_strided((num_elements,), (1,), 0))
             self._away[key] = away
         return away

@@ -33,7 +33,6 @@ class Buffer:
 
     bytes: Tensor  # uint8 (bytes,)
     settle: Callable[[], None] = nothing  # after a copy: the process needs its pages no longer
-    last_use: torch.cuda.Event | None = None  # the last copy into or out of it, on a card
 
     def like(self, dtype: torch.dtype, num_elements: int) -> Tensor:
         """Its beginning as numbers: (num_elements,)."""

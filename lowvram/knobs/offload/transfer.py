@@ -3,8 +3,9 @@
 The order of streams is what makes this right on a card; getting it wrong corrupts gradients silently
 (torchtitan#2581). The rules:
 
-1. A copy starts after all that was asked of the computing stream before, and after the last copy of the same buffer.
-2. What leaves keeps its memory until the computing stream has waited for the copy.
+1. A copy starts after all that was asked of the computing stream before.
+2. What leaves keeps its memory until the computing stream has waited for the copy. So what comes back, which starts
+   after the computing stream, finds its buffer filled. A buffer that is used again is filled in the order of leaving.
 3. What comes back does so into memory of the computing stream, which waits for the copy before it reads.
 4. What came back and is never read is told to the allocator, which then waits for the copy itself.
 """
@@ -146,7 +147,7 @@ class Streams(Transfer):
         self._put_in_order(away)
         away.here, away.version = flat, flat._version
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        away.leaving = self._copy(self._out, away.buffer, away.outside, flat)
+        away.leaving = self._copy(self._out, away, away.outside, flat)
         host.traffic.to_host_bytes += away.num_bytes
         self._queue.append(weakref.ref(away))
         if len(self._queue) > self._in_flight and (oldest := self._queue.popleft()()):
@@ -181,7 +182,7 @@ class Streams(Transfer):
     def _fetch(self, away: Away) -> None:
         away.here = torch.empty(away.num_elements, dtype=away.dtype, device=self._device)
         self._back.wait_stream(torch.cuda.current_stream(self._device))  # which may still read that memory's past
-        away.coming = self._copy(self._back, away.buffer, away.here, away.outside)
+        away.coming = self._copy(self._back, away, away.here, away.outside)
         host.traffic.to_device_bytes += away.num_bytes
 
     def _finish_leaving(self, away: Away) -> None:
@@ -203,15 +204,12 @@ class Streams(Transfer):
         if away.coming is not None and away.here is not None:
             away.here.record_stream(self._back)
 
-    def _copy(self, stream: torch.cuda.Stream, buffer: Buffer, to: Tensor, source: Tensor) -> torch.cuda.Event:
-        if buffer.last_use is not None:
-            stream.wait_event(buffer.last_use)
+    def _copy(self, stream: torch.cuda.Stream, away: Away, to: Tensor, source: Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(stream)
-        buffer.last_use = copied
-        buffer.settle()
+        away.buffer.settle()
         return copied
 
     def _wait_for(self, event: torch.cuda.Event | None) -> None:
