@@ -52,7 +52,8 @@ def ending(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SystemExit):
         return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
     if is_disk_full(error):
-        return {"status": "error", "reason": f"the disk is full, in {phase(error.__traceback__)}"}
+        where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        return {"status": "error", "reason": f"the disk is full, in {phase(error.__traceback__)}{where}"}
     return {
         "status": "error",
         "reason": f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}",

@@ -53,6 +53,16 @@ def test_the_disk_fills_while_a_point_runs(call: Call, small_disk: Path) -> None
     assert "Traceback" not in outcome.err
 
 
+def test_activations_that_find_no_room(call: Call, small_disk: Path) -> None:
+    """offload=activations_disk: the reason names the folder, and no file is left."""
+    outcome = call(*TINY, "offload=activations_disk", f"offload.folder={small_disk}", "train.batch_size=512")
+    assert outcome.code == 1, outcome.said()
+    assert outcome.row["status"] == "error"
+    assert outcome.row["reason"] == f"the disk is full, in the forward pass: {small_disk}"
+    assert not list(small_disk.iterdir())
+    assert call(*TINY, "offload=activations_disk", f"offload.folder={small_disk}").row["status"] == "ok"
+
+
 def fill(folder: Path) -> None:
     """To the last byte."""
     with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):

@@ -1,4 +1,4 @@
-"""offload: what waits in host memory while the device doesn't need it."""
+"""The neutral option of offload."""
 
 from __future__ import annotations
 

@@ -1,0 +1,6 @@
+"""offload: what waits in host memory while the device doesn't need it."""
+
+from lowvram.knobs.offload.activations import Activations, ActivationsOnDisk
+from lowvram.knobs.offload.stay import KeepOnDevice
+
+__all__ = ["Activations", "ActivationsOnDisk", "KeepOnDevice"]

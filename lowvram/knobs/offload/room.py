@@ -1,0 +1,117 @@
+"""Room for what has left the device, in host memory or in a file: made once, then used again by size."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import IO
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowvram.core import host
+
+CPU = torch.device("cpu")
+LARGEST_PIECE_BYTES = 2**30  # of a file
+LARGEST_RATIO = 2  # of a free buffer to what is put into it
+
+
+def nothing() -> None:
+    """Of host memory: its pages stay."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A stretch of bytes outside the device."""
+
+    bytes: Tensor  # uint8 (bytes,)
+    settle: Callable[[], None] = nothing  # after a copy: the process needs its pages no longer
+
+    def like(self, dtype: torch.dtype, num_elements: int) -> Tensor:
+        """Its beginning as numbers: (num_elements,)."""
+        return self.bytes[: num_elements * dtype.itemsize].view(dtype)
+
+
+class Pool:
+    """Buffers, those that are free by size. Grows in the first step; where steps differ, a little in later ones."""
+
+    def __init__(self, make: Callable[[int], Buffer]) -> None:
+        self._make = make
+        self._free: list[Buffer] = []  # the smallest first
+
+    def take(self, num_bytes: int) -> Buffer:
+        """The smallest free buffer that has the room and isn't far too large; else a new one."""
+        place = bisect_left(self._free, num_bytes, key=_num_bytes)
+        if place < len(self._free) and _num_bytes(self._free[place]) <= LARGEST_RATIO * num_bytes:
+            return self._free.pop(place)
+        return self._make(num_bytes)
+
+    def give_back(self, buffer: Buffer) -> None:
+        insort(self._free, buffer, key=_num_bytes)
+
+
+def _num_bytes(buffer: Buffer) -> int:
+    return buffer.bytes.nbytes
+
+
+def in_host_memory(device: torch.device) -> Pool:
+    """Pinned for a card."""
+    return Pool(lambda num_bytes: Buffer(host.empty((num_bytes,), torch.uint8, device)))
+
+
+def in_file(folder: str | None) -> Pool:
+    """In a file of `folder`, or of the system's temporary one, that nobody sees and that is gone with the process."""
+    return Pool(File(folder).region)
+
+
+class File:
+    """A file without a name, so that it is gone however the process ends, mapped into memory piece by piece.
+
+    Its pages are the system's page cache: written to the disk when the system sees fit, and no memory of the process.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder or tempfile.gettempdir()
+        self._file: IO[bytes] | None = None
+        self._num_bytes = 0
+        self._pages: mmap.mmap | None = None  # the newest piece
+        self._used_bytes = 0  # of it
+
+    def region(self, num_bytes: int) -> Buffer:
+        """Bytes of the file that nobody has.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if isinstance(torch.empty(0), FakeTensor):  # a step on paper
+            return Buffer(host.empty((num_bytes,), torch.uint8, CPU))
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._pages is None or self._used_bytes + length > len(self._pages):
+            # By as much as there is, up to a limit: every piece takes a file descriptor, of which there are few.
+            self._pages, self._used_bytes = self._grown(max(length, min(self._num_bytes, LARGEST_PIECE_BYTES))), 0
+        start, self._used_bytes = self._used_bytes, self._used_bytes + length
+        whole = torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=num_bytes)
+        return Buffer(host.mark(whole), partial(self._pages.madvise, mmap.MADV_DONTNEED, start, length))
+
+    def _grown(self, length: int) -> mmap.mmap:
+        if self._file is None:
+            self._file = nameless_file(self._folder)
+            weakref.finalize(self, self._file.close)
+        try:
+            # Reserved, because a write to mapped pages without room would end in SIGBUS.
+            os.posix_fallocate(self._file.fileno(), self._num_bytes, length)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._folder) from None
+        self._num_bytes += length
+        return mmap.mmap(self._file.fileno(), length, offset=self._num_bytes - length)
+
+
+def nameless_file(folder: str) -> IO[bytes]:
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
