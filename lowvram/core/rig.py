@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowvram.config import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
+from lowvram.core.shards import placed
 
 IGNORE = -100  # a target with this value counts for nothing
 
@@ -214,13 +215,19 @@ def materialise(rig: Rig, seed: int) -> None:
                     continue
                 if tensor not in real:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    real[tensor] = torch.empty_like(tensor, device=rig.device)
-                    rig.task.initialise(rig.model, full_name, real[tensor], generator_for(seed, full_name, rig.device))
-                    if isinstance(tensor, nn.Parameter):
-                        real[tensor] = nn.Parameter(real[tensor], tensor.requires_grad)
+                    real[tensor] = initial(rig, full_name, tensor, seed)
                 table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
     if any(tensor.device.type != rig.device.type for tensor in [*rig.model.parameters(), *rig.model.buffers()]):
         rig.model.to(rig.device)  # a task may build its model for real
+
+
+def initial(rig: Rig, name: str, tensor: Tensor, seed: int) -> Tensor:
+    """The initial value of one parameter or buffer on the device. Of a sharded one every rank draws the whole and keeps
+    its shard, so that values don't depend on the number of ranks."""
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=rig.device)
+    rig.task.initialise(rig.model, name, whole, generator_for(seed, name, rig.device))
+    value = placed(whole, tensor)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:

@@ -15,6 +15,7 @@ from torch import nn
 from lowvram.config import require
 from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Rig
+from lowvram.core.shards import is_sharded
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class SGD(Knob):
 
     def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
-        return torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=True)
+        fused = not any(map(is_sharded, parameters))  # torch 2.13 fuses no SGD over shards
+        return torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=fused)
 
 
 def check_rates(lr: float, weight_decay: float) -> None:
