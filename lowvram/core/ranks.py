@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -19,6 +26,34 @@ def num_ranks() -> int:
 def is_one_of_many() -> bool:
     """Whether the processes of the point know each other."""
     return dist.is_available() and dist.is_initialized()
+
+
+def agree(flag: bool) -> bool:
+    """Whether any rank says yes; all must ask. Waits for the other ranks, but for no device."""
+    if num_ranks() == 1:
+        return flag
+    answer = torch.tensor(int(flag))
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer)
+
+
+def of_all(value: T) -> list[T]:
+    """The value of each rank, in their order; all must ask."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def first_goes_first() -> Iterator[None]:
+    """Rank 0 is through the block before the others enter it; all must."""
+    if rank() > 0:
+        dist.barrier()
+    yield
+    if rank() == 0 and num_ranks() > 1:
+        dist.barrier()
 
 
 def summed(tensor: Tensor) -> Tensor:

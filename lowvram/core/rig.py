@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,6 +18,7 @@ from lowvram.config import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
 from lowvram.core.shards import placed
+from lowvram.core.states import loads_whole
 
 IGNORE = -100  # a target with this value counts for nothing
 
@@ -182,6 +183,8 @@ def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: 
         rig = act(stage, knobs, rig)
         if stage is Stage.SHARD:
             materialise(rig, seed)
+        if stage is Stage.OPTIMIZER:
+            rig = replace(rig, make_optimizer=loads_whole(rig.make_optimizer))
     return rig
 
 

@@ -17,7 +17,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, detached. Of a sharded one the other ranks bring their shards: all must ask."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def placed(whole: Tensor, like: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import Part, Rig, assemble
+from lowvram.core.rig import Part, assemble
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
-from lowvram.knobs.sharding import FSDP
 from tests.laboratory import CPU, PROBLEMS, InDouble, batches, knobs_of, relative_error
 from tests.ranks import on_ranks
 
