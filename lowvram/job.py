@@ -11,6 +11,7 @@ import torch
 from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
+from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
@@ -32,7 +33,7 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop)
     data = open_data(settings)
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)
-    torch.manual_seed(settings.root.seed)
+    torch.manual_seed(settings.root.seed + rank())  # the samples of each rank get masks of their own
     events("ready", fields=ready_fields(device))
     print(f"data: {data.description}")
     folder, is_resumed = Path(request["folder"]), request["resume"]
@@ -58,12 +59,19 @@ def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
 
 def open_data(settings: Settings) -> Data:
     """The data, scanned and checked against the rest of the configuration."""
-    batch_size, parts = settings.train.batch_size, settings.groups["accum"].parts
-    if batch_size % parts:
-        left = batch_size % parts
-        allowed = f"a multiple of accum.parts={parts}: {batch_size} = {batch_size // parts} x {parts} + {left}"
-        raise BadInput("train.batch_size", batch_size, allowed)
+    check_batch_size(settings.train.batch_size, settings.groups["accum"].parts)
     return resolve_source(settings.groups["data"], settings.groups["model"]).open(settings.root.seed)
+
+
+def check_batch_size(batch_size: int, parts: int) -> None:
+    """Each rank takes an equal slice of the logical batch, in equal parts."""
+    unit, name = num_ranks() * parts, f"accum.parts={parts}"
+    if num_ranks() > 1:
+        name = f"{unit} (ranks x accum.parts = {num_ranks()} x {parts})"
+    each, left = divmod(batch_size, unit)
+    if left:
+        allowed = f"a multiple of {name}: {batch_size} = {each} x {unit} + {left}"
+        raise BadInput("train.batch_size", batch_size, allowed)
 
 
 def named_knobs(settings: Settings, choices: dict[str, str], device: torch.device) -> dict[str, Knob]:

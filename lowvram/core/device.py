@@ -10,6 +10,7 @@ import torch
 
 from lowvram.config import BadInput
 from lowvram.core.knob import Fact
+from lowvram.core.ranks import num_ranks
 
 
 def choose_device(text: str) -> torch.device:
@@ -42,7 +43,11 @@ def nvidia_card_here() -> bool:
 
 def absent_facts(device: torch.device) -> dict[Fact, str]:
     """The facts that this machine lacks, each with what the user can do about it."""
-    absent: dict[Fact, str] = {Fact.MANY_RANKS: "it has one"}
+    absent: dict[Fact, str] = {}
+    if num_ranks() == 1:
+        absent[Fact.MANY_RANKS] = "it has one"
+    else:
+        absent[Fact.ONE_RANK] = f"it has {num_ranks()}: say sharding=none"
     if device.type == "cuda":
         absent[Fact.CPU] = f"it is {device} here"
         absent |= _absent_on_card(device)

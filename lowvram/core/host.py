@@ -92,7 +92,8 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (low-bit states)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in storages(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
     return [tensor.untyped_storage()]
 
 

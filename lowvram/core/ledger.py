@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,14 +63,15 @@ def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, in
         gc.disable()
         book.own(inputs, Kind.INPUTS)
         if model is not None:
-            for handle in book.own_model(model):
-                undo.callback(handle.remove)
+            undo.callback(book.remove_hooks)
+            book.own_model(model)
         if optimizer is not None:
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)
         host.listeners.append(book.own_host)
         undo.callback(host.listeners.remove, book.own_host)
         undo.callback(register_optimizer_step_pre_hook(book.begin_update).remove)
         undo.callback(register_optimizer_step_post_hook(book.end_update).remove)
+        undo.enter_context(book.resizes_noted())
         with book:
             yield peak
         if optimizer is not None:
@@ -111,8 +113,12 @@ class Ledger(TorchDispatchMode):
         self.alive: dict[int, Storage] = {}  # by the storage's address
         self.born = Kind.ACTIVATIONS  # of what nothing more is known of
         self.num_updates = 0  # that are under way: an optimizer may run another
+        self.parameters: set[Tensor] = set()
+        self.hooks: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # then it comes again, for the tensors that this rank holds
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -127,15 +133,30 @@ class Ledger(TorchDispatchMode):
         self.num_updates -= 1
         self.born = Kind.OTHER if self.num_updates else Kind.ACTIVATIONS
 
-    def own_model(self, model: nn.Module) -> list[Any]:
-        """Give parameters, buffers and gradients their kinds; returns hooks to remove."""
-        self.own([*model.parameters(), *model.buffers()], Kind.PARAMETERS)
-        self.own([parameter.grad for parameter in model.parameters()], Kind.GRADIENTS)
-        return [
-            parameter.register_post_accumulate_grad_hook(lambda p: self.own(p.grad, Kind.GRADIENTS))
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        ]
+    def own_model(self, model: nn.Module) -> None:
+        """Give parameters, buffers and gradients their kinds."""
+        self.own(list(model.buffers()), Kind.PARAMETERS)
+        for module in model.modules():
+            self.own_parameters(module)
+            # A sharded module computes with other parameters, which are gathered for the while.
+            self.hooks.append(module.register_forward_hook(self.own_parameters, prepend=True))
+
+    def own_parameters(self, module: nn.Module, *_: Any) -> None:
+        """Give the parameters that a module has right now their kind, and their gradients theirs."""
+        for parameter in module.parameters(recurse=False):
+            if parameter not in self.parameters:
+                self.parameters.add(parameter)
+                self.own(parameter, Kind.PARAMETERS)
+                self.own_gradient(parameter)
+                if parameter.requires_grad:
+                    self.hooks.append(parameter.register_post_accumulate_grad_hook(self.own_gradient))
+
+    def own_gradient(self, parameter: Tensor) -> None:
+        self.own(parameter.grad, Kind.GRADIENTS)
+
+    def remove_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
     def own(self, tensors: Any, kind: Kind) -> None:
         """Count every tensor in any nesting of containers as `kind`, unless it is a parameter already."""
@@ -161,7 +182,7 @@ class Ledger(TorchDispatchMode):
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
         if address not in self.alive:
-            serial, num_bytes = len(self.kinds), -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
+            serial, num_bytes = len(self.kinds), rounded_bytes(storage)
             self.alive[address] = Storage(serial, num_bytes, weakref.finalize(storage, self._died, address))
             self.kinds[serial] = kind
             self.lines.append((serial, num_bytes))
@@ -170,6 +191,30 @@ class Ledger(TorchDispatchMode):
     def _died(self, address: int) -> None:
         dead = self.alive.pop(address)
         self.lines.append((dead.serial, -dead.num_bytes))
+
+    @contextmanager
+    def resizes_noted(self) -> Iterator[None]:
+        """Inside it a storage that changes its size while it lives, as those of gathered parameters do, is known to. No
+        dispatch mode sees that."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_noted(storage: torch.UntypedStorage, num_bytes: int) -> None:
+            resize(storage, num_bytes)
+            self._note_size(storage)
+
+        torch.UntypedStorage.resize_ = resize_noted  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
+
+    def _note_size(self, storage: torch.UntypedStorage) -> None:
+        is_here = self.device_type in (None, storage.device.type) and not host.is_marked(storage)
+        serial = self._note_storage(storage, self.born if is_here else Kind.HOST)
+        known, num_bytes = self.alive[storage._cdata], rounded_bytes(storage)
+        if num_bytes != known.num_bytes:
+            self.alive[storage._cdata] = known._replace(num_bytes=num_bytes)
+            self.lines.append((serial, num_bytes - known.num_bytes))
 
     def close(self, peak: Peak) -> None:
         """Let go of what lives on; play the book back, now that every kind is known, and fill `peak`."""
@@ -187,3 +232,7 @@ class Ledger(TorchDispatchMode):
                 peak.peak_bytes, peak.by_kind = total, dict(live)
         peak.by_kind = {kind: peak.by_kind.get(kind, 0) for kind in Kind}
         peak.by_kind_max = {kind: most[kind] for kind in Kind}
+
+
+def rounded_bytes(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES

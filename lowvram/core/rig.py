@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowvram.config import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
+from lowvram.core.shards import placed
+from lowvram.core.states import loads_whole
 
 IGNORE = -100  # a target with this value counts for nothing
 
@@ -185,6 +187,8 @@ def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: 
         rig = act(stage, knobs, rig)
         if stage is Stage.SHARD:
             materialise(rig, seed)
+        if stage is Stage.OPTIMIZER:
+            rig = replace(rig, make_optimizer=loads_whole(rig.make_optimizer))
     return rig
 
 
@@ -218,14 +222,20 @@ def materialise(rig: Rig, seed: int) -> None:
                     continue
                 if tensor not in real:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    drawn = torch.empty_like(tensor, device=rig.device, dtype=at_least_single(tensor.dtype))
-                    rig.task.initialise(rig.model, full_name, drawn, generator_for(seed, full_name, rig.device))
-                    real[tensor] = drawn.to(tensor.dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        real[tensor] = nn.Parameter(real[tensor], tensor.requires_grad)
+                    real[tensor] = initial(rig, full_name, tensor, seed)
                 table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
     if any(tensor.device.type != rig.device.type for tensor in [*rig.model.parameters(), *rig.model.buffers()]):
         rig.model.to(rig.device)  # a task may build its model for real
+
+
+def initial(rig: Rig, name: str, tensor: Tensor, seed: int) -> Tensor:
+    """The initial value of one parameter or buffer on the device. Of a sharded one every rank draws the whole and keeps
+    its shard, so that values don't depend on the number of ranks."""
+    dtype = at_least_single(tensor.dtype)
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=rig.device)
+    rig.task.initialise(rig.model, name, whole, generator_for(seed, name, rig.device))
+    value = placed(whole.to(tensor.dtype), tensor)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:

@@ -8,12 +8,28 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; writing into it writes into the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, detached. Of a sharded one the other ranks bring their shards: all must ask."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def placed(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` as `like` lies over the ranks: itself, or this rank's shard of it, in memory of its own. Nothing travels:
+    every rank brings the same `whole`."""
+    if not isinstance(like, DTensor):
+        return whole
+    shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return DTensor.from_local(
+        shard.to_local().clone(), like.device_mesh, like.placements, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:

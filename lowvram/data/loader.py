@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lowvram.config import require
-from lowvram.core.rig import Part
+from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.rig import IGNORE, Part
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Samples
 
@@ -36,6 +37,7 @@ class Loader(ABC):
         """Endless logical batches on the device, from that of step `first_step` on. Close it when done.
 
         Batches are always full: what is left of an epoch is the start of a batch that the next epoch fills.
+        With several ranks each gets, and loads, its slice of every batch.
         """
 
 
@@ -124,10 +126,17 @@ class Waited(Iterator[Part]):
 
 
 def eval_batches(samples: Samples, batch_size: int, device: torch.device) -> Iterator[Part]:
-    """Every sample once, in order, as in epoch 0. The last batch may be smaller."""
-    for start in range(0, len(samples), batch_size):
-        stop = min(start + batch_size, len(samples))
-        yield collate(samples, [(index, 0) for index in range(start, stop)]).to(device)
+    """Every sample once, in order, as in epoch 0. The last batch may be smaller.
+
+    Of several ranks each gets its share, and all get as many batches: whoever has no samples left gets one without
+    targets, because a model that is sharded computes on all ranks or on none.
+    """
+    keys = [(index, 0) for index in range(len(samples))]
+    for first in range(0, len(keys), num_ranks() * batch_size):
+        start = first + rank() * batch_size
+        part = collate(samples, keys[start : start + batch_size] or keys[:1])
+        targets = part.targets if start < len(keys) else torch.full_like(part.targets, IGNORE)
+        yield Part(part.inputs, targets).to(device)
 
 
 def collate(samples: Samples, keys: list[Key]) -> Part:
@@ -137,10 +146,17 @@ def collate(samples: Samples, keys: list[Key]) -> Part:
 
 
 def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:
-    """The samples of each batch from step `first_step` on, without end."""
+    """The samples of each batch from step `first_step` on, without end; of several ranks each gets its slice."""
     keys = reading_order(num_samples, seed, first_step * batch_size)
     while True:
-        yield list(islice(keys, batch_size))
+        yield slice_of(list(islice(keys, batch_size)), rank(), num_ranks())
+
+
+def slice_of(keys: list[Key], index: int, num_slices: int) -> list[Key]:
+    """One of `num_slices` slices of (nearly) equal length, the longer ones first, as torch's tensor_split cuts."""
+    length, num_longer = divmod(len(keys), num_slices)
+    start = index * length + min(index, num_longer)
+    return keys[start : start + length + (index < num_longer)]
 
 
 def reading_order(num_samples: int, seed: int, start: int) -> Iterator[Key]:

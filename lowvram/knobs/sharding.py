@@ -1,18 +1,197 @@
-"""sharding: how the point is spread over several ranks."""
+"""sharding: how the point is spread over several ranks. Each rank takes its own slice of the logical batch.
+
+The gradients of all ranks are *summed*, and every loss is divided by the target count of all ranks' parts: a mean over
+ranks would give samples another weight wherever ranks have unequal numbers of targets.
+
+DDP: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020).
+FSDP: Rajbhandari et al., "ZeRO" (2020); torch.distributed.fsdp.fully_shard (FSDP2).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
-from lowvram.core.knob import Knob, Stage
-from lowvram.core.rig import Rig
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.ranks import num_ranks, summed
+from lowvram.core.rig import Part, Rig
 
 
 @dataclass(frozen=True)
-class Unsharded(Knob):
-    """One process holds everything."""
+class Sharding(Knob):
+    """What all options know of ranks."""
+
+    ranks: str = "auto"
+    timeout_s: float = 45.0
 
     stage = Stage.SHARD
 
+
+@dataclass(frozen=True)
+class Unsharded(Sharding):
+    """One process holds everything."""
+
     def apply(self, rig: Rig) -> Rig:
         return rig
+
+
+class DataParallel(Sharding):
+    """Options that slice the logical batch over the ranks."""
+
+    band = 2e-6
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.MANY_RANKS})
+
+    def caveat(self, model: nn.Module) -> str | None:
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return None
+        return "BatchNorm normalises over the samples of each rank, not over the whole batch (model.norm=group doesn't)"
+
+
+@dataclass(frozen=True)
+class DDP(DataParallel):
+    """Every rank holds the whole model; gradients are summed while the backward pass of the last part goes on.
+
+    One reduction per gradient, in place: torch's DistributedDataParallel would hold all gradients a second time in
+    its buckets, or keep their memory from step to step.
+    """
+
+    def needs(self) -> frozenset[Fact]:
+        return super().needs() | {Fact.GRADS_AT_UPDATE}
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(over_ranks(rig), sync=partial(gradients_summed, rig.model))
+
+
+@dataclass(frozen=True)
+class FSDP(DataParallel):
+    """Every rank holds its shard of each weight, gradient and optimizer state. A block's weights are gathered when the
+    block computes."""
+
+    reshard_after_forward: bool = True
+    reduce_every_part: bool = True
+
+    saves = Kind.PARAMETERS
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.WHOLE_PARAMS})
+
+    def apply(self, rig: Rig) -> Rig:
+        mesh = init_device_mesh(rig.device.type, (num_ranks(),))
+        make_contiguous(rig.model)
+        for block in rig.task.blocks(rig.model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        model = fully_shard(rig.model, mesh=mesh)  # what is in no block; stays gathered between forward and backward
+        for module in fsdp_modules(rig.model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        return replace(over_ranks(rig), sync=partial(self.sync, model))
+
+    @contextmanager
+    def sync(self, model: FSDPModule, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of one part."""
+        model.set_is_last_backward(is_last)
+        model.set_requires_gradient_sync(is_last or self.reduce_every_part)
+        yield
+
+
+def over_ranks(rig: Rig) -> Rig:
+    """The rig whose logical batch lies in slices over all ranks."""
+
+    def total(parts: list[Part]) -> Tensor:
+        return summed(rig.total(parts))
+
+    def run(final: Rig, parts: list[Part], total: Tensor) -> Tensor:
+        loss = rig.run(final, parts, total)
+        average_statistics(final.model)
+        return summed(loss)
+
+    return replace(rig, total=total, run=run)
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module) -> None:
+    """Give BatchNorm the same running statistics on all ranks: the mean of what each has seen."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    statistics = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
+    if statistics:
+        means = summed(torch.cat(statistics)) / num_ranks()
+        for tensor, mean in zip(statistics, means.split([len(tensor) for tensor in statistics]), strict=True):
+            tensor.copy_(mean)
+
+
+@contextmanager
+def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
+    """Sum the gradients over all ranks after the block, which holds the last backward pass of a step; most of the
+    traffic goes on beside it. Does nothing around other parts: gradients of all parts travel once.
+
+    Raises:
+        RuntimeError: a parameter has no gradient, while other ranks may wait for it.
+    """
+    if not is_last:
+        yield
+        return
+    gradients = GradientSum([parameter for parameter in model.parameters() if parameter.requires_grad])
+    handles = [parameter.register_post_accumulate_grad_hook(gradients.arrived) for parameter in gradients.waiting_for]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    gradients.finish()
+
+
+class GradientSum:
+    """Sums gradients over ranks as they arrive, but always in the same order: ranks must agree on it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.waiting_for = parameters  # the last one is due next: about the order in which gradients are born
+        self.arrivals: set[Tensor] = set()
+        self.travels: list[dist.Work] = []
+
+    def arrived(self, parameter: Tensor) -> None:
+        self.arrivals.add(parameter)
+        while self.waiting_for and self.waiting_for[-1] in self.arrivals:
+            self.send(self.waiting_for.pop())
+
+    def send(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            raise RuntimeError(f"a parameter of shape {list(parameter.shape)} has no gradient: other ranks wait for it")
+        # A gradient lies as its parameter does, on every rank, without gaps: the order of its values doesn't matter.
+        flat = gradient.as_strided((gradient.numel(),), (1,))
+        work = dist.all_reduce(flat, async_op=True)
+        assert work is not None
+        self.travels.append(work)
+
+    def finish(self) -> None:
+        """Send what an earlier part alone has reached; then make the device, or on the CPU this process, wait."""
+        while self.waiting_for:
+            self.send(self.waiting_for.pop())
+        for work in self.travels:
+            work.wait()
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """FSDP2 takes no others (torch 2.13). Values are the same; convolutions over channels_last images reorder their
+    weights when they use them."""
+    made: dict[Tensor, nn.Parameter] = {}  # tied ones stay tied
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_contiguous():
+                contiguous = nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
+                module.register_parameter(name, made.setdefault(parameter, contiguous))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import Part, Rig
 from lowvram.data.loader import eval_batches
 from lowvram.modes.session import Session
@@ -26,13 +27,13 @@ class Evaluation:
 
 
 def evaluate(session: Session) -> Evaluation:
-    """One pass over the held-out samples, in parts no larger than those of training."""
+    """One pass over the held-out samples, in parts no larger than those of training. Ranks share the samples."""
     rig, batch_size = session.rig, session.settings.train.batch_size
-    part_size = math.ceil(batch_size / session.settings.groups["accum"].parts)
+    part_size = math.ceil(batch_size / (num_ranks() * session.settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device)
     rig.model.eval()
     try:
-        sums = torch.stack([part_sums(session, rig, part) for part in parts]).sum(0)
+        sums = summed(torch.stack([part_sums(session, rig, part) for part in parts]).sum(0))
     finally:
         rig.model.train()
     loss, correct, num_targets = sums.tolist()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowvram.core.ranks import summed
 from lowvram.data.spec import Modality
 from lowvram.modes.evaluate import Evaluation
 from lowvram.modes.session import Session
@@ -55,11 +56,12 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
 
 
 def pace(session: Session, num_targets: list[Tensor], seconds: float) -> dict[str, float]:
-    """Throughput over steps with so many targets each, by W&B's names. What is no target is no throughput."""
+    """Throughput of all ranks over steps with so many targets each on this one, by W&B's names. What is no target is no
+    throughput."""
     num_steps = len(num_targets)
     values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
     if session.data.spec.modality is Modality.TOKENS:
-        values["throughput/tokens_per_s"] = int(torch.stack(num_targets).sum()) / seconds
+        values["throughput/tokens_per_s"] = int(summed(torch.stack(num_targets).sum())) / seconds
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 
 

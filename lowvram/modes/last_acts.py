@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core.ledger import ledger
+from lowvram.core.ranks import agree
 from lowvram.core.rig import Part, Rig, Stepper, Update
 from lowvram.core.step import step
 from lowvram.data.loader import Waited
@@ -70,8 +71,8 @@ def named(by_kind: dict[Any, int]) -> dict[str, int]:
 def phase_times(rig: Rig, batch: Part) -> dict[str, float]:
     """Median milliseconds of forward, backward and update in a few extra steps."""
     sums: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
-    began = time.monotonic()
-    while len(sums["update"]) < PHASE_STEPS and (not sums["update"] or time.monotonic() - began < PHASE_SECONDS):
+    end = time.monotonic() + PHASE_SECONDS
+    while len(sums["update"]) < PHASE_STEPS and not agree(bool(sums["update"]) and time.monotonic() > end):
         clock = clock_for(rig.device)
         step(timed(rig, clock), batch)
         clock.mark(BETWEEN)

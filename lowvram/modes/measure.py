@@ -33,8 +33,8 @@ class Measure:
         for _ in range(limits.warmup_steps):  # optimizer state is born here
             history.step(batches)
         synchronise(device)
-        began = time.monotonic()
-        while history.num_steps < limits.warmup_steps + limits.steps and time.monotonic() - began < limits.max_seconds:
+        num_steps, end = limits.warmup_steps + limits.steps, time.monotonic() + limits.max_seconds
+        while history.num_steps < num_steps and not session.agree(time.monotonic() > end):
             with clock.lap("step"):
                 history.step(batches)
         synchronise(device)

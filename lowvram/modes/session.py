@@ -11,6 +11,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from lowvram.core.knob import Knob
+from lowvram.core.ranks import agree
 from lowvram.core.rig import Part, Rig, Update
 from lowvram.core.step import step
 from lowvram.data.loader import Loader, Waited
@@ -53,7 +54,7 @@ class Session:
     resident_bytes: int  # of the process, before it did anything
 
     def batches(self, first_step: int) -> Waited:
-        """The logical batches from `first_step` on, without end."""
+        """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""
         loader: Loader = self.settings.groups["loader"]
         batch_size, seed = self.settings.train.batch_size, self.settings.root.seed
         return Waited(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device))
@@ -74,6 +75,10 @@ class Session:
         """The learning rate after `num_applied` updates: a skipped one doesn't move the schedule."""
         schedule: Schedule = self.settings.groups["schedule"]
         return self.settings.groups["optimizer"].lr * schedule.factor(num_applied, num_steps)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank says yes, so that none takes a step more than another; all must ask."""
+        return agree(flag)
 
     def remedy(self) -> str:
         """What helps against numbers that grow without bound."""

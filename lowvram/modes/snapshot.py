@@ -9,6 +9,8 @@ from typing import Any, final
 
 import torch
 
+from lowvram.core.ranks import first_goes_first, rank
+
 NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
 
 
@@ -36,7 +38,13 @@ class Snapshots:
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """The newest sound snapshot, on the CPU; damaged ones are named aloud. None if there is none."""
+        """The newest sound snapshot, on the CPU; damaged ones are named aloud. None if there is none.
+
+        All ranks load it, and must."""
+        with first_goes_first():
+            return self._load()
+
+    def _load(self) -> dict[str, Any] | None:
         for path in self.newest_first():
             match = NAME.fullmatch(path.name)
             if match is not None and fingerprint(path) == match[2]:
@@ -63,6 +71,11 @@ def random_state() -> dict[str, torch.Tensor]:
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def my_random_state(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+    """This rank's part of what `random_state` told on each; None where there were fewer ranks."""
+    return states[rank()] if rank() < len(states) else None
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:

@@ -9,7 +9,9 @@ from typing import Any, final
 
 from torch import Tensor
 
+from lowvram.core.ranks import of_all
 from lowvram.core.rig import Part, Update
+from lowvram.core.states import gathered, load_whole, whole_model
 from lowvram.data.loader import Waited
 from lowvram.endings import Interrupted, NonFinite
 from lowvram.export import export
@@ -18,7 +20,7 @@ from lowvram.modes.clock import clock_for
 from lowvram.modes.evaluate import Evaluation, evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
-from lowvram.modes.snapshot import Snapshots, random_state, set_random_state
+from lowvram.modes.snapshot import Snapshots, my_random_state, random_state, set_random_state
 
 SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
 
@@ -42,7 +44,7 @@ class Train:
                     run.evaluate()
                 if is_due(run.step, settings.snapshot.every_steps):
                     run.save()
-                if session.stop.requested:
+                if session.agree(session.stop.requested):
                     run.save()
                     raise Interrupted(f"stopped after step {run.step} of {settings.train.steps}")
         return run.finish(batches, clock.laps_ms("step"))
@@ -105,9 +107,11 @@ class TrainingRun:
         return self.evaluation[1]
 
     def save(self) -> None:
-        """A snapshot of the run as it stands; made once."""
+        """A snapshot of the run as it stands; made once, by rank 0."""
         if self.saved_step != self.step:
-            self.snapshots.save(self.step, self.state())
+            state = gathered(self.state())
+            if state is not None:
+                self.snapshots.save(self.step, state)
             self.saved_step = self.step
 
     def state(self) -> dict[str, Any]:
@@ -119,25 +123,30 @@ class TrainingRun:
             "last_loss": self.last_loss,
             "model": self.session.rig.model.state_dict(),
             "stepper": self.session.rig.stepper.state_dict(),
-            "random": random_state(),
+            "random": of_all(random_state()),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; the random state is set when the run begins."""
-        self.session.rig.model.load_state_dict(state["model"])
+        load_whole(self.session.rig.model, state["model"])
         self.session.rig.stepper.load_state_dict(state["stepper"])
         self.step = self.saved_step = self.logged_step = state["step"]
-        self.num_applied, self.random = state["num_applied"], state["random"]
+        self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+
+    def export(self) -> None:
+        """Write the weights, whole, from rank 0."""
+        session = self.session
+        model = whole_model(session.rig.model, session.problem.make_model)
+        if model is not None:
+            export(session.folder / "model", model, session.problem.model, session.data.spec)
 
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
         timed = slice(SETTLING_STEPS, len(step_ms))
         self.save()  # first: whoever interrupts the evaluation loses nothing
         evaluation = self.evaluate()
-        export(
-            self.session.folder / "model", self.session.rig.model, self.session.problem.model, self.session.data.spec
-        )
+        self.export()
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),

@@ -9,6 +9,7 @@ import re
 
 import torch
 
+from lowvram.core.ranks import num_ranks
 from lowvram.modes.session import Session
 from lowvram.modes.trace import model_flops
 
@@ -35,7 +36,7 @@ def mfu(session: Session, samples_per_s: float | None, precision: str) -> float 
     peak_tflops = peak_rate(torch.cuda.get_device_name(session.rig.device), precision)
     if peak_tflops is None:
         return None
-    return model_flops(session.problem, session.knobs) * samples_per_s / (peak_tflops * TERA)
+    return model_flops(session.problem, session.knobs) * samples_per_s / (peak_tflops * TERA * num_ranks())
 
 
 def peak_rate(device_name: str, precision: str) -> float | None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lowvram.data.source import Samples
+from lowvram.core.knob import Knob
+from lowvram.core.rig import assemble
+from lowvram.data.loader import Inline
+from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
-from tests.laboratory import make_batch
+from lowvram.modes.session import Session
+from lowvram.schedule import Constant, Schedule
+from lowvram.settings import MeasureSettings, RootSettings, Settings, SnapshotSettings, TrainSettings
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
+
+BATCH_SIZE = 4
 
 
 class Drawn(Samples):
@@ -47,3 +58,31 @@ class Told:
         """(step, value) of every metric of this name."""
         metrics = [fields for event, fields in self.events if event in ("metrics", "record")]
         return [(fields["step"], fields["values"][name]) for fields in metrics if name in fields["values"]]
+
+
+def session_in(
+    folder: Path,
+    problem: str = "transformer",
+    *,
+    choices: dict[str, str | Knob] | None = None,
+    schedule: Schedule | None = None,
+    told: Told | None = None,
+    is_resumed: bool = False,
+    snapshot_every: int | None = None,
+    **train: Any,
+) -> Session:
+    """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`, and `choices` of knobs."""
+    task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
+    groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
+    settings = Settings(
+        root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None),
+        train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
+        measure=MeasureSettings(warmup_steps=1, steps=3, max_seconds=60.0),
+        snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
+        groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model},
+    )
+    rig = assemble(task, knobs, CPU)
+    torch.manual_seed(0)
+    data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
+    told = told or Told()
+    return Session(settings, knobs, task, rig, data, told, told, folder, is_resumed, time.monotonic(), 0)

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lowvram.config import require
 from lowvram.core import host
 from lowvram.core.knob import Kind, Knob, Stage
-from lowvram.core.ledger import storages
 from lowvram.core.rig import Part, Rig
 from lowvram.knobs.offload.room import Pool, in_file, in_host_memory
 from lowvram.knobs.offload.transfer import Away, Saved, Transfer, transfer_for
@@ -122,7 +121,7 @@ class Hooks:
             yield
             return
         staying = [*self._model.parameters(), *self._model.buffers(), *part.tensors()]
-        self._staying = {storage._cdata for tensor in staying for storage in storages(tensor)}
+        self._staying = {storage._cdata for tensor in staying for storage in host.storages(tensor)}
         with saved_tensors_hooks(self._pack, read):
             yield
 

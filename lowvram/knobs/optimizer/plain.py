@@ -17,6 +17,7 @@ from torch import nn
 from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
+from lowvram.core.shards import is_sharded
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Landing, widened
 
@@ -77,7 +78,8 @@ class SGD(Knob):
 
     def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
-        inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=True)
+        fused = not any(map(is_sharded, parameters))  # torch 2.13 fuses no SGD over shards
+        inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=fused)
         return widened(inner, landing or Landing(), piece_elements=PIECE_ELEMENTS)
 
 

@@ -1,0 +1,76 @@
+"""States of models and optimizers that may lie in shards, as one process has them: what is saved fits any number of
+ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lowvram.core.ranks import rank
+from lowvram.core.shards import is_sharded, placed, whole
+
+
+def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
+    """A state of any nesting, for rank 0: every sharded tensor whole, and on the CPU. None for the others.
+
+    All ranks must ask, with the same nesting.
+    """
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        entire = whole(tensor)
+        return entire.cpu() if rank() == 0 else None
+
+    entire = tree_map_only(DTensor, gather, state)
+    return entire if rank() == 0 else None
+
+
+def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load whole tensors into a model that may be sharded."""
+    like = model.state_dict()
+    model.load_state_dict({name: placed(value, like[name]) if name in like else value for name, value in state.items()})
+
+
+def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | None:
+    """A model as one process has it, for rank 0; None on the others. If it is sharded, `make` gives what holds its
+    values, on the CPU."""
+    if not any(map(is_sharded, model.parameters())):
+        return model if rank() == 0 else None
+    state = gathered(model.state_dict())
+    if state is None:
+        return None
+    entire = make()
+    entire.load_state_dict(state)
+    return entire
+
+
+def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """The same maker of optimizers; those over sharded parameters also load states that are whole."""
+
+    def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = make(parameters)
+        if any(map(is_sharded, parameters)):
+            optimizer.register_load_state_dict_pre_hook(_placed_state)
+        return optimizer
+
+    return make_loading
+
+
+def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """What has the shape of its parameter lies as that does."""
+    placed_state = dict(state["state"])
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            if key in placed_state:
+                of_parameter = placed_state[key].items()
+                placed_state[key] = {name: _placed_value(value, parameter) for name, value in of_parameter}
+    return {**state, "state": placed_state}
+
+
+def _placed_value(value: Any, parameter: Tensor) -> Any:
+    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
+    return placed(value, parameter) if is_alike else value
