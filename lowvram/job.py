@@ -16,6 +16,7 @@ from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
 from lowvram.modes import fields
+from lowvram.modes.compiling import compile_fields
 from lowvram.modes.fields import status_bytes
 from lowvram.modes.session import Events, Session, Stop
 from lowvram.modes.trace import peak_on_paper
@@ -42,6 +43,7 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop)
     choices, samples_per_s = request["choices"], told.get("throughput", {}).get("samples_per_s")
     return fields.merged(
         told,
+        compile_fields(session),
         {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
         {"throughput": {"mfu": mfu(session, samples_per_s, choices["precision"])}},
     )

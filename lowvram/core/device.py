@@ -55,9 +55,18 @@ def absent_facts(device: torch.device) -> dict[Fact, str]:
         absent[Fact.CUDA] = "it is the CPU here"
         absent[Fact.TF32] = "it is the CPU here: use precision=fp32 or precision=bf16"
         absent[Fact.FP8] = "it is the CPU here: use precision=bf16"
-    if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
-        absent[Fact.C_COMPILER] = "none was found: install g++, or set CXX"
+    if not any(shutil.which(name) for name in compilers(device)):
+        absent[Fact.C_COMPILER] = (
+            f"none of {', '.join(compilers(device))} was found: install g++ and gcc, or set CXX or CC"
+        )
     return absent
+
+
+def compilers(device: torch.device) -> list[str]:
+    """What torch.compile calls: Triton a C compiler, inductor on a CPU a C++ compiler."""
+    if device.type == "cuda":
+        return [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
+    return [os.environ.get("CXX", "g++")]
 
 
 def _absent_on_card(device: torch.device) -> dict[Fact, str]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowvram.config import Incompatible
@@ -194,9 +195,12 @@ def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: 
 
 def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
     """The facts that a task lacks, each with what the user can do about it."""
+    absent: dict[Fact, str] = {}
     if task.head(model) is None:
-        return {Fact.HEAD: "this one names none: leave logits=full"}
-    return {}
+        absent[Fact.HEAD] = "this one names none: leave logits=full"
+    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+        absent[Fact.NO_RANDOMNESS] = "this one has dropout: set model.dropout=0"
+    return absent
 
 
 def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:

@@ -1,6 +1,7 @@
 """ckpt: which blocks keep no activations and compute them again in the backward pass.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); torch.utils.checkpoint.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); torch.utils.checkpoint. He and Yu, "Transcending
+Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware" (2023): the compiler's choice.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lowvram.config import require
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 
 
@@ -38,6 +41,9 @@ class RecomputeEvery(Knob):
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
 
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD})
+
     def __post_init__(self) -> None:
         require(
             self.every >= 1,
@@ -52,11 +58,46 @@ class RecomputeEvery(Knob):
         return rig
 
 
+@dataclass(frozen=True)
+class CompilerBudget(Knob):
+    """The compiler chooses what a graph keeps for its backward pass, at most a share of what it would like to keep.
+
+    The share is of estimated bytes of each graph, and no bound on the peak, which may even rise when the share falls
+    (pytorch#197838).
+    """
+
+    budget: float = 0.5
+
+    stage = Stage.CHECKPOINT
+    exactness = Exactness.ROUNDING
+    band = 1e-5
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        allowed = "at least 0 (keep nothing) and below 1 (ckpt=none leaves the choice to the compiler)"
+        require(0 <= self.budget < 1, "ckpt.budget", self.budget, allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        # Random numbers would be drawn anew, so that gradients are of another dropout mask (pytorch#190758).
+        return frozenset({Fact.COMPILED, Fact.NO_RANDOMNESS})
+
+    def apply(self, rig: Rig) -> Rig:
+        functorch_config.activation_memory_budget = self.budget
+        return rig
+
+
 def recompute(block: nn.Module) -> None:
     """Make one block recompute its activations in the backward pass, bit for bit as they were."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     context_fn = partial(_contexts, norms) if norms else noop_context_fn
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=context_fn)
+    forward = block.forward
+
+    def recomputed(*inputs: Any) -> Any:  # a function: torch.compile would leave a partial eager, in silence
+        if torch.compiler.is_compiling():  # what a graph computes again has no effect on buffers
+            return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+
+    block.forward = recomputed
 
 
 def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -1,18 +1,156 @@
-"""compile: whether the model is compiled, and how much of it at a time."""
+"""compile: whether the model is compiled, and how much of it at a time.
+
+Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation"
+(2024): torch.compile. DeVito, "TorchScript" (2018), which PyTorch retires.
+"""
 
 from __future__ import annotations
 
+import warnings
+from abc import abstractmethod
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, final
 
-from lowvram.core.knob import Knob, Stage
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
+
+from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
 
+# Graphs of one piece of code: kinds of blocks x train and eval x shapes. Torch's 8 are too few for a ResNet-50.
+RECOMPILE_LIMIT = 64
 
+
+@final
 @dataclass(frozen=True)
 class Eager(Knob):
     """The model runs eagerly."""
 
     stage = Stage.COMPILE
 
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.COMPILED})
+
     def apply(self, rig: Rig) -> Rig:
         return rig
+
+
+class Mode(Enum):
+    """How hard inductor tries. (CUDA graphs aren't offered: their outputs are overwritten by the next part.)"""
+
+    default = "default"
+    max_autotune = "max-autotune-no-cudagraphs"
+
+
+@dataclass(frozen=True)
+class Compiled(Knob):
+    """Modules compiled in place, by inductor, at their first step. Parameters keep their names."""
+
+    mode: Mode = Mode.default
+    dynamic: bool | None = False
+
+    stage = Stage.COMPILE
+    exactness = Exactness.ROUNDING
+    band = 1e-5
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.C_COMPILER})
+
+    def breaks(self) -> frozenset[Fact]:
+        # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a switch for
+        # that, but its cache of compiled graphs doesn't know the switch (2.13): a second backward pass may be wrong.
+        return frozenset({Fact.RETAINABLE_GRAPH})
+
+    def apply(self, rig: Rig) -> Rig:
+        dynamo_config.recompile_limit = RECOMPILE_LIMIT
+        dynamo_config.fail_on_recompile_limit_hit = True  # by default it goes on eagerly, in silence
+        # On CUDA inductor's own random numbers make wrong dropout masks since 2.13 (pytorch#198333): take torch's.
+        inductor_config.fallback_random = True
+        for module in self.modules(rig):
+            module.compile(mode=self.mode.value, dynamic=self.dynamic)
+        return rig
+
+    @abstractmethod
+    def modules(self, rig: Rig) -> list[nn.Module]:
+        """What is compiled, each for itself."""
+
+
+@final
+@dataclass(frozen=True)
+class CompiledBlocks(Compiled):
+    """Each block is compiled for itself; those of the same kind share their code."""
+
+    def modules(self, rig: Rig) -> list[nn.Module]:
+        return rig.task.blocks(rig.model)
+
+
+@final
+@dataclass(frozen=True)
+class CompiledModel(Compiled):
+    """The whole model is compiled as one: the best code, and the longest wait for it."""
+
+    def modules(self, rig: Rig) -> list[nn.Module]:
+        return [rig.model]
+
+
+@final
+@dataclass(frozen=True)
+class TorchScript(Knob):
+    """Each block is traced by torch.jit at its first step, and then run by TorchScript's interpreter."""
+
+    stage = Stage.COMPILE
+    exactness = Exactness.ROUNDING
+    band = 1e-5
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})
+
+    def apply(self, rig: Rig) -> Rig:
+        print("note: PyTorch retires TorchScript and doesn't mend it any more: compile=blocks is its successor")
+        for block in rig.task.blocks(rig.model):
+            block.forward = Traced(block)
+        return rig
+
+
+@final
+class Traced:
+    """The forward pass of a block as TorchScript: one trace for each mode, number format and shape of its inputs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.traces: dict[Any, Any] = {}
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        autocast = number_format(inputs[0].device.type)
+        shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
+        key = (self.block.training, torch.is_grad_enabled(), autocast, shapes)
+        if key not in self.traces:
+            self.traces[key] = self.trace(inputs, autocast)
+        return self.traces[key](*inputs)
+
+    def trace(self, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
+        """Run the block once to record it. That run leaves no mark: not on its buffers, nor on random numbers."""
+        device = inputs[0].device
+        buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
+        examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
+        cards = [device] if device.type == "cuda" else []
+        # Without its cache: a weight that was cast before would be recorded as a constant.
+        plain = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
+        del self.block.forward  # the class's own again, for the tracer calls the block
+        try:
+            with torch.random.fork_rng(cards), plain, warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # said aloud once already
+                return torch.jit.trace(self.block, examples, check_trace=False)
+        finally:
+            self.block.forward = self
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def number_format(device_type: str) -> torch.dtype | None:
+    """Of autocast, where it is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -34,7 +34,6 @@ def common(session: Session) -> Fields:
     caveats = [knob.caveat(session.rig.model) for knob in session.knobs.values()]
     state = session.rig.stepper.state_dict()
     return {
-        "compiled": False,
         "model": {
             "parameters": sum(parameter.numel() for parameter in parameters),
             "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

@@ -19,6 +19,7 @@ from lowvram.core.rig import Part, Rig, Stepper, Update
 from lowvram.core.step import step
 from lowvram.data.loader import Waited
 from lowvram.modes.clock import BETWEEN, Clock, clock_for
+from lowvram.modes.compiling import NO_KINDS, is_compiled
 from lowvram.modes.fields import Fields, status_bytes
 from lowvram.modes.session import Session
 
@@ -30,8 +31,8 @@ def last_acts(session: Session, batches: Waited) -> Fields:
     before, batch = headline(session), next(batches)
     batches.close()
     phases = phase_times(session.rig, batch)
-    by_kind = memory_by_kind(session, batch, before)
-    return {"time": phases, "memory": {**before, **by_kind}}
+    memory = memory_of_compiled if is_compiled(session) else memory_by_kind
+    return {"time": phases, "memory": {**before, **memory(session, batch, before)}}
 
 
 def headline(session: Session) -> dict[str, Any]:
@@ -62,6 +63,16 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
     if rig.device.type == "cuda":
         return {**fields, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
     return {**fields, "peak_bytes": peak.peak_bytes, "source": "tensor_ledger"}
+
+
+def memory_of_compiled(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
+    """Without the ledger. On the CPU the growth of the process, with all that the compiler took, is the headline."""
+    unknown = {"by_kind_reason": NO_KINDS}
+    if session.rig.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step(session.rig, batch)
+        return {**unknown, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
+    return {**unknown, "peak_bytes": before["process_peak_bytes"], "source": "process"}
 
 
 def named(by_kind: dict[Any, int]) -> dict[str, int]:

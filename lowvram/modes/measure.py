@@ -16,6 +16,7 @@ from lowvram.data.loader import Waited
 from lowvram.endings import NonFinite
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for, synchronise
+from lowvram.modes.compiling import CompileTimes, chosen
 from lowvram.modes.evaluate import evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
@@ -38,11 +39,11 @@ class Measure:
             with clock.lap("step"):
                 history.step(batches)
         synchronise(device)
-        step_ms, losses, timed = clock.laps_ms("step"), history.tell(), slice(limits.warmup_steps, None)
+        step_ms, losses = clock.laps_ms("step"), history.tell()
         return fields.merged(
             fields.common(session),
             fields.losses(losses[0], losses[-1], evaluate(session)),
-            fields.times(session, step_ms, batches.waits_s[timed], history.num_targets[timed]),
+            fields.times(session, *history.timed(step_ms, batches.waits_s)),
             {"time": {"is_cut": len(step_ms) < limits.steps}},
             last_acts(session, batches),
         )
@@ -55,7 +56,8 @@ class History:
         self._session = session
         self._steps: list[tuple[Tensor, Update]] = []
         self._num_applied = 0
-        self.num_targets: list[Tensor] = []
+        self._num_targets: list[Tensor] = []
+        self._compiling = CompileTimes()
 
     @property
     def num_steps(self) -> int:
@@ -64,11 +66,19 @@ class History:
     def step(self, batches: Waited) -> None:
         limits = self._session.settings.measure
         batch = next(batches)
-        self.num_targets.append(batch.num_targets)
-        loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
+        self._num_targets.append(batch.num_targets)
+        with self._compiling.step():
+            loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
         self._num_applied += update.applied
         self._steps.append((loss, update))
         self._session.events("progress", step=self.num_steps, values={})
+
+    def timed(self, window_ms: list[float], waits_s: list[float]) -> tuple[list[float], list[float], list[Tensor]]:
+        """Milliseconds, waits and targets of the steps that count: in the window, and nothing was compiled."""
+        warmup = self._session.settings.measure.warmup_steps
+        steady = self._compiling.steady(warmup)
+        step_ms = [window_ms[index - warmup] for index in steady]
+        return step_ms, chosen(waits_s, steady), chosen(self._num_targets, steady)
 
     def tell(self) -> Sequence[float]:
         """A line of metrics.jsonl for every step; returns the losses."""

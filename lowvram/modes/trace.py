@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> Peak:
     """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state."""
     absent = absent_facts(CPU).keys()  # a knob that a CPU can't play, such as tf32, changes no memory
-    playable = {n: knob for n, knob in knobs.items() if knob.stage is not Stage.PROCESS and not knob.needs() & absent}
+    unplayed = (Stage.PROCESS, Stage.COMPILE)  # compiled code would run eagerly: there is nothing of it on paper
+    playable = {n: knob for n, knob in knobs.items() if knob.stage not in unplayed and not knob.needs() & absent}
     with FakeTensorMode(allow_non_fake_inputs=True):
         rig = assemble(problem, playable, CPU)
         batch = example(problem.spec, batch_size)

@@ -17,6 +17,7 @@ from lowvram.endings import Interrupted, NonFinite
 from lowvram.export import export
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for
+from lowvram.modes.compiling import CompileTimes, chosen
 from lowvram.modes.evaluate import Evaluation, evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
@@ -38,7 +39,8 @@ class Train:
             while run.step < settings.train.steps:
                 with clock.lap("step"):
                     batch = next(batches)
-                    loss, update = session.update(batch, run.num_applied, settings.train.steps)
+                    with run.compiling.step():
+                        loss, update = session.update(batch, run.num_applied, settings.train.steps)
                 run.count(loss, update, batch)
                 if is_due(run.step, settings.train.eval_every):
                     run.evaluate()
@@ -65,6 +67,7 @@ class TrainingRun:
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
         self.num_targets: list[Tensor] = []  # of each step of this process
+        self.compiling = CompileTimes()
         self.logged_at, self.logged_step = time.monotonic(), 0
         if session.is_resumed and (state := self.snapshots.load()):
             self.restore(state)
@@ -95,7 +98,8 @@ class TrainingRun:
             raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {self.session.remedy()}")
         now = time.monotonic()
         steps = self.step - self.logged_step
-        pace = fields.pace(self.session, self.num_targets[-steps:], now - self.logged_at)
+        seconds = now - self.logged_at - sum(self.compiling.seconds[-steps:])
+        pace = fields.pace(self.session, self.num_targets[-steps:], seconds)
         self.session.events("metrics", step=self.step, values=values | pace | fields.memory_now(self.session))
         self.logged_at, self.logged_step = now, self.step
 
@@ -143,13 +147,14 @@ class TrainingRun:
 
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
-        timed = slice(SETTLING_STEPS, len(step_ms))
+        timed = self.compiling.steady(SETTLING_STEPS)
+        waits_s, num_targets = chosen(batches.waits_s, timed), chosen(self.num_targets, timed)
         self.save()  # first: whoever interrupts the evaluation loses nothing
         evaluation = self.evaluate()
         self.export()
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
-            fields.times(self.session, step_ms[timed], batches.waits_s[timed], self.num_targets[timed]),
+            fields.times(self.session, chosen(step_ms, timed), waits_s, num_targets),
             last_acts(self.session, batches),
         )
