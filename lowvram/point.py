@@ -76,6 +76,11 @@ class Point:
     is_resumed: bool = False
     launch: Launch | None = None  # if torchrun has started this program
 
+    @property
+    def first_rank(self) -> int:
+        """Of those whose processes this program has started."""
+        return 0 if self.launch is None else self.launch.rank
+
     def first_row(self) -> Row:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
         return rows.merge(rows.empty_row(), {**known, "provenance": self.provenance})
@@ -182,9 +187,10 @@ class Recording:
 
     def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
         """All ranks have ended: the row is the first one's, with the largest peak of all, and the point's end."""
-        own = [rank["rank"] for rank in ended or ()]
-        ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in sorted({*own, *self.told})}
-        self.add(ranks.get(0) or {})
+        ended = ended and [{**one, "rank": one["rank"] + self.point.first_rank} for one in ended]
+        all_ranks = sorted({*(one["rank"] for one in ended or ()), *self.told})
+        ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in all_ranks}
+        self.add(ranks.get(self.point.first_rank, {}))
         if len(ranks) > 1:
             self._add_ranks(ranks)
         end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])

@@ -77,8 +77,7 @@ def verdict(
         timeout_s: how long a rank waits for another.
     """
     if ended is None:
-        first = told.get(0)
-        return said(0, first) if first else Verdict(0, *how_all_died(around.orders))
+        return said(*min(told.items())) if told else Verdict(0, *how_all_died(around.orders))
     ranks = [rank_verdict(ending, told.get(ending["rank"]), around) for ending in ended]
     failed = [rank for rank in ranks if rank.status is not Status.OK]
     if not failed:
@@ -107,10 +106,10 @@ def to_blame(failed: Sequence[Verdict], timeout_s: float) -> Verdict:
 
 
 def is_of_all(blamed: Verdict, ranks: Sequence[Verdict]) -> bool:
-    """Whether the reason holds for the point as a whole: a refusal, a stop, or what the first rank says too."""
+    """Whether the reason holds for the point as a whole: a refusal, a stop, or what another rank says too."""
     if blamed.status in (Status.INCOMPATIBLE, Status.INTERRUPTED, Status.TIMEOUT):
         return True
-    return any(rank.rank == 0 and rank.reason == blamed.reason for rank in ranks) and blamed.rank != 0
+    return [rank.reason for rank in ranks].count(blamed.reason) > 1
 
 
 def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Verdict:

@@ -109,15 +109,14 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
     spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
     speak(spoken, is_first=way.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stop, about = Stop(), {"rank": way.rank}
+    stop, meeting, about = Stop(), Meeting(way, request), {"rank": way.rank}
     try:
         stop.listen()
-        meeting = Meeting(way, request)
         fields = check(request["check"]) if "check" in request else run_point(request, events, stop, meeting)
     except BaseException as error:  # the last net: a point always tells how it ended
         stop.settle()
-        fields = ending(error)
         about |= {"is_of_a_peer": is_of_a_peer(error)}
+        fields = meeting.compare_ends(ending(error), is_of_a_peer(error))
         if fields["status"] == "error":
             about |= {"trace": traceback.format_exc()}
     stop.settle()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -31,6 +34,22 @@ def launch_from(environment: Mapping[str, str] = os.environ) -> Launch | None:
         return None
     rank, num_ranks, local_rank = (int(environment[word]) for word in WORDS[:3])
     return Launch(rank, num_ranks, local_rank, int(environment.get("LOCAL_WORLD_SIZE", num_ranks)))
+
+
+@contextmanager
+def aside(launch: Launch | None) -> Iterator[Path | None]:
+    """Says nothing and leaves nothing inside the block, if another program does; gives the folder for what is needed
+    meanwhile."""
+    if launch is None or launch.records:
+        yield None
+        return
+    with (
+        TemporaryDirectory(prefix=f"lowvram-rank-{launch.rank}-") as folder,
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield Path(folder)
 
 
 def as_request(launch: Launch | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, final
 
@@ -19,11 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # the public names have no types
 from torch.distributed.rendezvous import rendezvous
 
-from lowvram.config import BadInput
+from lowvram.config import BadInput, Incompatible
 from lowvram.core.knob import Fact
 from lowvram.endings import PeerLost
 from lowvram.process.crew import Place
 from lowvram.process.launch import Launch
+from lowvram.settings import PARENT_ONLY
 
 HERE = "127.0.0.1"
 LOOK_S = 0.005  # how often a rank that waits looks for the others; between two looks it hears signals
@@ -64,9 +66,10 @@ class Way(ABC):
     def share(self, store: Store, request: Request) -> None:
         """Make the requests of all ranks one."""
 
+    @property
     @abstractmethod
-    def unheard(self, num_ranks: int) -> range:
-        """The ranks whose fields reach the results only through this one."""
+    def is_unwatched(self) -> bool:
+        """Whether no fork server of ours sees how the other ranks end."""
 
 
 @final
@@ -99,8 +102,9 @@ class Calling(Way):
     def share(self, store: Store, request: Request) -> None:
         pass  # the server gives all of them the same one
 
-    def unheard(self, num_ranks: int) -> range:
-        return range(0)
+    @property
+    def is_unwatched(self) -> bool:
+        return False
 
 
 @final
@@ -124,8 +128,9 @@ class Called(Way):
     def share(self, store: Store, request: Request) -> None:
         pass
 
-    def unheard(self, num_ranks: int) -> range:
-        return range(0)
+    @property
+    def is_unwatched(self) -> bool:
+        return False
 
 
 @final
@@ -150,12 +155,18 @@ class Launched(Way):
         return next(rendezvous("env://", self.rank, num_ranks, timeout=timedelta(seconds=timeout_s)))[0]
 
     def share(self, store: Store, request: Request) -> None:
+        config = {key: value for key, value in request["config"].items() if key not in PARENT_ONLY}
         if self.rank == 0:
-            store.set("request", json.dumps({key: request[key] for key in ("folder", "resume")}))
-        request.update(json.loads(store.get("request")))
+            shared = {"config": config, "folder": request["folder"], "resume": request["resume"]}
+            store.set("request", json.dumps(shared))
+        shared = json.loads(store.get("request"))
+        if shared.pop("config") != config:
+            raise Incompatible(f"rank {self.rank} was started with another configuration than rank 0")
+        request.update(shared)
 
-    def unheard(self, num_ranks: int) -> range:
-        return range(1, num_ranks) if self.rank == 0 else range(0)
+    @property
+    def is_unwatched(self) -> bool:
+        return True
 
 
 def way_of(place: Place, request: Request) -> Way:
@@ -229,12 +240,24 @@ class Meeting:
             return
         self._store.set(f"fields {self.rank}", json.dumps({"status": "ok", "memory": fields.get("memory", {})}))
         self._gather("done")
-        for rank in self._way.unheard(self._num_ranks):
+        for rank in range(1, self._num_ranks) if self._way.is_unwatched and self.rank == 0 else ():
             tell(rank, json.loads(self._store.get(f"fields {rank}")))
         if self.rank == 0:  # it may hold the store
             self._gather("gone")
         else:
             self._store.set(f"gone {self.rank}", "")
+
+    def compare_ends(self, fields: dict[str, Any], is_of_a_peer: bool) -> dict[str, Any]:
+        """Of a rank that has failed: what the one says that is the cause, where nobody else can tell them apart."""
+        if self._store is None or not self._way.is_unwatched:
+            return fields
+        with suppress(dist.DistError):  # the store is gone too
+            if not is_of_a_peer:
+                told = {"status": fields["status"], "reason": f"rank {self.rank}: {fields['reason']}"}
+                self._store.set("failed", json.dumps(told))
+            elif self._store.check(["failed"]):
+                return fields | json.loads(self._store.get("failed"))
+        return fields
 
     def _gather(self, word: str) -> None:
         """Wait for all."""
