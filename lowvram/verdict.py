@@ -109,7 +109,7 @@ def is_of_all(blamed: Verdict, ranks: Sequence[Verdict]) -> bool:
     """Whether the reason holds for the point as a whole: a refusal, a stop, or what another rank says too."""
     if blamed.status in (Status.INCOMPATIBLE, Status.INTERRUPTED, Status.TIMEOUT):
         return True
-    return [rank.reason for rank in ranks].count(blamed.reason) > 1
+    return [rank.reason for rank in ranks if not rank.is_forced].count(blamed.reason) > 1
 
 
 def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Verdict:
