@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import termios
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -25,6 +26,7 @@ from lowvram.config import require
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
 from lowvram.point import CHILDS_OWN, Orders, Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
+from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.row import Row, Status
@@ -41,6 +43,8 @@ from lowvram.resume import Resumed, has_snapshots, with_resumed
 from lowvram.settings import GROUPS, check_root
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 3, 75
+LINGER_S = 10.0
+UNRECORDED = {"name": "none", "entity": None, "project": None}  # as logger=none
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -48,26 +52,35 @@ def main() -> None:
     """`python train.py …` and `lowvram …`."""
     logging.raiseExceptions = False  # W&B logs to files of its own: if the disk is full, the row says so
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    program = Program(sys.argv[1:])
-    with terminal_restored():
-        try:
-            program.run()
-            code = program.close()
-            sys.stdout.flush()
-        except MISTAKES as error:
-            if wants_traceback:
-                raise
-            print(sentence(error), file=sys.stderr)
-            code = EXIT_REFUSED
-        except BrokenPipeError:  # nobody reads on: `python train.py | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = EXIT_FAILED
-        except OSError as error:  # of the results: no room, no permission, no such place
-            print(f"{error.filename or 'the results'}: can't be written ({error.strerror})", file=sys.stderr)
-            code = EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
-        finally:
-            program.server.stop()
+    launch = launch_from()
+    with terminal_restored(), aside(launch) as folder:
+        program = Program(sys.argv[1:], launch, folder)
+        code = run_program(program, wants_traceback)
+        if code and folder is not None:
+            program.linger()
     sys.exit(code)
+
+
+def run_program(program: Program, wants_traceback: bool) -> int:
+    """From the words to the exit code."""
+    try:
+        program.run()
+        code = program.close()
+        sys.stdout.flush()
+        return code
+    except MISTAKES as error:
+        if wants_traceback:
+            raise
+        print(sentence(error), file=sys.stderr)
+        return EXIT_REFUSED
+    except BrokenPipeError:  # nobody reads on: `python train.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:  # of the results: no room, no permission, no such place
+        print(f"{error.filename or 'the results'}: can't be written ({error.strerror})", file=sys.stderr)
+        return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
+    finally:
+        program.server.stop()
 
 
 @contextlib.contextmanager
@@ -86,8 +99,9 @@ def terminal_restored() -> Any:
 class Program:
     """One call of the command line: what it has run so far, and how often it was asked to stop."""
 
-    def __init__(self, words: list[str]) -> None:
-        self.words = words
+    def __init__(self, words: list[str], launch: Launch | None, aside: Path | None) -> None:
+        self.words, self.launch = words, launch
+        self.aside = aside  # the folder of a program whose results another one leaves
         self.server, self.progress = Server(), progress_for(sys.stdout)
         self.rows: list[Row] = []
         self.kept: set[str] = set()  # ids of points that an earlier call has finished
@@ -116,6 +130,8 @@ class Program:
         sweeper.register(self.check_sweep)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
         self.resumed = with_resumed(self.words)
+        if self.aside is not None:
+            self.resumed = self.resumed.moved(self.aside)
         typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(self.resumed.words)]
         # From 1.4 on Hydra wants to be told what it may instantiate.
         trust = (
@@ -134,6 +150,8 @@ class Program:
 
     def check_sweep(self, configs: list[DictConfig], batch: sweeper.Batch) -> None:
         """Before the first point of a sweep: build the objects of all of them, in a child that does nothing else."""
+        if self.launch is not None:
+            raise Refused("-m under torchrun: start a sweep without it, and sharding.ranks=2 (or more) for each point")
         self.swept = sweeper.swept_keys(batch)
         refused: list[str] = []
 
@@ -178,7 +196,7 @@ class Program:
         is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
         try:
             seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
-            values = plain(config)
+            values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
             check_own(config)
         except MISTAKES:
             self.forget(folder, config.paths.outputs)
@@ -195,6 +213,7 @@ class Program:
             sweep=folder.parent.name if is_sweep else None,
             provenance=identity.provenance(seed, command),
             is_resumed=has_snapshots(folder),
+            launch=self.launch,
         )
 
     def tell_point(self, point: Point, row: Row) -> None:
@@ -214,7 +233,19 @@ class Program:
             self.forget(self.last.folder, self.last.config["paths"]["outputs"])
         else:
             print("\n".join(summary(self.rows[-1], self.last.folder)))
+            self.tell_failure(self.rows[-1])
         return EXIT_INTERRUPTED if self.num_signals else rows.exit_code(self.rows, sweep=bool(self.last.sweep))
+
+    def tell_failure(self, row: Row) -> None:
+        """Under torchrun, of a rank that can't tell the one that records."""
+        if self.aside and self.launch and Status(row["status"]).exit_single == EXIT_FAILED:
+            print(f"rank {self.launch.rank}: {row['status']}: {row['reason']}", file=sys.__stderr__)
+
+    def linger(self) -> None:
+        """torchrun ends all programs when one has failed: let that one be first that tells what it was."""
+        deadline = time.monotonic() + LINGER_S
+        while not self.num_signals and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def forget(self, folder: Path, outputs: str | None) -> None:
         """A run that was refused leaves no folder; if an earlier one has filled it, that is as it was."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lowvram.config import BadInput, Incompatible
 
@@ -32,6 +33,10 @@ PHASES = {  # the innermost of these functions of ours on the stack names the ph
 
 class Interrupted(BaseException):
     """Somebody asked the point to stop."""
+
+
+class PeerLost(RuntimeError):
+    """Another rank didn't come."""
 
 
 class NonFinite(ArithmeticError):
@@ -70,10 +75,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Also if a library has made another error of it."""
+    return any(os.strerror(errno.ENOSPC) in str(cause) for cause in chain(error))
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether a rank failed only because another one had ended or hung."""
+    return any(isinstance(cause, PeerLost | dist.DistError) or "/gloo/" in str(cause) for cause in chain(error))
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """The error, and those that led to it."""
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
-    return any(os.strerror(errno.ENOSPC) in str(cause) for cause in causes)
+    return causes
 
 
 def phase(trace: TracebackType | None) -> str:

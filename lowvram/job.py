@@ -22,14 +22,18 @@ from lowvram.modes.session import Events, Session, Stop
 from lowvram.modes.trace import peak_on_paper
 from lowvram.modes.utilisation import mfu
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
+from lowvram.process.meeting import Meeting
 from lowvram.results.row import held_by_another_process
 from lowvram.settings import KNOB_GROUPS, Settings
 
 
-def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop) -> dict[str, Any]:
-    """Assemble the point, run its mode, return what it says in its row."""
+def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+    """Meet the other ranks, assemble the point, run its mode, return what it says in its row."""
     started, resident_bytes = time.monotonic(), status_bytes("VmRSS")
-    device = choose_device(settings.root.device)
+    device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
+    num_ranks = meeting.count(sharding, device)
+    check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
+    device = meeting.join(num_ranks, device, sharding.timeout_s)
     knobs = named_knobs(settings, request["choices"], device)
     data = open_data(settings)
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
@@ -61,15 +65,14 @@ def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
 
 def open_data(settings: Settings) -> Data:
     """The data, scanned and checked against the rest of the configuration."""
-    check_batch_size(settings.train.batch_size, settings.groups["accum"].parts)
     return resolve_source(settings.groups["data"], settings.groups["model"]).open(settings.root.seed)
 
 
-def check_batch_size(batch_size: int, parts: int) -> None:
+def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
     """Each rank takes an equal slice of the logical batch, in equal parts."""
-    unit, name = num_ranks() * parts, f"accum.parts={parts}"
-    if num_ranks() > 1:
-        name = f"{unit} (ranks x accum.parts = {num_ranks()} x {parts})"
+    unit, name = num_ranks * parts, f"accum.parts={parts}"
+    if num_ranks > 1:
+        name = f"{unit} (ranks x accum.parts = {num_ranks} x {parts})"
     each, left = divmod(batch_size, unit)
     if left:
         allowed = f"a multiple of {name}: {batch_size} = {each} x {unit} + {left}"

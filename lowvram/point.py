@@ -1,4 +1,4 @@
-"""One point: a child computes it, and this module, in the parent, records it. Imports no torch.
+"""One point: its children compute it, and this module, in the parent, records it. Imports no torch.
 
 The parent is the only writer of `metrics.jsonl`, of W&B and of `result.json`, so a child that dies in whatever way
 still gets its row and its failed W&B run.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,20 +19,21 @@ from typing import Any, TextIO
 from omegaconf import DictConfig
 
 from lowvram.config import build_as, checked_values, require
-from lowvram.process.client import Event, Server
-from lowvram.process.server import KILL, TERM
+from lowvram.process.client import Ending, Event, Server
+from lowvram.process.crew import KILL, TERM
+from lowvram.process.launch import Launch, as_request
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice, out_of_memory_advice
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, stored_run_id
 from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS
+from lowvram.verdict import Circumstances, Told, num_oom_kills, verdict
 
 METRICS = "metrics.jsonl"
 CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
-NATIVE_LOG = "native.log"
 TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
-MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")
+OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ class Point:
     sweep: str | None  # the name of its sweep
     provenance: dict[str, Any]
     is_resumed: bool = False
+    launch: Launch | None = None  # if torchrun has started this program
+
+    @property
+    def first_rank(self) -> int:
+        """Of those whose processes this program has started."""
+        return 0 if self.launch is None else self.launch.rank
 
     def first_row(self) -> Row:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
@@ -86,21 +92,18 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
     Args:
         stop_signals: how often somebody asked to stop so far.
     """
-    recording, killed_before = Recording(point, progress), num_oom_kills()
-    orders = Orders(point.config["timeout_s"], stop_signals)
+    recording, orders = Recording(point, progress), Orders(point.config["timeout_s"], stop_signals)
+    around = Circumstances(point.folder, orders, num_oom_kills())
     request = {
         "config": {key: point.config[key] for key in CHILDS_OWN},
         "choices": point.choices,
         "folder": str(point.folder),
         "resume": point.is_resumed,
         "threads": len(os.sched_getaffinity(0)),
+        "launch": as_request(point.launch),
     }
     try:
-        status = server.run(request, recording.on_event, orders)
-        if recording.row["status"] is None:
-            recording.end(*last_words(point.folder, status, killed_before, orders))
-        elif orders.is_timed_out and recording.row["status"] != Status.OK:
-            recording.end(Status.TIMEOUT, orders.how_late)
+        recording.conclude(server.run(request, recording.on_event, orders), around)
         return recording.close()
     except OSError as error:
         return recording.unwritable(error)
@@ -153,6 +156,7 @@ class Recording:
     def __init__(self, point: Point, progress: Progress) -> None:
         self.point, self.progress = point, progress
         self.row = point.first_row()
+        self.told: dict[int, Told] = {}  # by rank
         self.recorder: Recorder = NullRecorder()
         self._metrics: TextIO | None = None
         self._is_recorded = False
@@ -166,7 +170,7 @@ class Recording:
             "record": self._record,
             "progress": self.progress.update,
             "say": self.progress.say,
-            "row": self.add,
+            "row": self._on_row,
         }
         handlers[event.pop("event")](**event)
 
@@ -174,9 +178,37 @@ class Recording:
         """More of the row is known."""
         self.row = rows.merge(self.row, fields)
 
-    def end(self, status: Status, reason: str) -> None:
-        """The point ended in a way that its process could not tell."""
+    def end(self, status: Status, reason: str | None) -> None:
+        """How the point ended."""
         self.add({"status": status.value, "reason": reason})
+
+    def _on_row(self, rank: int, fields: dict[str, Any], **about: Any) -> None:
+        self.told[rank] = Told(fields, **about)
+
+    def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
+        """All ranks have ended: the row is the first one's, with the largest peak of all, and the point's end."""
+        ended = ended and [{**one, "rank": one["rank"] + self.point.first_rank} for one in ended]
+        all_ranks = sorted({*(one["rank"] for one in ended or ()), *self.told})
+        ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in all_ranks}
+        self.add(ranks.get(self.point.first_rank, {}))
+        if len(ranks) > 1:
+            self._add_ranks(ranks)
+        end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
+        blamed = self.told.get(end.rank)
+        if end.status == Status.ERROR and blamed is not None:
+            for line in blamed.trace.splitlines():
+                self.progress.say(line)
+        if blamed is not None and "plan" in blamed.fields:
+            self.add({"plan": blamed.fields["plan"]})
+        is_late = around.orders.is_timed_out and end.status != Status.OK
+        self.end(*((Status.TIMEOUT, around.orders.how_late) if is_late else (end.status, end.reason)))
+
+    def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
+        """What each rank held; the point's memory is that of the rank that held most."""
+        memory = {rank: fields.get("memory", {}) for rank, fields in ranks.items()}
+        largest = max(memory.values(), key=lambda held: held.get("peak_bytes") or 0)
+        said = [{"rank": rank, **{key: memory[rank].get(key) for key in OF_A_RANK}} for rank in ranks]
+        self.add({"memory": largest, "ranks": said})
 
     def _on_begin(self, step: int, num_steps: int, setup_s: float) -> None:
         self.add({"time": {"setup_s": setup_s}})
@@ -257,35 +289,6 @@ def cut_back(metrics: Path, step: int) -> None:
         except ValueError:
             break
     rows.write_text(metrics, "".join(kept))
-
-
-def last_words(folder: Path, status: int | None, killed_before: int, orders: Orders) -> tuple[Status, str]:
-    """Status and reason of a child that said nothing: read off how it died."""
-    if orders.is_stopped:
-        return Status.INTERRUPTED, orders.how_stopped
-    if orders.is_timed_out:
-        return Status.TIMEOUT, orders.how_late
-    if status is None:
-        return Status.KILLED, "the process that starts points has died"
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    if number == signal.SIGKILL and num_oom_kills() > killed_before:
-        return Status.OOM, "the kernel ended it because the machine had no memory left"
-    if number in (signal.SIGKILL, signal.SIGTERM):
-        return Status.KILLED, f"the process died of {signal.Signals(number).name}"
-    log = (folder / NATIVE_LOG).read_text(errors="replace") if (folder / NATIVE_LOG).exists() else ""
-    if any(word in log for word in MEMORY_WORDS):
-        return Status.OOM, f"out of memory in native code (see {NATIVE_LOG})"
-    if number is None:
-        return Status.ERROR, f"the process ended by itself with exit code {os.WEXITSTATUS(status)}"
-    return Status.ERROR, f"the process died of {signal.Signals(number).name} (see {NATIVE_LOG})"
-
-
-def num_oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory since the machine started."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
 
 
 def remove_folder(folder: Path, outputs: Path) -> None:

@@ -22,6 +22,12 @@ class Resumed:
     words: list[str]
     notes: dict[Path, bytes] = field(default_factory=dict)  # what Hydra had noted of that run
 
+    def moved(self, folder: Path) -> Resumed:
+        """The same run, but Hydra leaves nothing in its folder."""
+        elsewhere = {"hydra.run.dir": hydra_quoted(str(folder)), "hydra.output_subdir": "null"}
+        kept = [word for word in self.words if key(word) not in elsewhere]
+        return Resumed([*kept, *(f"{name}={value}" for name, value in elsewhere.items())])
+
     def put_back(self) -> None:
         """The continuation was refused: the run is as it was."""
         for path, content in self.notes.items():

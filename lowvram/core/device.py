@@ -43,11 +43,7 @@ def nvidia_card_here() -> bool:
 
 def absent_facts(device: torch.device) -> dict[Fact, str]:
     """The facts that this machine lacks, each with what the user can do about it."""
-    absent: dict[Fact, str] = {}
-    if num_ranks() == 1:
-        absent[Fact.MANY_RANKS] = "it has one"
-    else:
-        absent[Fact.ONE_RANK] = f"it has {num_ranks()}: say sharding=none"
+    absent = _absent_with_ranks(num_ranks())
     if device.type == "cuda":
         absent[Fact.CPU] = f"it is {device} here"
         absent |= _absent_on_card(device)
@@ -67,6 +63,12 @@ def compilers(device: torch.device) -> list[str]:
     if device.type == "cuda":
         return [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
     return [os.environ.get("CXX", "g++")]
+
+
+def _absent_with_ranks(num_ranks: int) -> dict[Fact, str]:
+    if num_ranks > 1:
+        return {Fact.ONE_RANK: f"it has {num_ranks}: choose sharding=ddp or sharding=fsdp, or say sharding.ranks=1"}
+    return {Fact.MANY_RANKS: "it has one: say sharding.ranks=2 (or more), or sharding=none"}
 
 
 def _absent_on_card(device: torch.device) -> dict[Fact, str]:

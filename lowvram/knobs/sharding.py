@@ -9,6 +9,8 @@ FSDP: Rajbhandari et al., "ZeRO" (2020); torch.distributed.fsdp.fully_shard (FSD
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import Part, Rig
@@ -35,10 +38,19 @@ class Sharding(Knob):
 
     stage = Stage.SHARD
 
+    def __post_init__(self) -> None:
+        is_number = bool(re.fullmatch(r"0*[1-9]\d{0,8}", self.ranks))
+        require(self.ranks == "auto" or is_number, "sharding.ranks", self.ranks, "auto or at least 1")
+        is_positive = 0 < self.timeout_s < math.inf
+        require(is_positive, "sharding.timeout_s", self.timeout_s, "more than 0 seconds")
+
 
 @dataclass(frozen=True)
 class Unsharded(Sharding):
     """One process holds everything."""
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.ONE_RANK})
 
     def apply(self, rig: Rig) -> Rig:
         return rig

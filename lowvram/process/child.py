@@ -19,22 +19,26 @@ from typing import Any
 import torch
 
 from lowvram import job
-from lowvram.endings import Interrupted, ending
+from lowvram.endings import Interrupted, ending, is_of_a_peer
+from lowvram.process.crew import EXIT_INTERRUPTED, STOPS, Place
+from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
-from lowvram.process.server import STOPS
+from lowvram.process.meeting import Meeting, way_of
 from lowvram.settings import settings
 
-NATIVE_LOG = "native.log"  # in the point's folder
-EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": 75}
+EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
+OF_EVERY_RANK = ("say", "row")  # events; the others are the first rank's alone
 
 
 class Events:
     """The pipe to the parent: one line of JSON an event. Once the parent is gone, nobody reads it."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, rank: int) -> None:
+        self._fd, self._rank = fd, rank
 
     def __call__(self, event: str, **fields: Any) -> None:
+        if self._rank and event not in OF_EVERY_RANK:
+            return
         data = json.dumps({"event": event, **fields}).encode() + b"\n"
         try:
             while data:
@@ -46,19 +50,19 @@ class Events:
 class SpokenStream:
     """A stand-in for stdout and stderr: each line becomes an event, so that it is printed above the progress bar."""
 
-    def __init__(self, events: Events) -> None:
-        self._events, self._rest = events, ""
+    def __init__(self, events: Events, prefix: str = "") -> None:
+        self._events, self._prefix, self._rest = events, prefix, ""
         self.encoding, self.errors = "utf-8", "replace"
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            self._events("say", text=line)
+            self._events("say", text=self._prefix + line)
         return len(text)
 
     def flush(self) -> None:
         if self._rest:
-            self._events("say", text=self._rest)
+            self._events("say", text=self._prefix + self._rest)
             self._rest = ""
 
     def isatty(self) -> bool:
@@ -98,21 +102,23 @@ class Stop:
         self._patient = True
 
 
-def main(request: dict[str, Any], events_fd: int) -> int:
-    """Run one request; returns the exit code."""
-    events = Events(events_fd)
-    spoken: Any = SpokenStream(events)
-    sys.stdout = sys.stderr = spoken
+def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
+    """Run one request as one rank; returns the exit code."""
+    way = way_of(place, request)
+    events = Events(events_fd, way.rank)
+    spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
+    speak(spoken, is_first=way.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stop = Stop()
+    stop, meeting, about = Stop(), Meeting(way, request), {"rank": way.rank}
     try:
         stop.listen()
-        fields = check(request["check"]) if "check" in request else run_point(request, events, stop)
+        fields = check(request["check"]) if "check" in request else run_point(request, events, stop, meeting)
     except BaseException as error:  # the last net: a point always tells how it ended
         stop.settle()
-        fields = ending(error)
+        about |= {"is_of_a_peer": is_of_a_peer(error)}
+        fields = meeting.compare_ends(ending(error), is_of_a_peer(error))
         if fields["status"] == "error":
-            traceback.print_exc()
+            about |= {"trace": traceback.format_exc()}
     stop.settle()
     lift()
     if fields["status"] == "oom":
@@ -120,8 +126,19 @@ def main(request: dict[str, Any], events_fd: int) -> int:
     if "choices" in request:
         fields |= {"choices": request["choices"]}  # a cap has changed one of them
     spoken.flush()
-    events("row", fields=fields)
+    events("row", fields=fields, **about)
     return EXIT_CODES.get(fields["status"], 1)
+
+
+def speak(spoken: SpokenStream, is_first: bool) -> None:
+    """What is printed goes to the parent. All ranks print the same: of the others only what is wrong is heard."""
+    sys.stderr = as_stream(spoken)
+    sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w")  # noqa: SIM115
+
+
+def as_stream(spoken: Any) -> Any:
+    """For a type checker: it has what is needed of a text stream."""
+    return spoken
 
 
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,22 +148,23 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-def run_point(request: dict[str, Any], events: Events, stop: Stop) -> dict[str, Any]:
+def run_point(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
     """The point itself; returns what it says in its row."""
-    prepare(Path(request["folder"]), request["threads"])
-    return {"status": "ok", **job.run(settings(request["config"]), request, events, stop)}
+    prepare(Path(request["folder"]) / native_log(meeting.rank))
+    fields = job.run(settings(request["config"]), request, events, stop, meeting)
+    meeting.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
+    return {"status": "ok", **fields}
 
 
-def prepare(folder: Path, num_threads: int) -> None:
+def prepare(native_log: Path) -> None:
     """Make the process one that is measured cleanly and dies usefully."""
     write_proc("oom_score_adj", "800")  # the kernel takes the point, not the sweep
     write_proc("clear_refs", "5")  # the peak of resident memory starts here
-    log = os.open(folder / NATIVE_LOG, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(log, 2)  # what C++ says on its way out
     faulthandler.enable(file=log, all_threads=True)
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError("the fork server has touched CUDA: its children can't")
-    torch.set_num_threads(num_threads)
 
 
 def write_proc(name: str, text: str) -> None:

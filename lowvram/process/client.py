@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lowvram.process.server import KILL, STOPS
+from lowvram.process.crew import KILL, STOPS
 
+LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # how soon a signal or a time-out is passed on
 Event = dict[str, Any]
+Ending = dict[str, Any]  # of one rank: see Crew.ended
 
 
 class Server:
@@ -56,27 +59,28 @@ class Server:
 
     def run(
         self, request: dict[str, Any], on_event: Callable[[Event], None], order: Callable[[], bytes | None]
-    ) -> int | None:
-        """Run one child to its end.
+    ) -> list[Ending] | None:
+        """Run the ranks of one point to their end.
 
         Args:
-            on_event: called with each event of the child, in order.
-            order: asked every POLL_S; TERM or KILL is passed on to the child.
+            on_event: called with each event of a rank, in the rank's order.
+            order: asked every POLL_S; TERM or KILL is passed on to all ranks.
 
         Returns:
-            The child's wait status, or None if the server itself died.
+            How each rank ended, in the order of their ends; None if the server itself died.
         """
         self.start()
-        status = None
+        ended = None
         reader, writer = os.pipe()
         try:
-            with os.fdopen(reader, "rb", buffering=0) as events:
+            with EventReaders(on_event) as events:
+                events.add(reader)
                 if self._hand_over(request, writer, order):
-                    status = self._follow(EventReader(events, on_event), order)
+                    ended = self._follow(events, order)
         finally:
-            if status is None:  # it is dead, or `on_event` has raised and nobody listens any more: the next one is new
+            if ended is None:  # it is dead, or `on_event` has raised and nobody listens any more: the next one is new
                 self.stop()
-        return status
+        return ended
 
     def _hand_over(self, request: dict[str, Any], writer: int, order: Callable[[], bytes | None]) -> bool:
         """Send the request; False if the server has died, or isn't wanted any more."""
@@ -105,20 +109,59 @@ class Server:
                 self._is_ready = True
         return True
 
-    def _follow(self, events: EventReader, order: Callable[[], bytes | None]) -> int | None:
+    def _follow(self, events: EventReaders, order: Callable[[], bytes | None]) -> list[Ending] | None:
         while True:
             ready = select.select([self._connection, *events.open_files()], [], [], POLL_S)[0]
             try:
                 if told := order():
                     self._connection.send(told)
-                answer = self._connection.recv(4096) if self._connection in ready else None
+                answer = self._receive(events) if self._connection in ready else None
             except OSError:
                 answer = b""  # the server is dead
             if answer is not None:
                 events.drain()
-                return json.loads(answer)["status"] if answer else None
+                return json.loads(answer)["ended"] if answer else None
             if ready:
                 events.read()
+
+    def _receive(self, events: EventReaders) -> bytes | None:
+        """The answer; None for the events of one more rank, which are followed from now on."""
+        message, fds, _, _ = socket.recv_fds(self._connection, LARGEST_ANSWER_BYTES, 1)
+        for fd in fds:
+            events.add(fd)
+        return None if fds else message
+
+
+class EventReaders:
+    """The pipes of all ranks of a point."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self._readers: list[EventReader] = []
+        self._files = ExitStack()
+
+    def __enter__(self) -> EventReaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def add(self, fd: int) -> None:
+        file = self._files.enter_context(os.fdopen(fd, "rb", buffering=0))
+        self._readers.append(EventReader(file, self._on_event))
+
+    def open_files(self) -> list[Any]:
+        return [file for reader in self._readers for file in reader.open_files()]
+
+    def read(self) -> None:
+        """Pass on what is there now."""
+        for reader in self._readers:
+            reader.read()
+
+    def drain(self) -> None:
+        """Pass on all that is left. The children are dead by now, so this ends."""
+        for reader in self._readers:
+            reader.drain()
 
 
 class EventReader:
@@ -142,7 +185,7 @@ class EventReader:
             self._on_event(json.loads(line))
 
     def drain(self) -> None:
-        """Pass on all that is left. The child is dead by now, so this ends."""
+        """Pass on all that is left."""
         while not self._at_end and select.select([self._file], [], [], 0)[0]:
             self.read()
 

@@ -3,6 +3,7 @@
 name=kill@3              the child ends as after `kill -9` instead of making step 3
 name=hang@0              it hangs while it is set up
 name=1.raise+2.segfault  in a sweep over seed: before step 2, the point with seed=1 raises, that with seed=2 crashes
+name=kill@3.1            of several ranks only the second one ends so
 
 A run's name changes no result and no identity, so such a point is the same point as without the fault.
 """
@@ -52,6 +53,15 @@ def fault_hang(folder: Path) -> None:
     time.sleep(1000)
 
 
+def fault_spin(folder: Path) -> None:
+    while True:
+        pass
+
+
+def fault_out_of_memory(folder: Path) -> None:
+    bytearray(2**60)
+
+
 def fault_stop(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -83,10 +93,11 @@ def fault_slow(folder: Path) -> None:
     time.sleep(0.2)
 
 
-def due(name: str | None, seed: int, step: int) -> Callable[[Path], None] | None:
-    """The fault before `step`, if the point's name asks for one."""
+def due(name: str | None, seed: int, step: int, rank: int) -> Callable[[Path], None] | None:
+    """The fault of a rank before `step`, if the point's name asks for one."""
     for word in (name or "").split("+"):
-        if (match := re.fullmatch(r"(?:(\d+)\.)?([a-z_]+\d*)(?:@(\d+))?", word)) and int(match[1] or seed) == seed:
+        match = re.fullmatch(r"(?:(\d+)\.)?([a-z_]+\d*)(?:@(\d+)(?:\.(\d+))?)?", word)
+        if match and int(match[1] or seed) == seed and int(match[4] or rank) == rank:
             first = int(match[3] or 2)
             if step == first or (match[2] == "slow" and step > first):
                 return globals()[f"fault_{match[2]}"]
@@ -116,5 +127,7 @@ def arm() -> None:
 
 
 def act(root: Any, step: int, folder: Path) -> None:
-    if fault := due(root.name, root.seed, step):
+    from lowvram.core.ranks import rank
+
+    if fault := due(root.name, root.seed, step, rank()):
         fault(folder)

@@ -14,7 +14,7 @@ import pytest
 
 from lowvram.point import CHILDS_OWN
 from lowvram.process.client import Event, Server
-from lowvram.process.server import KILL
+from lowvram.process.crew import KILL
 from tests.calls import TINY, Outcome, children, wait_until
 
 Call = Callable[..., Outcome]
@@ -42,9 +42,9 @@ def run(server: Server, request: Request) -> tuple[int | None, dict[str, Any]]:
     """How the child died, and its row."""
     events: list[Event] = []
     give_up = time.monotonic() + 20
-    status = server.run(request, events.append, lambda: KILL if time.monotonic() > give_up else None)
+    ended = server.run(request, events.append, lambda: KILL if time.monotonic() > give_up else None)
     rows = [event["fields"] for event in events if event["event"] == "row"]
-    return status, rows[0] if rows else {}
+    return ended[0]["status"] if ended else None, rows[0] if rows else {}
 
 
 def test_no_signal_is_lost_however_early_it_comes(

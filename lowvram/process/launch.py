@@ -1,0 +1,62 @@
+"""Started by torchrun, each rank is a program of its own: what this one is told about it. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One rank among several programs."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+
+    @property
+    def records(self) -> bool:
+        """Whether this program leaves the results: one of them does."""
+        return self.rank == 0
+
+
+def launch_from(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """What torchrun says; None if it didn't start this program."""
+    if not all(environment.get(word) for word in WORDS):
+        return None
+    rank, num_ranks, local_rank = (int(environment[word]) for word in WORDS[:3])
+    return Launch(rank, num_ranks, local_rank, int(environment.get("LOCAL_WORLD_SIZE", num_ranks)))
+
+
+@contextmanager
+def aside(launch: Launch | None) -> Iterator[Path | None]:
+    """Says nothing and leaves nothing inside the block, if another program does; gives the folder for what is needed
+    meanwhile."""
+    if launch is None or launch.records:
+        yield None
+        return
+    with (
+        TemporaryDirectory(prefix=f"lowvram-rank-{launch.rank}-") as folder,
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield Path(folder)
+
+
+def as_request(launch: Launch | None) -> dict[str, Any] | None:
+    """For the child."""
+    return None if launch is None else dict(vars(launch))
+
+
+def native_log(rank: int) -> str:
+    """The file in a point's folder that holds what a rank's native code says on its way out."""
+    return f"native.{rank}.log" if rank else "native.log"
