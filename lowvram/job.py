@@ -11,7 +11,7 @@ import torch
 from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.ranks import rank
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight

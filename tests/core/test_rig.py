@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config import Incompatible
+from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig, assemble, generator_for
 from lowvram.models.resnet import ResNetConfig
@@ -91,7 +92,7 @@ def test_all_conflicts_come_in_one_message_and_only_process_has_acted() -> None:
     with pytest.raises(Incompatible) as refusal:
         assemble(PROBLEMS["resnet"], knobs, CPU)
     assert [stage for stage, _ in notes] == [Stage.PROCESS]
-    sentence = "needs that the point has several ranks: it has one"
+    sentence = f"needs that the point has several ranks: {absent_facts(CPU)[Fact.MANY_RANKS]}"
     assert str(refusal.value) == "; ".join(f"{name} {sentence}" for name in knobs)
 
 
