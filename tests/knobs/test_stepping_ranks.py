@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 
 from lowvram.core.rig import Stepper
 from lowvram.knobs.optimizer import AdamW
@@ -49,8 +50,7 @@ def take_steps(model: nn.Module, stepper: Stepper, rank: int | None, num_parts: 
 
 def on_a_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     results = {}
     for name, make in STEPPERS.items():
         for clip in (None, CLIP):
@@ -69,7 +69,7 @@ def on_a_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_shared_parameters_end_where_whole_ones_do(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(on_a_rank, (str(tmp_path),), nprocs=NUM_RANKS)
+    spawn(on_a_rank, (str(tmp_path),), nprocs=NUM_RANKS)
     results = torch.load(tmp_path / "results.pt")
     assert len(results) == len(STEPPERS) * 4
     for (name, clip, num_parts), (norms, parameters) in results.items():
