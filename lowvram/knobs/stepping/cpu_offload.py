@@ -181,7 +181,8 @@ class Bucket:
         rescale(list(gradients.values()), by)
         for parameter, gradient in gradients.items():
             self.masters[parameter].grad = spread_as(parameter, gradient)
-        self.optimizer.step()
+        with host.computing():
+            self.optimizer.step()
         if len(self.optimizer.state) != self.num_marked:
             self.mark_state()
         for parameter in gradients:
