@@ -77,7 +77,7 @@ def played_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_sums, "link_to", CudaLink)
 
 
-@pytest.mark.parametrize("most_bytes", [0, 3000, 2**28])
+@pytest.mark.parametrize("most_bytes", [0, 3000])
 @pytest.mark.parametrize(
     ("stepping", "plain"),
     [
@@ -95,7 +95,7 @@ def test_the_bookkeeping_of_a_card_loses_nothing(
     monkeypatch.setattr(links, "IN_FLIGHT_BYTES", most_bytes)
     choices: Any = {"optimizer": "sgd", "accum": parts, "precision": Fp16(2.0**30, growth_interval=2)}
     found, wanted = (
-        train(PROBLEMS["transformer"], knobs_of(stepping=knob, **choices), [8] * 12, lr=0.01)
+        train(PROBLEMS["transformer"], knobs_of(stepping=knob, **choices), [8] * 8, lr=0.01)
         for knob in (stepping, plain)
     )
     assert [update.applied for update in found.updates] == [update.applied for update in wanted.updates]
