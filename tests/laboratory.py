@@ -13,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lowvram.config import build
+from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.precision import ScaledStepper
-from lowvram.knobs.stepping import CpuOffloadStepper
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.settings import KNOB_GROUPS
@@ -184,18 +183,9 @@ def train(
     dtype = next(rig.model.parameters()).dtype
     losses, updates = zip(*(step(rig, part.to(device)) for part in batches(task.spec, sizes, dtype)), strict=True)
     names: dict[Tensor, str] = {parameter: name for name, parameter in rig.model.named_parameters()}
-    names |= {master: names[parameter] for parameter, master in masters_of(rig).items()}
-    gradients = {names[parameter]: torch.stack(steps).to(device) for parameter, steps in watch.gradients.items()}
+    gradients = {names[original(each)]: torch.stack(steps).to(device) for each, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())
     return Trained(list(losses), list(updates), gradients, dict(rig.model.named_parameters()), buffers)
-
-
-def masters_of(rig: Rig) -> dict[nn.Parameter, nn.Parameter]:
-    """What the optimizer updates in place of each parameter of the model, if the host does that."""
-    stepper = rig.stepper
-    while isinstance(stepper, ScaledStepper):
-        stepper = stepper.inner
-    return stepper.masters if isinstance(stepper, CpuOffloadStepper) else {}
 
 
 def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -62,6 +62,7 @@ class Traffic:
 
 traffic = Traffic()  # a point is a process
 listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that becomes host memory
+_blocks = 0  # of `computing`, open ones
 _storages: dict[int, weakref.finalize[..., Any]] = {}  # those that are host memory, by address
 
 
@@ -86,6 +87,21 @@ def mark(tensor: Tensor) -> Tensor:
 def is_marked(storage: torch.UntypedStorage) -> bool:
     """Whether the ledger counts a storage as host memory on a CPU device too."""
     return storage._cdata in _storages
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """The host computes for itself inside the block: what is born there is its memory, on a CPU device too."""
+    global _blocks
+    _blocks += 1
+    try:
+        yield
+    finally:
+        _blocks -= 1
+
+
+def is_computing() -> bool:
+    return _blocks > 0
 
 
 def storages(tensor: Tensor) -> list[torch.UntypedStorage]:

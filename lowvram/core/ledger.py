@@ -173,7 +173,7 @@ class Ledger(TorchDispatchMode):
 
     def note(self, tensor: Tensor, kind: Kind) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
-        is_here = self.device_type in (None, tensor.device.type)
+        is_here = self.device_type in (None, tensor.device.type) and not host.is_computing()
         return [
             self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
             for storage in host.storages(tensor)

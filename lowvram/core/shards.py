@@ -18,7 +18,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, detached. Of a sharded one the other ranks bring their shards: all must ask."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    on_mesh = tensor.detach().to(tensor.device_mesh.device_type)  # host memory doesn't travel between ranks
+    return on_mesh.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def placed(whole: Tensor, like: Tensor) -> Tensor:
@@ -29,6 +32,16 @@ def placed(whole: Tensor, like: Tensor) -> Tensor:
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return DTensor.from_local(
         shard.to_local().clone(), like.device_mesh, like.placements, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def spread_as(like: Tensor, shard: Tensor) -> Tensor:
+    """This rank's `shard`, wherever it lies, as part of a tensor that is spread over the ranks as `like` is."""
+    if not isinstance(like, DTensor):
+        return shard
+    stride = torch.empty(like.shape, device="meta").stride()
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
     )
 
 

@@ -21,6 +21,15 @@ def test_what_is_kept_on_the_host_is_no_device_memory_on_a_cpu_either() -> None:
     assert peak.peak_bytes == plain.nbytes + 2 * 512
 
 
+def test_what_the_host_computes_for_itself_is_its_memory() -> None:
+    with ledger(nn.Linear(2, 2)) as peak:
+        with host.computing():
+            mine = torch.empty(1024)
+        theirs = torch.empty(512)
+    assert peak.by_kind_max[Kind.HOST] == mine.nbytes
+    assert peak.peak_bytes == theirs.nbytes + 2 * 512
+
+
 def test_a_mark_ends_with_its_storage() -> None:
     kept = host.empty((8,), torch.float32, CPU)
     assert host.is_marked(kept[2:].untyped_storage())

@@ -2,79 +2,60 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from lowvram.core.rig import Stepper
-from lowvram.knobs.optimizer import AdamW
-from lowvram.knobs.stepping import AfterBackwardStepper, CpuOffloadStepper, InBackwardStepper, Norm
-from tests.laboratory import relative_error
+from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.rig import assemble
+from lowvram.core.shards import whole
+from lowvram.core.step import step
+from lowvram.knobs.accum import Parts
+from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
+from tests.laboratory import CPU, PROBLEMS, InDouble, batches, knobs_of, relative_error
+from tests.ranks import on_ranks
 
-NUM_STEPS, NUM_RANKS, CLIP = 5, 2, 0.5
-STEPPERS = {
-    "in_backward": lambda parameters, clip: InBackwardStepper(parameters, AdamW().make, clip, Norm.host),
-    "in_backward, two passes": lambda parameters, clip: InBackwardStepper(
-        parameters, AdamW().make, clip, Norm.two_passes
+SIZES, CLIP = [16] * 6, 0.3
+Choices = dict[str, Any]
+CASES: dict[str, tuple[Choices, Choices]] = {  # with the choices of one process that must do the same
+    "at once": ({"stepping": "in_backward"}, {}),
+    "on host": ({"stepping": InBackward(CLIP)}, {"stepping": AfterBackward(CLIP)}),
+    "two passes": ({"stepping": InBackward(CLIP, Norm.two_passes)}, {"stepping": AfterBackward(CLIP)}),
+    "in_backward, all": (
+        {"stepping": InBackward(CLIP), "accum": "x2", "ckpt": "every2", "logits": "chunked"},
+        {"stepping": AfterBackward(CLIP)},
     ),
-    "cpu_offload": lambda parameters, clip: CpuOffloadStepper(parameters, AdamW().make, clip, 1.0),
-    "cpu_offload, half": lambda parameters, clip: CpuOffloadStepper(parameters, AdamW().make, clip, 0.5),
+    "cpu_offload": ({"stepping": CpuOffload(CLIP)}, {"stepping": AfterBackward(CLIP)}),
+    "cpu_offload, half": (
+        {"stepping": CpuOffload(CLIP, 0.5), "accum": "x2", "ckpt": "every2"},
+        {"stepping": AfterBackward(CLIP)},
+    ),
 }
 
 
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def take_steps(model: nn.Module, stepper: Stepper, rank: int | None, num_parts: int) -> list[float]:
-    """The norm of each step. A rank takes its share of the batch; None takes all of it."""
-    norms = []
-    for seed in range(NUM_STEPS):
-        x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        mine = x if rank is None else x.chunk(NUM_RANKS)[rank]
-        stepper.begin(num_parts)
-        for part in mine.chunk(num_parts):  # ranks are averaged, so each counts its samples twice
-            stepper.backward(model(part).square().sum() * (1 if rank is None else NUM_RANKS))
-        update = stepper.update()
+def trained(choices: Choices) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss and norm of each step, and all parameters afterwards."""
+    task = InDouble(PROBLEMS["transformer"])
+    rig, losses, norms = assemble(task, knobs_of(**choices), CPU), [], []
+    for batch in batches(task.spec, SIZES, torch.float64):
+        loss, update = step(rig, Parts(num_ranks()).split(batch)[rank()])
         assert update.applied
-        norms.append(float(update.grad_norm))
-    return norms
+        losses.append(loss)
+        norms.append(update.grad_norm)
+    return torch.stack(losses), torch.stack(norms), {n: whole(p) for n, p in rig.model.named_parameters()}
 
 
-def on_a_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    results = {}
-    for name, make in STEPPERS.items():
-        for clip in (None, CLIP):
-            for num_parts in (1, 2):
-                model = make_model()
-                for layer in (model[0], model[2], model):
-                    fully_shard(layer)  # pyright: ignore[reportArgumentType]
-                norms = take_steps(model, make(list(model.parameters()), clip), rank, num_parts)
-                whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
-                results[name, clip, num_parts] = (norms, whole)
-                assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if rank == 0:
-        torch.save(results, f"{folder}/results.pt")
-    dist.destroy_process_group()
+def train_all() -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    return {name: trained({**ours, "sharding": "fsdp"}) for name, (ours, _) in CASES.items()}
 
 
 @pytest.mark.slow
-def test_shared_parameters_end_where_whole_ones_do(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(on_a_rank, (str(tmp_path),), nprocs=NUM_RANKS)
-    results = torch.load(tmp_path / "results.pt")
-    assert len(results) == len(STEPPERS) * 4
-    for (name, clip, num_parts), (norms, parameters) in results.items():
-        model = make_model()
-        stepper = AfterBackwardStepper(list(model.parameters()), AdamW().make(list(model.parameters())), clip)
-        wanted = take_steps(model, stepper, None, 1)
-        assert norms == pytest.approx(wanted, rel=1e-10), (name, clip, num_parts)
-        assert relative_error(parameters, model.state_dict()) <= 1e-10, (name, clip, num_parts)
+def test_shared_parameters_end_where_whole_ones_do() -> None:
+    wanted = {name: trained(plain) for name, (_, plain) in CASES.items()}
+    for results in on_ranks(train_all):
+        for name, (losses, norms, parameters) in results.items():
+            torch.testing.assert_close(losses, wanted[name][0], rtol=1e-10, atol=0)
+            torch.testing.assert_close(norms, wanted[name][1], rtol=1e-10, atol=0)
+            assert relative_error(parameters, wanted[name][2]) <= 1e-10, name

@@ -100,16 +100,20 @@ def reference_of(case: Case) -> Case:
     return Case(case.clip, case.parts, case.is_scheduled)
 
 
+MAIN = ["in_backward", "cpu_offload"]
+TRIED = [(each, case) for each in STEPPINGS for case in CASES if each in MAIN or case in ("clip", "all at once")]
+
+
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
-@pytest.mark.parametrize("stepping", STEPPINGS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_adamw_in_fp64_ends_at_the_plain_loops_parameters(problem: str, stepping: str, case: Case) -> None:
+@pytest.mark.parametrize(("stepping", "name"), TRIED)
+def test_adamw_in_fp64_ends_at_the_plain_loops_parameters(problem: str, stepping: str, name: str) -> None:
+    case = CASES[name]
     wanted = plain_loop(problem, reference_of(case), "adamw", torch.float64)
     assert relative_error(ours(problem, stepping, case, "adamw", torch.float64), wanted) <= 1e-10
 
 
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
-@pytest.mark.parametrize("stepping", STEPPINGS)
+@pytest.mark.parametrize("stepping", MAIN)
 @pytest.mark.parametrize("case", ["alone", "all at once"])
 def test_sgd_in_fp32_ends_at_the_plain_loops_parameters(problem: str, stepping: str, case: str) -> None:
     wanted = plain_loop(problem, reference_of(CASES[case]), "sgd", torch.float32)

@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 Values = list[tuple[int, float]]
 Choices = dict[str, str | Knob]
 OPTIONS = ["ddp", "fsdp"]
-ALL = {"accum": "x2", "ckpt": "every2"}
+ALL: Choices = {"accum": "x2", "ckpt": "every2"}
 
 
 def train_on_ranks(folder: Path, problem: str, choices: Choices, told: Told, is_resumed: bool = False) -> Any:
@@ -89,3 +89,17 @@ def test_ranks_go_on_with_what_one_process_has_saved(tmp_path: Path, option: str
 
 def near(values: Values) -> Any:
     return [(step, pytest.approx(value, rel=1e-4)) for step, value in values]
+
+
+@pytest.mark.parametrize("stepping", ["in_backward", "cpu_offload"])
+def test_state_that_waits_on_the_hosts_of_ranks_is_saved_whole(tmp_path: Path, stepping: str) -> None:
+    """Two ranks start, one process goes on and is stopped, two ranks go on."""
+    choices: Choices = {**ALL, "stepping": stepping}
+    wanted, _, _ = train_on_ranks(tmp_path / "one", "transformer", ALL, Told())
+    sharded: Choices = {**choices, "sharding": "fsdp"}
+    for losses, _, _ in on_ranks(train_on_ranks, tmp_path / "two", "transformer", sharded, Told(stop_at=2)):
+        assert losses == near(wanted[:2])
+    losses, _, _ = train_on_ranks(tmp_path / "two", "transformer", choices, Told(stop_at=4), True)
+    assert losses == near(wanted[2:4])
+    for losses, _, _ in on_ranks(train_on_ranks, tmp_path / "two", "transformer", sharded, Told(), True):
+        assert losses == near(wanted[4:])

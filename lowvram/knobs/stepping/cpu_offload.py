@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from lowvram.config import require
 from lowvram.core import host
+from lowvram.core.copies import stands_for
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
-from lowvram.core.shards import local
+from lowvram.core.shards import local, placed, spread_as
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
@@ -87,7 +88,7 @@ class CpuOffloadStepper(Stepper):
         weights again."""
         for parameter, master in self.masters.items():
             if local(parameter)._version != self.versions[parameter]:
-                master.copy_(local(parameter))
+                local(master).copy_(local(parameter))
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -151,7 +152,7 @@ class CpuOffloadStepper(Stepper):
         for link in self.sums.links.values():
             link.rest()
         for master, saved in zip(masters, state["masters"], strict=True):
-            master.copy_(saved)
+            local(master).copy_(local(placed(saved, master)))
         for optimizer, its_state in zip(self.optimizers(), state["optimizers"], strict=True):
             optimizer.load_state_dict(its_state)
         for bucket in self.buckets:
@@ -179,14 +180,15 @@ class Bucket:
         gradients = {parameter: self.sums.wait_for(parameter) for parameter in self.masters if parameter in self.sums}
         rescale(list(gradients.values()), by)
         for parameter, gradient in gradients.items():
-            self.masters[parameter].grad = gradient
-        self.optimizer.step()
+            self.masters[parameter].grad = spread_as(parameter, gradient)
+        with host.computing():
+            self.optimizer.step()
         if len(self.optimizer.state) != self.num_marked:
             self.mark_state()
         for parameter in gradients:
             self.masters[parameter].grad = None
             weight = local(parameter)
-            self.sums.links[weight.device].send(weight, self.masters[parameter])
+            self.sums.links[weight.device].send(weight, local(self.masters[parameter]))
 
     def mark_state(self) -> None:
         """What the optimizer gave birth to is host memory."""
@@ -198,10 +200,11 @@ class Bucket:
 
 @torch.no_grad()
 def master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter's value in host memory, in fp32 (fp64 where it is that): this rank's shard, as a plain tensor."""
+    """The parameter's value in host memory, in fp32 (fp64 where it is that), spread over ranks as the parameter is."""
     weight = local(parameter)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return nn.Parameter(host.empty(weight.shape, dtype, weight.device).copy_(weight))
+    master = host.empty(weight.shape, dtype, weight.device).copy_(weight)
+    return stands_for(nn.Parameter(spread_as(parameter, master)), parameter)
 
 
 def largest_within(parameters: list[nn.Parameter], fraction: float) -> set[nn.Parameter]:
