@@ -44,14 +44,14 @@ class TransformerConfig:
     num_layers: int = 4
     width: int = 96
     num_heads: int = 3
-    num_kv_heads: int | None = None
-    num_distinct_layers: int | None = None
-    embedding_width: int | None = None
     context: int = 128
     positions: Positions = Positions.rotary
     vocab_size: int | None = None
     tied_embeddings: bool = True
     dropout: float = 0.0
+    num_kv_heads: int | None = None
+    num_distinct_layers: int | None = None
+    embedding_width: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "num_heads", "context"):
