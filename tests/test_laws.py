@@ -316,7 +316,7 @@ def source_of_tests(group: str) -> str:
 def test_every_broken_fact_is_shown_to_be_real() -> None:
     class Breaker(RecomputeEvery):
         def breaks(self) -> frozenset[Fact]:
-            return frozenset({Fact.RETAINABLE_GRAPH})
+            return frozenset({Fact.WHOLE_PARAMS})
 
-    assert unshown({("ckpt", "breaker"): Breaker()}) == {"test_without_retainable_graph"}
+    assert unshown({("ckpt", "breaker"): Breaker()}) == {"test_without_whole_params"}
     assert unshown(KNOBS) == set()

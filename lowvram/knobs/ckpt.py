@@ -6,6 +6,7 @@ Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware" (2023): the com
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from lowvram.config import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
@@ -55,6 +61,34 @@ class RecomputeEvery(Knob):
     def apply(self, rig: Rig) -> Rig:
         for block in rig.task.blocks(rig.model)[:: self.every]:
             recompute(block)
+        return rig
+
+
+@dataclass(frozen=True)
+class Selective(Knob):
+    """In a share of the blocks, evenly spread, products with weights, attention and convolutions are kept; all that is
+    cheap to compute between them is computed again."""
+
+    fraction: float = 1.0
+
+    stage = Stage.CHECKPOINT
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        allowed = "between 0 (no block) and 1 (every block)"
+        require(0 <= self.fraction <= 1, "ckpt.fraction", self.fraction, allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.RETAINABLE_GRAPH})  # torch forgets what is kept as soon as it is used
+
+    def apply(self, rig: Rig) -> Rig:
+        blocks = rig.task.blocks(rig.model)
+        num_treated = math.ceil(self.fraction * len(blocks))
+        for index in range(num_treated):
+            keep_products(blocks[index * len(blocks) // num_treated])
         return rig
 
 
@@ -102,6 +136,63 @@ def recompute(block: nn.Module) -> None:
 
 def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), StatisticsHeld(norms)
+
+
+ATEN = torch.ops.aten
+PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.convolution.default}  # not bmm: a (t, t) matrix of attention
+ATTENTION = {
+    ATEN._scaled_dot_product_flash_attention.default,
+    ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def keep_products(block: nn.Module) -> None:
+    """Make one block keep the results of its costly operators, and recompute the others bit for bit."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    forward = block.forward
+
+    def recomputed(*inputs: Any) -> Any:
+        kept = partial(create_selective_checkpoint_contexts, policy)
+        context_fn = kept if torch.compiler.is_compiling() else partial(_selective_contexts, norms)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+
+    block.forward = recomputed
+
+
+def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What becomes of one operator's results. Attention that drops is run again: were it only remembered, it would draw
+    no random numbers, and every later dropout would draw other ones than before."""
+    del context
+    is_kept = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The share that a call of an attention operator drops."""
+    arguments = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False))
+    return {"dropout_p": 0.0, **arguments, **kwargs}["dropout_p"]
+
+
+def _selective_contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    keeping, using = create_selective_checkpoint_contexts(policy)
+    return keeping, Nested(StatisticsHeld(norms), using)
+
+
+class Nested(AbstractContextManager[None]):
+    """Two contexts as one that can be entered again."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
 
 
 class StatisticsHeld:

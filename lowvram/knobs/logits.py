@@ -170,6 +170,9 @@ class Chunks:
         sum_dtype = dtype if size == len(hidden_nd) else self.exact  # one chunk: there is nothing to sum
         self.hidden_gradient_nd = weight_vd.new_empty(hidden_nd.shape, dtype=dtype) if wanted[0] else None
         self.weight_gradient_vd = weight_vd.new_zeros(weight_vd.shape, dtype=sum_dtype) if wanted[1] else None
+        # Kept from chunk to chunk: to a CPU, touching new memory costs as much as the product that goes there.
+        is_apart = wanted[1] and sum_dtype is not dtype
+        self.product_vd = weight_vd.new_empty(weight_vd.shape, dtype=dtype) if is_apart else None
         self.bias_gradient_v = weight_vd.new_zeros(num_classes, dtype=self.exact) if wanted[2] else None
         # fp16: probabilities as with a loss scale, and the mean over a chunk instead of its sum. Powers of two: exact.
         is_narrow = dtype is torch.float16
@@ -212,7 +215,7 @@ class Chunks:
             torch.mm(gradient_cv, self.weight_vd, out=self.hidden_gradient_nd[rows]).mul_(counts_c1)
         if self.weight_gradient_vd is not None:
             hidden_cd = hidden_cd.mul_(self.hidden_scale)
-            if self.weight_gradient_vd.dtype is self.dtype:
+            if self.product_vd is None:
                 self.weight_gradient_vd.addmm_(gradient_cv.T, hidden_cd)
             else:
-                self.weight_gradient_vd.add_(gradient_cv.T @ hidden_cd)
+                self.weight_gradient_vd.add_(torch.mm(gradient_cv.T, hidden_cd, out=self.product_vd))

@@ -1,6 +1,7 @@
 """A decoder Transformer in the manner of GPT-2.
 
-Shapes: b samples, t tokens of a sequence, d width of the model, h heads, c width of one head, v vocabulary.
+Shapes: b samples, t tokens of a sequence, d width of the model, e width of the embeddings, v vocabulary, c width of one
+head, n heads: those of queries, of keys, of values, or all of them side by side.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from itertools import cycle, islice
 from typing import ClassVar, final
 
 import torch
@@ -47,20 +49,37 @@ class TransformerConfig:
     vocab_size: int | None = None
     tied_embeddings: bool = True
     dropout: float = 0.0
+    num_kv_heads: int | None = None
+    num_distinct_layers: int | None = None
+    embedding_width: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "num_heads", "context"):
             size = getattr(self, name)
             require(size > 0, f"model.{name}", size, "a positive number")
-        vocab_size = self.vocab_size
-        sensible = vocab_size is None or vocab_size > 0
-        require(sensible, "model.vocab_size", vocab_size, "a positive number, or null")
+        for name in ("vocab_size", "num_kv_heads", "num_distinct_layers", "embedding_width"):
+            size = getattr(self, name)
+            require(size is None or size > 0, f"model.{name}", size, "a positive number, or null")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and less than 1")
         divides = self.width % self.num_heads == 0
         require(divides, "model.num_heads", self.num_heads, f"a divisor of model.width={self.width}")
+        divides = self.num_heads % self.kv_heads == 0
+        require(divides, "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
+        most = f"at most model.num_layers={self.num_layers}"
+        require(self.distinct_layers <= self.num_layers, "model.num_distinct_layers", self.num_distinct_layers, most)
         turns = self.positions is Positions.learned or self.width // self.num_heads % 2 == 0
         why = "learned where model.width / model.num_heads is odd: rotary turns pairs of features"
         require(turns, "model.positions", self.positions.name, why)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def distinct_layers(self) -> int:
+        """Blocks with weights of their own. Layers take them in turn (CYCLE of Takase and Kiyono, 2021)."""
+        return self.num_distinct_layers or self.num_layers
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say: as long as the model allows."""
@@ -91,26 +110,30 @@ class Transformer(nn.Module):
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
+        width = config.embedding_width or config.width
+        self.num_layers = config.num_layers
         self.residual_std = INITIAL_STD / math.sqrt(2 * config.num_layers)
-        self.token_embedding = nn.Embedding(vocab_size, config.width)
+        self.factor_std = 1 / math.sqrt(width)
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        self.widen, self.narrow = make_factor(config)
         learned = config.positions is Positions.learned
         self.position_embedding = PositionEmbedding(config) if learned else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.distinct_layers))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, vocab_size, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Token numbers (int64) to logits (b, t, v)."""
-        x_btd = self.dropout(self.position_embedding(self.token_embedding(tokens_bt)))
-        for block in self.blocks:
+        x_btd = self.dropout(self.position_embedding(self.widen(self.token_embedding(tokens_bt))))
+        for block in islice(cycle(self.blocks), self.num_layers):
             x_btd = block(x_btd)
-        return self.head(self.norm(x_btd))
+        return self.head(self.narrow(self.norm(x_btd)))
 
     def repeated_blocks(self) -> list[nn.Module]:
-        """The repeated units, in the order of the forward pass."""
+        """The repeated units, each once, in the order in which the forward pass first meets them."""
         return list(self.blocks)
 
     @torch.no_grad()
@@ -118,7 +141,8 @@ class Transformer(nn.Module):
         """Fill one tensor in place with its initial value, as GPT-2 does.
 
         Weights are N(0, 0.02); those that write into the residual stream are N(0, 0.02 / sqrt(2 layers)),
-        so that the stream's variance does not grow with depth. Norms start at one, biases at zero.
+        so that the stream's variance does not grow with depth. Norms start at one, biases at zero. The factor
+        of the embeddings keeps the variance of what goes through it, in and out.
 
         Args:
             name: the dotted name in `named_parameters()`, or another name of a tied one.
@@ -134,6 +158,8 @@ class Transformer(nn.Module):
                 tensor.fill_(1.0)
             case ["merge" | "down", "weight"]:
                 tensor.normal_(0.0, self.residual_std, generator=generator)
+            case ["widen" | "narrow", "weight"]:
+                tensor.normal_(0.0, self.factor_std, generator=generator)
             case ["token_embedding" | "position_embedding" | "qkv" | "up" | "head", "weight"]:
                 tensor.normal_(0.0, INITIAL_STD, generator=generator)
             case _:
@@ -150,6 +176,30 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x_btd: Tensor) -> Tensor:
         return x_btd + self.weight[: x_btd.shape[1]]
+
+
+def make_factor(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
+    """From embeddings to the model's width, and back for the head (Lan et al., 2020, "ALBERT")."""
+    if config.embedding_width is None:
+        return nn.Identity(), nn.Identity()
+    widen = nn.Linear(config.embedding_width, config.width, bias=False)
+    narrow = Narrow(config.width, config.embedding_width)
+    if config.tied_embeddings:
+        narrow.weight = widen.weight
+    return widen, narrow
+
+
+@final
+class Narrow(nn.Module):
+    """The factor of the embeddings on the way out: (b, t, d) to (b, t, e). Its weight (d, e) is that of the way in when
+    the two are tied, so that the head sees the same matrix of all tokens as the input did."""
+
+    def __init__(self, width: int, embedding_width: int) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(width, embedding_width))
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return x_btd @ self.weight
 
 
 @final
@@ -171,23 +221,39 @@ class Block(nn.Module):
 
 @final
 class Attention(nn.Module):
-    """Causal attention with several heads, by torch's fused kernels: no (t, t) matrix is kept."""
+    """Causal attention with several heads, by torch's fused kernels: no (t, t) matrix is kept.
+
+    With fewer heads of keys and values, each serves a group of queries (Ainslie et al., 2023, "GQA").
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.heads = (config.num_heads, config.kv_heads, config.kv_heads)  # of queries, keys, values
         self.dropout = config.dropout
-        self.rotate = Rotary() if config.positions is Positions.rotary else nn.Identity()
+        self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else nn.Identity()
         # One projection for all three: under autocast its input is then cast, and saved for backward, once.
-        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.qkv = nn.Linear(config.width, config.width // config.num_heads * sum(self.heads))
         self.merge = nn.Linear(config.width, config.width)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        qkv_bt3hc = self.qkv(x_btd).unflatten(-1, (3, self.num_heads, -1))
-        q_bhtc, k_bhtc, v_bhtc = self.rotate(qkv_bt3hc).transpose(1, 3).unbind(2)
-        dropout = self.dropout if self.training else 0.0
-        y_bhtc = F.scaled_dot_product_attention(q_bhtc, k_bhtc, v_bhtc, dropout_p=dropout, is_causal=True)
-        return self.merge(y_bhtc.transpose(1, 2).flatten(2))
+        qkv_btnc = self.qkv(x_btd).unflatten(-1, (sum(self.heads), -1))
+        q_bntc, k_bntc, v_bntc = self.rotate(qkv_btnc).transpose(1, 2).split(self.heads, dim=1)
+        y_bntc = grouped_attention(q_bntc, k_bntc, v_bntc, self.dropout if self.training else 0.0)
+        return self.merge(y_bntc.transpose(1, 2).flatten(2))
+
+
+def grouped_attention(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: float) -> Tensor:
+    """Causal attention, like the queries (b, n, t, c). Keys and values may have fewer heads.
+
+    torch's fused kernels take fewer on a CPU, and on cards in 16 bits from compute capability 8.0 on: those that have
+    bf16. Elsewhere torch would fall back, in silence, to a kernel that keeps a (t, t) matrix (pytorch#154363).
+    """
+    group = q_bntc.shape[1] // k_bntc.shape[1]
+    takes_fewer = q_bntc.device.type == "cpu" or (q_bntc.dtype is torch.bfloat16 and q_bntc.shape[-1] <= 256)
+    if group > 1 and not takes_fewer:
+        k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
+    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": group > 1 and takes_fewer}
+    return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, **options)
 
 
 @final
@@ -198,22 +264,27 @@ class Rotary(nn.Module):
     are used: a table would be one more state to place and to keep in fp32.
     """
 
-    def forward(self, qkv_bt3hc: Tensor) -> Tensor:
-        cos_t11c, sin_t11c = rotary_angles(qkv_bt3hc)
-        first, second = qkv_bt3hc[:, :, :2].chunk(2, dim=-1)
-        turned = (first * cos_t11c - second * sin_t11c, first * sin_t11c + second * cos_t11c)
+    def __init__(self, num_value_heads: int) -> None:
+        super().__init__()
+        self.num_value_heads = num_value_heads  # the last ones, which stay as they are
+
+    def forward(self, qkv_btnc: Tensor) -> Tensor:
+        cos_t1c, sin_t1c = rotary_angles(qkv_btnc)
+        qk_btnc, v_btnc = qkv_btnc[:, :, : -self.num_value_heads], qkv_btnc[:, :, -self.num_value_heads :]
+        first, second = qk_btnc.chunk(2, dim=-1)
+        turned = (first * cos_t1c - second * sin_t1c, first * sin_t1c + second * cos_t1c)
         # The values are copied too: as a view they would keep the unturned projection alive until backward.
-        return torch.cat([torch.cat(turned, dim=-1), qkv_bt3hc[:, :, 2:]], dim=2)
+        return torch.cat([torch.cat(turned, dim=-1), v_btnc], dim=2)
 
 
-def rotary_angles(qkv_bt3hc: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, (t, 1, 1, c / 2), in the dtype of the input."""
-    num_positions, width = qkv_bt3hc.shape[1], qkv_bt3hc.shape[-1]
-    exact = torch.promote_types(qkv_bt3hc.dtype, torch.float32)  # bf16 can't count positions past 256
-    options = {"dtype": exact, "device": qkv_bt3hc.device}
+def rotary_angles(qkv_btnc: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, (t, 1, c / 2), in the dtype of the input."""
+    num_positions, width = qkv_btnc.shape[1], qkv_btnc.shape[-1]
+    exact = torch.promote_types(qkv_btnc.dtype, torch.float32)  # bf16 can't count positions past 256
+    options = {"dtype": exact, "device": qkv_btnc.device}
     frequencies_c = ROTARY_BASE ** -torch.arange(0, 1, 2 / width, **options)
-    angles_t11c = torch.arange(num_positions, **options)[:, None, None, None] * frequencies_c
-    return angles_t11c.cos().to(qkv_bt3hc.dtype), angles_t11c.sin().to(qkv_bt3hc.dtype)
+    angles_t1c = torch.arange(num_positions, **options)[:, None, None] * frequencies_c
+    return angles_t1c.cos().to(qkv_btnc.dtype), angles_t1c.sin().to(qkv_btnc.dtype)
 
 
 @final

@@ -116,16 +116,16 @@ def test_tied_embeddings_are_one_tensor() -> None:
 
 def test_rotary_keeps_lengths_and_values_and_sees_only_distances() -> None:
     generator = torch.Generator().manual_seed(0)
-    # The same query, key and value at each of 12 positions.
-    qkv_bt3hc = torch.randn(1, 1, 3, 2, 8, generator=generator, dtype=torch.float64).expand(1, 12, 3, 2, 8)
-    turned_bt3hc = Rotary()(qkv_bt3hc)
-    torch.testing.assert_close(turned_bt3hc.norm(dim=-1), qkv_bt3hc.norm(dim=-1))
-    assert torch.equal(turned_bt3hc[:, :, 2], qkv_bt3hc[:, :, 2])
-    assert torch.equal(turned_bt3hc[:, 0], qkv_bt3hc[:, 0])
-    q_hqc, k_hkc = turned_bt3hc[0, :, 0].transpose(0, 1), turned_bt3hc[0, :, 1].transpose(0, 1)
-    scores_hqk = q_hqc @ k_hkc.transpose(1, 2)
-    torch.testing.assert_close(scores_hqk[:, 1:, 1:], scores_hqk[:, :-1, :-1])
-    assert (scores_hqk[:, 0, 1:] - scores_hqk[:, 0, :1]).abs().max() > 0.1
+    # The same query, key and value, of two heads each, at each of 12 positions.
+    qkv_btnc = torch.randn(1, 1, 6, 8, generator=generator, dtype=torch.float64).expand(1, 12, 6, 8)
+    turned_btnc = Rotary(num_value_heads=2)(qkv_btnc)
+    torch.testing.assert_close(turned_btnc.norm(dim=-1), qkv_btnc.norm(dim=-1))
+    assert torch.equal(turned_btnc[:, :, 4:], qkv_btnc[:, :, 4:])
+    assert torch.equal(turned_btnc[:, 0], qkv_btnc[:, 0])
+    q_nqc, k_nkc = turned_btnc[0, :, :2].transpose(0, 1), turned_btnc[0, :, 2:4].transpose(0, 1)
+    scores_nqk = q_nqc @ k_nkc.transpose(1, 2)
+    torch.testing.assert_close(scores_nqk[:, 1:, 1:], scores_nqk[:, :-1, :-1])
+    assert (scores_nqk[:, 0, 1:] - scores_nqk[:, 0, :1]).abs().max() > 0.1
 
 
 def test_rotary_adds_no_tensor() -> None:
@@ -135,8 +135,8 @@ def test_rotary_adds_no_tensor() -> None:
 
 
 def test_rotary_tells_far_positions_apart_in_bf16() -> None:
-    same_bt3hc = torch.ones(1, 1024, 3, 1, 4, dtype=torch.bfloat16)
-    turned_tc = Rotary()(same_bt3hc)[0, :, 0, 0]
+    same_btnc = torch.ones(1, 1024, 3, 4, dtype=torch.bfloat16)
+    turned_tc = Rotary(num_value_heads=1)(same_btnc)[0, :, 0]
     assert turned_tc.dtype is torch.bfloat16
     assert (turned_tc[1023] - turned_tc[1022]).abs().max() > 0.1
 
@@ -199,6 +199,12 @@ def test_attention_is_dropped_too() -> None:
         ({"dropout": -0.1}, "model.dropout=-0.1: must be at least 0 and less than 1"),
         ({"dropout": float("nan")}, "model.dropout=nan: must be at least 0 and less than 1"),
         ({"num_heads": 5}, "model.num_heads=5: must be a divisor of model.width=24"),
+        ({"num_kv_heads": 0}, "model.num_kv_heads=0: must be a positive number, or null"),
+        ({"num_kv_heads": 2}, "model.num_kv_heads=2: must be a divisor of model.num_heads=3"),
+        ({"num_kv_heads": 6}, "model.num_kv_heads=6: must be a divisor of model.num_heads=3"),
+        ({"num_distinct_layers": -1}, "model.num_distinct_layers=-1: must be a positive number, or null"),
+        ({"num_distinct_layers": 3}, "model.num_distinct_layers=3: must be at most model.num_layers=2"),
+        ({"embedding_width": 0}, "model.embedding_width=0: must be a positive number, or null"),
         ({"num_heads": 8}, "model.positions='rotary': must be learned where model.width / model.num_heads"),
     ],
 )
