@@ -31,7 +31,8 @@ def test_an_error_ends_the_silence() -> None:
 
 def test_torchao_is_imported_without_a_word() -> None:
     program = (
-        "from torch import nn, ones; from lowvram.knobs.optimizer import AdamW8bit; AdamW8bit().make([nn.Parameter(ones(2))]);"
+        "from torch import nn, ones; from lowvram.knobs.optimizer import AdamW8bit;"
+        "AdamW8bit().make([nn.Parameter(ones(2))]);"
         "from lowvram.knobs.precision.fp8 import convert; convert(nn.Sequential(nn.Linear(16, 16)), None)"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
