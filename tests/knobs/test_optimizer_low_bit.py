@@ -47,8 +47,8 @@ def test_8_bits_stay_as_near_to_32_as_bitsandbytes_asks(device: torch.device) ->
     draw = torch.Generator().manual_seed(0)
     values = 0.1 * torch.randn(1024, 32, generator=draw).to(device)
     ours, theirs = (nn.Parameter(values.clone()) for _ in range(2))
-    ranges = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
-    eight, plain = AdamW8bit(**ranges).make([ours]), AdamW(**ranges).make([theirs])
+    values_of_adam = (1e-3, 0.9, 0.999, 1e-8, 0.0)
+    eight, plain = AdamW8bit(*values_of_adam).make([ours]), AdamW(*values_of_adam).make([theirs])
     for _ in range(50):
         ours.grad = 0.01 * torch.randn(1024, 32, generator=draw).to(device)
         theirs.grad = ours.grad.clone()
@@ -99,7 +99,7 @@ def test_states_of_gpt2_take_the_share_that_is_claimed(option: str, most: float)
     leaves = [inner for state in optimizer.state.values() for value in state.values() for inner in parts_of(value)]
     num_parameters = sum(parameter.numel() for parameter in rig.trainable)
     assert num_parameters > 120e6
-    assert 0.9 * most < sum(leaf.nbytes for leaf in leaves) / (8 * num_parameters) < most
+    assert 0.8 * most < sum(leaf.nbytes for leaf in leaves) / (8 * num_parameters) < most
 
 
 @pytest.mark.parametrize("option", KNOBS)
