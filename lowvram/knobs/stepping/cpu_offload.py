@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowvram.config import require
 from lowvram.core import host
+from lowvram.core.copies import stands_for
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
 from lowvram.core.shards import local
@@ -201,7 +202,7 @@ def master_of(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter's value in host memory, in fp32 (fp64 where it is that): this rank's shard, as a plain tensor."""
     weight = local(parameter)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return nn.Parameter(host.empty(weight.shape, dtype, weight.device).copy_(weight))
+    return stands_for(nn.Parameter(host.empty(weight.shape, dtype, weight.device).copy_(weight)), parameter)
 
 
 def largest_within(parameters: list[nn.Parameter], fraction: float) -> set[nn.Parameter]:
