@@ -15,10 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowvram import cli, identity
+from lowvram.knobs.optimizer import low_bit
+from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.process.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
+
+
+@pytest.fixture(autouse=True)
+def updates_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of few bits compile for seconds for each shape of a parameter. What is no test of that runs the same
+    code eagerly; tests/knobs/test_optimizer_low_bit.py compiles it."""
+
+    def eager(optimizer: torch.optim.Optimizer) -> None:
+        with torch.compiler.set_stance("force_eager"):
+            compiled_step(optimizer)
+
+    monkeypatch.setattr(low_bit, "compiled_step", eager)
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ from lowvram.core.rig import Rig, act, assemble
 from lowvram.core.step import step
 from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 from lowvram.knobs.ckpt import RecomputeEvery
-from lowvram.knobs.optimizer import low_bit
-from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
@@ -55,18 +53,6 @@ HERE = [pair for pair in KNOBS if not missing_here(pair)]
 CHOSEN = [pair for pair in HERE if NEUTRAL[pair[0]] != pair[1]]
 EXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is Exactness.EXACT]
 INEXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is not Exactness.EXACT]
-
-
-@pytest.fixture(autouse=True)
-def updates_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No law is about compiled updates, which take seconds for each shape of a parameter: the same code runs eagerly.
-    tests/knobs/test_optimizer_low_bit.py compiles them."""
-
-    def eager(optimizer: torch.optim.Optimizer) -> None:
-        with torch.compiler.set_stance("force_eager"):
-            compiled_step(optimizer)
-
-    monkeypatch.setattr(low_bit, "compiled_step", eager)
 
 
 @pytest.fixture(autouse=True)

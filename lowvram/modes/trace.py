@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowvram.core.device import absent_facts
@@ -23,7 +28,7 @@ def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> 
     absent = absent_facts(CPU).keys()  # a knob that a CPU can't play, such as tf32, changes no memory
     unplayed = (Stage.PROCESS, Stage.COMPILE)  # compiled code would run eagerly: there is nothing of it on paper
     playable = {n: knob for n, knob in knobs.items() if knob.stage not in unplayed and not knob.needs() & absent}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with paper():
         rig = assemble(problem, playable, CPU)
         batch = example(problem.spec, batch_size)
         step(rig, batch)
@@ -36,9 +41,25 @@ def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     """Floating-point operations of forward and backward for one sample, without any recomputation."""
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
     plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
-    with FakeTensorMode(allow_non_fake_inputs=True), plain, FlopCounterMode(display=False) as counter:
+    with paper(), plain, FlopCounterMode(display=False) as counter:
         step(assemble(problem, needed, CPU), example(problem.spec, 1))
     return counter.get_total_flops()
+
+
+@contextmanager
+def paper() -> Iterator[None]:
+    """Tensors that are made inside have no memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True), EveryNumberIsOne():
+        yield
+
+
+class EveryNumberIsOne(TorchDispatchMode):
+    """Whoever asks for the value of a number on paper, as Adafactor does, is told 1: sizes don't depend on it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
 
 
 def example(spec: DataSpec, num_samples: int) -> Part:

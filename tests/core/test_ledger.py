@@ -250,6 +250,24 @@ def test_a_ledger_within_a_ledger() -> None:
     del one, two, three
 
 
+def test_an_update_within_an_update_ends_no_update() -> None:
+    """What an optimizer makes after it ran another is still of the update."""
+
+    class Outer(torch.optim.Optimizer):
+        def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            inner.step()
+            torch.empty(KIB)
+
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    inner, outer = torch.optim.SGD([parameter], 0.1), Outer([parameter], {})
+    with ledger() as peak:
+        outer.step()
+        torch.empty(2 * KIB)
+    assert peak.by_kind_max[Kind.OTHER] >= 4 * KIB
+    assert peak.by_kind_max[Kind.ACTIVATIONS] == 8 * KIB
+
+
 def test_a_scaled_stepper_has_state_too() -> None:
     """State is found in whatever a stepper wraps around its optimizer's."""
     problem = PROBLEMS["transformer"]

@@ -25,7 +25,7 @@ class Fp8(Knob):
 
     stage = Stage.BUILD
     exactness = Exactness.LOSSY
-    band = 1.5e-1
+    band = 1e-1
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16, Fact.FP8})

@@ -1,0 +1,64 @@
+"""Stochastic rounding: to a neighbour, right on average, with a noise of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowvram.core.rounding import noise_of, stochastically
+from tests.laboratory import DEVICES
+
+
+def rounded(exact: Tensor) -> Tensor:
+    target = torch.empty_like(exact, dtype=torch.bfloat16)
+    stochastically(target, exact)
+    return target
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("value", [1.001, -1.001, 3e-3, -1e-30, 2.0**-127])
+def test_it_is_one_of_two_neighbours_and_right_on_average(value: float, device: torch.device) -> None:
+    torch.manual_seed(0)
+    found = rounded(torch.full((100_000,), value, device=device)).double()
+    exact = torch.tensor(value)  # in fp32
+    toward_zero = (exact.view(torch.int32) & -(2**16)).view(torch.float32)
+    away = ((exact.view(torch.int32) & -(2**16)) + 2**16).view(torch.float32)
+    assert set(found.unique().tolist()) <= {float(toward_zero), float(away)}
+    gap = abs(float(away) - float(toward_zero))
+    assert abs(float(found.mean()) - float(exact)) < 5 * 0.5 * gap / len(found) ** 0.5  # five standard deviations
+
+
+def test_what_bf16_holds_stays() -> None:
+    held = torch.randn(10_000).bfloat16()
+    assert torch.equal(rounded(held.float()), held)
+    assert torch.equal(rounded(held.double()), held)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    of_cuda = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # the nan that CUDA makes, and -nan
+    values = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan]), of_cuda]).repeat(1000)
+    found = rounded(values).float()
+    torch.testing.assert_close(found, values, equal_nan=True, rtol=0, atol=0)
+
+
+def test_strides_may_differ() -> None:
+    exact = torch.randn(8, 6, 5, 5).to(memory_format=torch.channels_last)
+    target = torch.empty(8, 6, 5, 5, dtype=torch.bfloat16)
+    stochastically(target, exact)
+    assert float((target.float() - exact).abs().max()) < 2.0**-6
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_a_noise_belongs_to_its_numbers_and_leaves_the_generator_alone(device: torch.device) -> None:
+    def draw(*numbers: int) -> Tensor:
+        with noise_of(device, *numbers):
+            return torch.rand(8, device=device)
+
+    torch.manual_seed(1)
+    plain = torch.rand(8, device=device)
+    torch.manual_seed(1)
+    first = draw(0, 1)
+    assert torch.equal(torch.rand(8, device=device), plain)
+    assert torch.equal(draw(0, 1), first)
+    assert not torch.equal(draw(1, 0), first)
