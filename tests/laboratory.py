@@ -16,6 +16,7 @@ from lowvram.config import build
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
+from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.precision import ScaledStepper
@@ -152,7 +153,7 @@ class Watched(Knob):
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self.gradients.setdefault(parameter, []).append(parameter.grad.detach().clone())
+                self.gradients.setdefault(parameter, []).append(whole(parameter.grad).clone())
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,8 @@ def train(
     names |= {master: names[parameter] for parameter, master in masters_of(rig).items()}
     gradients = {names[parameter]: torch.stack(steps).to(device) for parameter, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())
-    return Trained(list(losses), list(updates), gradients, dict(rig.model.named_parameters()), buffers)
+    parameters = {name: whole(parameter) for name, parameter in rig.model.named_parameters()}
+    return Trained(list(losses), list(updates), gradients, parameters, buffers)
 
 
 def masters_of(rig: Rig) -> dict[nn.Parameter, nn.Parameter]:
