@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 Values = list[tuple[int, float]]
 Choices = dict[str, str | Knob]
 OPTIONS = ["ddp", "fsdp"]
-ALL = {"accum": "x2", "ckpt": "every2"}
+ALL: Choices = {"accum": "x2", "ckpt": "every2"}
 
 
 def train_on_ranks(folder: Path, problem: str, choices: Choices, told: Told, is_resumed: bool = False) -> Any:
