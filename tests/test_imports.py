@@ -22,7 +22,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "lowvram": "cli config identity mistakes point resume runs settings sweeper table",
     "lowvram.results": "advice row table terminal wandb",
-    "lowvram.process": "client server",
+    "lowvram.process": "client crew launch server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
 
