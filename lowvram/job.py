@@ -99,8 +99,11 @@ def ready_fields(device: torch.device) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # the weights are there already
     others = total - free
+    disturbed = held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None
+    if ranks.rank() > 0:
+        return {"disturbed": f"rank {ranks.rank()}: {disturbed}"} if disturbed else {}
     return {
         "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device)},
         "memory": {"free_at_start_bytes": free},
-        "disturbed": held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None,
+        "disturbed": disturbed,
     }

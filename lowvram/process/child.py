@@ -27,7 +27,7 @@ from lowvram.process.meeting import Meeting, way_of
 from lowvram.settings import settings
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
-OF_EVERY_RANK = ("say", "row")  # events; the others are the first rank's alone
+OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
 
 
 class Events:
