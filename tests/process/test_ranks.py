@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowvram.process.client import Server
 from tests.calls import (
@@ -200,6 +201,22 @@ def in_steps(call: Running, num_steps: int) -> None:
     call.wait_for("started")
     (file,) = call.cwd.glob("**/metrics.jsonl")
     wait_until(lambda: len(file.read_text().splitlines()) >= num_steps, f"{num_steps} steps")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_each_rank_takes_a_card(call: Call) -> None:
+    """Through NCCL; one more rank than there are cards is refused."""
+    num_cards = torch.cuda.device_count()
+    words = (*TINY, "sharding=ddp", f"train.batch_size={num_cards * (num_cards + 1)}")
+    refused = call(*words, f"sharding.ranks={num_cards + 1}").sentence
+    assert f"must be at most {num_cards}, the number of visible CUDA devices" in refused
+    if num_cards == 1:
+        pytest.skip("one card holds one rank")
+    outcome = call(*words)
+    assert outcome.code == 0, outcome.said()
+    assert len(outcome.row["ranks"]) == num_cards
+    assert all(each["peak_bytes"] > 0 for each in outcome.row["ranks"])
 
 
 # torchrun
