@@ -115,8 +115,9 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
         fields = check(request["check"]) if "check" in request else run_point(request, events, stop, meeting)
     except BaseException as error:  # the last net: a point always tells how it ended
         stop.settle()
-        about |= {"is_of_a_peer": is_of_a_peer(error)}
-        fields = meeting.compare_ends(ending(error), is_of_a_peer(error))
+        fields, of_a_peer = ending(error), is_of_a_peer(error)
+        cause = meeting.cause_elsewhere(fields, of_a_peer)
+        fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
         if fields["status"] == "error":
             about |= {"trace": traceback.format_exc()}
     stop.settle()
