@@ -232,7 +232,8 @@ class Program:
             print(self.rows[-1]["reason"], file=sys.stderr)
             self.forget(self.last.folder, self.last.config["paths"]["outputs"])
         else:
-            print("\n".join(summary(self.rows[-1], self.last.folder)))
+            ranks = [f"sharding.ranks={self.launch.num_ranks}"] if self.launch else []  # torchrun isn't part of it
+            print("\n".join(summary(self.rows[-1], self.last.folder, ranks)))
             self.tell_failure(self.rows[-1])
         return EXIT_INTERRUPTED if self.num_signals else rows.exit_code(self.rows, sweep=bool(self.last.sweep))
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lowvram.config import BadInput
+from lowvram.core import ranks
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import rank
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
@@ -38,7 +38,7 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop,
     data = open_data(settings)
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)
-    torch.manual_seed(settings.root.seed + rank())  # the samples of each rank get masks of their own
+    torch.manual_seed(settings.root.seed + ranks.rank())  # the samples of each rank get masks of their own
     events("ready", fields=ready_fields(device))
     print(f"data: {data.description}")
     folder, is_resumed = Path(request["folder"]), request["resume"]
@@ -58,7 +58,7 @@ def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
     spec = open_data(settings).spec
     problem = settings.groups["task"].pose(settings.groups["model"], spec)
     knobs = named_knobs(settings, choices, torch.device("cpu"))
-    peak = peak_on_paper(problem, knobs, settings.train.batch_size)
+    peak = peak_on_paper(problem, knobs, settings.train.batch_size // ranks.num_ranks())
     by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}
     return {"allocated_bytes": peak.peak_bytes, "by_kind": by_kind}
 
@@ -99,8 +99,11 @@ def ready_fields(device: torch.device) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # the weights are there already
     others = total - free
+    disturbed = held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None
+    if ranks.rank() > 0:
+        return {"disturbed": f"rank {ranks.rank()}: {disturbed}"} if disturbed else {}
     return {
         "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device)},
         "memory": {"free_at_start_bytes": free},
-        "disturbed": held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None,
+        "disturbed": disturbed,
     }

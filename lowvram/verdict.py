@@ -94,8 +94,8 @@ def to_blame(failed: Sequence[Verdict], timeout_s: float) -> Verdict:
     if own:
         return own[0]
     hung = [rank for rank in failed if rank.is_forced] or [rank for rank in failed if not rank.is_of_a_peer]
-    if not hung:
-        return failed[0]
+    if not hung:  # torchrun's other programs see those ranks
+        return replace(failed[0], reason=f"another rank has ended or hangs ({failed[0].reason})")
     blamed = min(hung, key=lambda rank: (not rank.is_stopped, rank.rank))
     how = "it stood still, stopped by a signal" if blamed.is_stopped else "it did not answer"
     return replace(

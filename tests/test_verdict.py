@@ -84,6 +84,12 @@ def test_a_rank_that_hung_and_could_still_be_interrupted(judge: Any) -> None:
     assert (status, reason[:18]) == ("killed", "rank 1: the others")
 
 
+def test_a_rank_that_nobody_here_sees(judge: Any) -> None:
+    """Another program of torchrun's."""
+    reason = "another rank has ended or hangs (RuntimeError: Connection closed by peer)"
+    assert judge([ended(0)], {0: CUT_OFF}) == ("error", reason)
+
+
 def test_a_rank_that_never_ends_after_the_others_did(judge: Any) -> None:
     status, reason = judge([ended(0, 0), killed(1, "kill")], {0: OK})
     assert (status, reason[:18]) == ("killed", "rank 1: the others")

@@ -25,10 +25,12 @@ CPU = torch.device("cpu")
 
 
 def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> Peak:
-    """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state."""
-    # A knob that a CPU can't play, such as tf32, changes no memory. Ranks don't meet on paper: each would hold less.
-    absent = absent_facts(CPU).keys() | {Fact.MANY_RANKS}
-    unplayed = (Stage.PROCESS, Stage.COMPILE)  # compiled code would run eagerly: there is nothing of it on paper
+    """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state.
+
+    On paper there is one rank: a sharded point's is what it would hold without its shards.
+    """
+    # A knob that a CPU can't play, such as tf32, changes no memory; compiled code would run eagerly.
+    absent, unplayed = absent_facts(CPU).keys() | {Fact.MANY_RANKS}, (Stage.PROCESS, Stage.COMPILE)
     playable = {n: knob for n, knob in knobs.items() if knob.stage not in unplayed and not knob.needs() & absent}
     with paper():
         rig = assemble(problem, playable, CPU)

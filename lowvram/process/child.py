@@ -27,7 +27,7 @@ from lowvram.process.meeting import Meeting, way_of
 from lowvram.settings import settings
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
-OF_EVERY_RANK = ("say", "row")  # events; the others are the first rank's alone
+OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
 
 
 class Events:
@@ -115,8 +115,9 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
         fields = check(request["check"]) if "check" in request else run_point(request, events, stop, meeting)
     except BaseException as error:  # the last net: a point always tells how it ended
         stop.settle()
-        about |= {"is_of_a_peer": is_of_a_peer(error)}
-        fields = meeting.compare_ends(ending(error), is_of_a_peer(error))
+        fields, of_a_peer = ending(error), is_of_a_peer(error)
+        cause = meeting.cause_elsewhere(fields, of_a_peer)
+        fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
         if fields["status"] == "error":
             about |= {"trace": traceback.format_exc()}
     stop.settle()

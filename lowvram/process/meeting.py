@@ -247,17 +247,17 @@ class Meeting:
         else:
             self._store.set(f"gone {self.rank}", "")
 
-    def compare_ends(self, fields: dict[str, Any], is_of_a_peer: bool) -> dict[str, Any]:
-        """Of a rank that has failed: what the one says that is the cause, where nobody else can tell them apart."""
+    def cause_elsewhere(self, fields: dict[str, Any], is_of_a_peer: bool) -> dict[str, Any]:
+        """Of a rank that has failed: the end of the one that is the cause, where nobody else can tell them apart."""
         if self._store is None or not self._way.is_unwatched:
-            return fields
+            return {}
         with suppress(dist.DistError):  # the store is gone too
             if not is_of_a_peer:
                 told = {"status": fields["status"], "reason": f"rank {self.rank}: {fields['reason']}"}
                 self._store.set("failed", json.dumps(told))
             elif self._store.check(["failed"]):
-                return fields | json.loads(self._store.get("failed"))
-        return fields
+                return json.loads(self._store.get("failed"))
+        return {}
 
     def _gather(self, word: str) -> None:
         """Wait for all."""

@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -159,8 +159,11 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def summary(row: Row, folder: Path | None = None) -> list[str]:
-    """The lines that are printed after a single run. What the row doesn't know is left out."""
+def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()) -> list[str]:
+    """The lines that are printed after a single run. What the row doesn't know is left out.
+
+    `more_words`: what the command that goes on needs beside the words of the run.
+    """
     lines = [
         _parts(": ", row["name"], row["status"], row["reason"]),
         _memory(row),
@@ -171,7 +174,7 @@ def summary(row: Row, folder: Path | None = None) -> list[str]:
         _titled("disturbed", [row["disturbed"]]),
         _titled("semantics changed", [row["semantics_changed"]]),
         folder and f"results: {shown_path(folder)}",
-        folder and _can_continue(row, folder) and f"continue with: {resume_command(folder)}",
+        folder and _can_continue(row, folder) and f"continue with: {resume_command(folder, *more_words)}",
     ]
     return [line for line in lines if line]
 
@@ -214,9 +217,9 @@ def _can_continue(row: Row, folder: Path) -> bool:
     return not is_final(row) and any(folder.glob("snapshots/*"))
 
 
-def resume_command(folder: Path) -> str:
+def resume_command(folder: Path, *more_words: str) -> str:
     """The command that goes on with the run of this folder; it works as typed."""
-    return command_line(f"resume={hydra_quoted(shown_path(folder))}")
+    return command_line(f"resume={hydra_quoted(shown_path(folder))}", *more_words)
 
 
 def command_line(*arguments: str) -> str:

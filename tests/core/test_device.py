@@ -73,6 +73,15 @@ def test_a_cpu_lacks_what_only_cards_have() -> None:
     assert absent.keys().isdisjoint({Fact.CPU, Fact.BF16})
 
 
+@pytest.mark.parametrize(("num_ranks", "lacks"), [(1, Fact.MANY_RANKS), (3, Fact.ONE_RANK)])
+def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, num_ranks: int, lacks: Fact) -> None:
+    """And what the user can do is told."""
+    monkeypatch.setattr(device_module, "num_ranks", lambda: num_ranks)
+    absent = absent_facts(CPU)
+    assert absent.keys() & {Fact.ONE_RANK, Fact.MANY_RANKS} == {lacks}
+    assert "sharding" in absent[lacks]
+
+
 def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "install g++" in absent_facts(CPU)[Fact.C_COMPILER]
