@@ -142,7 +142,7 @@ class Traced:
         del self.block.forward  # the class's own again, for the tracer calls the block
         try:
             with torch.random.fork_rng(cards), plain, warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # said aloud once already
+                warnings.simplefilter("ignore")  # retired: said already. Shapes are constants: they are in the key
                 return torch.jit.trace(self.block, examples, check_trace=False)
         finally:
             self.block.forward = self

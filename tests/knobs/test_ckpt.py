@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from lowvram.knobs.ckpt import RecomputeEvery, StatisticsHeld, recompute
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, IMAGES, PROBLEMS, TOKENS, knobs_of, make_batch, relative_error, train
+from tests.laboratory import CPU, IMAGES, PROBLEMS, TOKENS, knobs_of, make_batch, relative_error, saved_bytes, train
 
 NUM_STEPS = 20
 
@@ -65,26 +64,11 @@ def test_every_is_at_least_one(every: int) -> None:
         RecomputeEvery(every)
 
 
-def saved_bytes(task: Problem, every: int | None) -> int:
-    """Of the tensors that a forward pass keeps for the backward pass; weights aside, each storage once."""
-    model: Any = assemble(task, knobs_of(ckpt=RecomputeEvery(every) if every else "none"), CPU).model
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = model(make_batch(task.spec, 16).inputs)
-    del outputs
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("problem", FIVE_BLOCKS)
 def test_fewer_saved_tensors_the_more_blocks_are_computed_again(problem: str) -> None:
-    saved = [saved_bytes(FIVE_BLOCKS[problem], every) for every in (None, 4, 2, 1)]
+    task = FIVE_BLOCKS[problem]
+    batch = make_batch(task.spec, 16)
+    saved = [saved_bytes(task, knobs_of(ckpt=option), batch) for option in ("none", "every4", "every2", "every1")]
     assert saved == sorted(set(saved), reverse=True)
 
 
