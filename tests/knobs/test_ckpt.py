@@ -8,17 +8,29 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
-from lowvram.config import BadInput
+from lowvram.config import BadInput, Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import assemble
 from lowvram.core.step import step
-from lowvram.knobs.ckpt import RecomputeEvery, StatisticsHeld, recompute
+from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, StatisticsHeld, recompute
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, IMAGES, PROBLEMS, TOKENS, knobs_of, make_batch, relative_error, saved_bytes, train
+from tests.laboratory import (
+    CPU,
+    IMAGES,
+    PROBLEMS,
+    TOKENS,
+    compiler_as_before,
+    knobs_of,
+    make_batch,
+    relative_error,
+    saved_bytes,
+    train,
+)
 
 NUM_STEPS = 20
 
@@ -83,6 +95,32 @@ def test_activations_fall_by_two_fifths(problem: str) -> None:
         activations[option] = peak.by_kind_max[Kind.ACTIVATIONS]
     assert activations["none"] > activations["every2"] > activations["every1"]
     assert activations["every1"] <= 0.6 * activations["none"]
+
+
+# The compiler's choice
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.0, float("nan")])
+def test_a_budget_is_a_share(budget: float) -> None:
+    with pytest.raises(BadInput, match=rf"ckpt\.budget={budget}: must be at least 0 .* and below 1"):
+        CompilerBudget(budget)
+
+
+def test_a_budget_with_dropout_is_refused() -> None:
+    with pytest.raises(Incompatible, match=r"ckpt=compiler needs that the model draws no random numbers: .*dropout=0"):
+        assemble(PROBLEMS["transformer_dropout"], knobs_of(ckpt="compiler"), CPU)
+    with compiler_as_before():
+        assemble(PROBLEMS["transformer"], knobs_of(ckpt="compiler"), CPU)
+
+
+def test_with_a_budget_gradients_would_be_of_another_mask() -> None:
+    """The reason of that refusal, on torch 2.13: pytorch#190758. When this fails, torch has mended it."""
+    x = torch.ones(64, 64, requires_grad=True)
+    with compiler_as_before(), functorch_config.patch(activation_memory_budget=0.5):
+        masked = torch.compile(lambda x: nn.functional.dropout(x.sin().cos(), 0.5), backend="aot_eager")(x)
+        masked.sum().backward()
+    assert x.grad is not None
+    assert not torch.equal(masked == 0, x.grad == 0)
 
 
 # BatchNorm

@@ -47,9 +47,10 @@ def is_followed(pair: tuple[str, str]) -> bool:
 @pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "-".join(map(str, choices.values())) or "plain")
 def test_the_peak_on_paper_is_the_real_one(choices: dict[str, str | Knob], problem: str) -> None:
     """Knobs that this machine can't play, and those of the process, change no memory; compilation is left out."""
-    real = measured(PROBLEMS[problem], {group: o for group, o in choices.items() if is_followed((group, str(o)))})
     knobs = knobs_of(**choices)
-    paper = peak_on_paper(PROBLEMS[fitting(problem, knobs)], knobs, BATCH_SIZE)
+    task = PROBLEMS[fitting(problem, knobs)]
+    real = measured(task, {group: o for group, o in choices.items() if is_followed((group, str(o)))})
+    paper = peak_on_paper(task, knobs, BATCH_SIZE)
     assert paper.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.ACTIVATIONS, Kind.INPUTS):
         assert paper.by_kind[kind] == pytest.approx(real.by_kind[kind], rel=0.01, abs=4096), kind
