@@ -90,12 +90,13 @@ def test_inductors_error_is_as_small_as_an_eager_models(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_inductor", [True, False], ids=["inductor", "aot_eager"])
 def test_batchnorm_counts_once_what_a_compiled_block_computes_again(is_inductor: bool) -> None:
+    before = num_graphs()
     with nullcontext() if is_inductor else without_inductor():
         found, wanted = (
             train(TASKS["resnet"], knobs_of(compile="blocks", ckpt=ckpt, optimizer="sgd"), [BATCH_SIZE] * 3)
             for ckpt in ("every1", "none")
         )
-    assert num_graphs() == 2
+    assert num_graphs() - before == 2
     assert relative_error(found.buffers, wanted.buffers) == 0
     assert relative_error(found.gradients, wanted.gradients) <= 1e-6
 
