@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
-from lowvram.core.knob import Kind
+from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Rig, assemble
 from lowvram.core.step import step
@@ -248,11 +248,14 @@ def test_without_eager_autograd() -> None:
 # TorchScript
 
 
+@pytest.mark.parametrize("offload", ["none", "activations"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_a_trace_has_the_numbers_of_an_eager_model(problem: str) -> None:
-    """With dropout and BatchNorm too: recording draws no random numbers and counts no batch."""
+def test_a_trace_has_the_numbers_of_an_eager_model(problem: str, offload: str) -> None:
+    """With dropout and BatchNorm too: recording draws no random numbers and counts no batch. Nor does it record what
+    offloading hooks into autograd."""
+    choices: dict[str, str | Knob] = {"optimizer": "sgd", "accum": "x2", "offload": offload}
     found, wanted = (
-        train(PROBLEMS[problem], knobs_of(compile=which, optimizer="sgd", accum="x2"), [8, 8, 7], lr=0.01)
+        train(PROBLEMS[problem], knobs_of(compile=which, **choices), [8, 8, 7], lr=0.01)
         for which in ("torchscript", "none")
     )
     assert relative_error(found.gradients, wanted.gradients) <= 1e-6
