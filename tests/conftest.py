@@ -7,6 +7,7 @@ children, but its own part runs inside pytest and all calls share one fork serve
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from lowvram.knobs.optimizer import low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.process.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
+
+# Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))
 
 
 @pytest.fixture(autouse=True)

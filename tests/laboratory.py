@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from lowvram.config import build
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
 from lowvram.core.shards import whole
@@ -62,9 +66,22 @@ def named(*pairs: tuple[str, str]) -> dict[str, Knob]:
     return {f"{group}={option}": KNOBS[group, option] for group, option in pairs}
 
 
+def company(**choices: str | Knob) -> dict[str, str]:
+    """What stands in for neutral options that would end what a choice needs, such as a compiled model: the first option
+    of their group that doesn't."""
+    knobs = (choice if isinstance(choice, Knob) else KNOBS[group, choice] for group, choice in choices.items())
+    needs = frozenset[Fact]().union(*(knob.needs() for knob in knobs))
+    return {
+        group: next(option for option in OPTIONS[group] if needs.isdisjoint(KNOBS[group, option].breaks()))
+        for group, neutral in NEUTRAL.items()
+        if group not in choices and not needs.isdisjoint(KNOBS[group, neutral].breaks())
+    }
+
+
 def knobs_of(**choices: str | Knob) -> dict[str, Knob]:
-    """One knob of each group: those that are chosen, by option or as they are, else the neutral ones."""
-    chosen = {**NEUTRAL, **choices}
+    """One knob of each group: those that are chosen, by option or as they are, else the neutral ones (or, where a
+    choice can't be with those, its company)."""
+    chosen = {**NEUTRAL, **company(**choices), **choices}
     return {
         f"{group}={choice}": choice if isinstance(choice, Knob) else KNOBS[group, choice]
         for group, choice in chosen.items()
@@ -89,6 +106,12 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
+def fitting(problem: str, knobs: Mapping[str, Knob]) -> str:
+    """The name of a problem; without its dropout where a knob can't be with it."""
+    is_fixed = any(Fact.NO_RANDOMNESS in knob.needs() for knob in knobs.values())
+    return problem.removesuffix("_dropout") if is_fixed else problem
+
+
 def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Part:
     """Random samples. Sequences end anywhere, and every fifth image has no class: parts differ in their targets."""
     draw = torch.Generator().manual_seed(seed)
@@ -110,6 +133,43 @@ def my_slice(batch: Part) -> Part:
 def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32) -> Iterator[Part]:
     """A batch of each of these sizes."""
     return (make_batch(spec, size, seed, dtype) for seed, size in enumerate(sizes))
+
+
+@contextmanager
+def compiler_as_before() -> Iterator[None]:
+    """Knobs that set torch's compiler really do: after the block its settings are the old ones, its graphs are gone."""
+    with (
+        dynamo_config.patch({name: getattr(dynamo_config, name) for name in ("recompile_limit", LIMIT_IS_AN_ERROR)}),
+        inductor_config.patch(fallback_random=inductor_config.fallback_random),
+        functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+LIMIT_IS_AN_ERROR = "fail_on_recompile_limit_hit"
+
+
+def saved_bytes(task: Task, knobs: Mapping[str, Knob], batch: Part) -> int:
+    """Of the tensors that a forward pass keeps for the backward pass; weights aside, each storage once. Unlike a ledger
+    it can look at a compiled model."""
+    with compiler_as_before():
+        return _saved_bytes(assemble(task, knobs, CPU), batch)
+
+
+def _saved_bytes(rig: Rig, batch: Part) -> int:
+    weights = {parameter.untyped_storage().data_ptr() for parameter in rig.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = rig.forward(batch)
+    del outputs
+    return sum(kept.values())
 
 
 class InDouble(Task):

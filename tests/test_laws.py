@@ -16,7 +16,7 @@ import torch
 from lowvram.config import Incompatible
 from lowvram.core import rig as rig_module
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Exactness, Fact, Knob, Stage, conflicts
+from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Rig, act, assemble
 from lowvram.core.step import step
@@ -36,11 +36,15 @@ from tests.laboratory import (
     TRANSFORMER,
     InDouble,
     Trained,
+    company,
+    compiler_as_before,
+    fitting,
     knobs_of,
     make_batch,
     missing_here,
     named,
     relative_error,
+    saved_bytes,
     train,
 )
 from tests.planted import MeanOfMeans, Stock
@@ -53,6 +57,14 @@ HERE = [pair for pair in KNOBS if not missing_here(pair)]
 CHOSEN = [pair for pair in HERE if NEUTRAL[pair[0]] != pair[1]]
 EXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is Exactness.EXACT]
 INEXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is not Exactness.EXACT]
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly() -> Iterator[None]:
+    """Graphs of both directions are made and cut in two as always, but run operation by operation: the code that
+    inductor writes takes many seconds, and has tests of its own in tests/knobs/test_compile.py."""
+    with compiler_as_before(), torch.compiler.set_stance("default", force_backend="aot_eager"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -194,10 +206,15 @@ LARGER = {
     "transformer": Auto().pose(replace(TRANSFORMER, width=64), replace(TOKENS, num_classes=509)),
     "resnet": Auto().pose(replace(RESNET, width=24), replace(IMAGES, num_classes=509)),
 }
+SAVING = [pair for pair in HERE if KNOBS[pair].saves]
+
+
+def takes_compiled(pair: Pair) -> bool:
+    return Fact.COMPILED in KNOBS[pair].needs()
 
 
 @pytest.mark.parametrize("problem", LARGER)
-@pytest.mark.parametrize("pair", [pair for pair in HERE if KNOBS[pair].saves], ids=words)
+@pytest.mark.parametrize("pair", [pair for pair in SAVING if not takes_compiled(pair)], ids=words)
 def test_the_kind_that_a_knob_saves_goes_down(pair: Pair, problem: str) -> None:
     kind = KNOBS[pair].saves
     assert kind is not None
@@ -213,6 +230,17 @@ def measured(problem: str, group: str, option: str) -> Peak:
     with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
         step(rig, batch)
     return peak
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize("pair", [pair for pair in SAVING if takes_compiled(pair)], ids=words)
+def test_what_a_knob_saves_in_a_compiled_model_goes_down(pair: Pair, problem: str) -> None:
+    """No ledger can follow compiled code. What its forward pass keeps for the backward pass is counted instead."""
+    assert KNOBS[pair].saves is Kind.ACTIVATIONS
+    task, choice = PROBLEMS[problem], dict([pair])
+    batch = make_batch(task.spec, 32)
+    without, with_it = (saved_bytes(task, knobs_of(**company(**choice), **which), batch) for which in ({}, choice))
+    assert with_it < without
 
 
 # Law 5: any two options either train together or say why not.
@@ -266,7 +294,8 @@ def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: words(row - NEUTRAL.items()))
 def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: str) -> None:
-    trained = train(PROBLEMS[problem], knobs_of(**dict(row)), [32])
+    knobs = knobs_of(**dict(row))
+    trained = train(PROBLEMS[fitting(problem, knobs)], knobs, [32])
     assert all(loss.isfinite() for loss in trained.losses)
     assert all(update.applied or update.recoverable for update in trained.updates)
     assert all(gradient.isfinite().all() for gradient in trained.gradients.values())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
@@ -105,6 +106,9 @@ class TorchScript(Knob):
     exactness = Exactness.ROUNDING
     band = 1e-5
 
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.WHOLE_PARAMS})  # a trace holds the tensors that were there at its first step
+
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})
 
@@ -132,7 +136,8 @@ class Traced:
         return self.traces[key](*inputs)
 
     def trace(self, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
-        """Run the block once to record it. That run leaves no mark: not on its buffers, nor on random numbers."""
+        """Run the block once to record it. That run leaves no mark: not on its buffers, nor on random numbers. Nor is
+        what others hook into autograd recorded."""
         device = inputs[0].device
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
@@ -141,14 +146,18 @@ class Traced:
         plain = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
         del self.block.forward  # the class's own again, for the tracer calls the block
         try:
-            with torch.random.fork_rng(cards), plain, warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # said aloud once already
+            with torch.random.fork_rng(cards), plain, saved_tensors_hooks(itself, itself), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # retired: said already. Shapes are constants: they are in the key
                 return torch.jit.trace(self.block, examples, check_trace=False)
         finally:
             self.block.forward = self
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+
+
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def number_format(device_type: str) -> torch.dtype | None:

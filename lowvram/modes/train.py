@@ -17,7 +17,7 @@ from lowvram.endings import Interrupted, NonFinite
 from lowvram.export import export
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for
-from lowvram.modes.compiling import CompileTimes, chosen
+from lowvram.modes.compiling import CompileTimes, chosen, compile_seconds
 from lowvram.modes.evaluate import Evaluation, evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
@@ -68,7 +68,7 @@ class TrainingRun:
         self.random: dict[str, Tensor] | None = None
         self.num_targets: list[Tensor] = []  # of each step of this process
         self.compiling = CompileTimes()
-        self.logged_at, self.logged_step = time.monotonic(), 0
+        self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         if session.is_resumed and (state := self.snapshots.load()):
             self.restore(state)
 
@@ -93,15 +93,16 @@ class TrainingRun:
             self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
 
     def log(self, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl, with the pace since the last one."""
+        """One line of metrics.jsonl, with the pace since the last one; compiling is no part of it."""
         if not math.isfinite(self.last_loss):
             raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {self.session.remedy()}")
         now = time.monotonic()
         steps = self.step - self.logged_step
-        seconds = now - self.logged_at - sum(self.compiling.seconds[-steps:])
+        compile_s = compile_seconds()
+        seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
         pace = fields.pace(self.session, self.num_targets[-steps:], seconds)
         self.session.events("metrics", step=self.step, values=values | pace | fields.memory_now(self.session))
-        self.logged_at, self.logged_step = now, self.step
+        self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
     def evaluate(self) -> Evaluation:
         """The evaluation after the last step; made once."""

@@ -9,19 +9,31 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowvram.config import BadInput
+from lowvram.config import BadInput, Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import assemble
 from lowvram.core.step import step
-from lowvram.knobs.ckpt import RecomputeEvery, Selective, StatisticsHeld, policy, recompute
+from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, Selective, StatisticsHeld, policy, recompute
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, IMAGES, PROBLEMS, TOKENS, knobs_of, make_batch, relative_error, train
+from tests.laboratory import (
+    CPU,
+    IMAGES,
+    PROBLEMS,
+    TOKENS,
+    compiler_as_before,
+    knobs_of,
+    make_batch,
+    relative_error,
+    saved_bytes,
+    train,
+)
 
 NUM_STEPS = 20
 
@@ -67,26 +79,11 @@ def test_every_is_at_least_one(every: int) -> None:
         RecomputeEvery(every)
 
 
-def saved_bytes(task: Problem, every: int | None) -> int:
-    """Of the tensors that a forward pass keeps for the backward pass; weights aside, each storage once."""
-    model: Any = assemble(task, knobs_of(ckpt=RecomputeEvery(every) if every else "none"), CPU).model
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = model(make_batch(task.spec, 16).inputs)
-    del outputs
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize("problem", FIVE_BLOCKS)
 def test_fewer_saved_tensors_the_more_blocks_are_computed_again(problem: str) -> None:
-    saved = [saved_bytes(FIVE_BLOCKS[problem], every) for every in (None, 4, 2, 1)]
+    task = FIVE_BLOCKS[problem]
+    batch = make_batch(task.spec, 16)
+    saved = [saved_bytes(task, knobs_of(ckpt=option), batch) for option in ("none", "every4", "every2", "every1")]
     assert saved == sorted(set(saved), reverse=True)
 
 
@@ -101,6 +98,32 @@ def test_activations_fall_by_two_fifths(problem: str) -> None:
         activations[option] = peak.by_kind_max[Kind.ACTIVATIONS]
     assert activations["none"] > activations["every2"] > activations["every1"]
     assert activations["every1"] <= 0.6 * activations["none"]
+
+
+# The compiler's choice
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.0, float("nan")])
+def test_a_budget_is_a_share(budget: float) -> None:
+    with pytest.raises(BadInput, match=rf"ckpt\.budget={budget}: must be at least 0 .* and below 1"):
+        CompilerBudget(budget)
+
+
+def test_a_budget_with_dropout_is_refused() -> None:
+    with pytest.raises(Incompatible, match=r"ckpt=compiler needs that the model draws no random numbers: .*dropout=0"):
+        assemble(PROBLEMS["transformer_dropout"], knobs_of(ckpt="compiler"), CPU)
+    with compiler_as_before():
+        assemble(PROBLEMS["transformer"], knobs_of(ckpt="compiler"), CPU)
+
+
+def test_with_a_budget_gradients_would_be_of_another_mask() -> None:
+    """The reason of that refusal, on torch 2.13: pytorch#190758. When this fails, torch has mended it."""
+    x = torch.ones(64, 64, requires_grad=True)
+    with compiler_as_before(), functorch_config.patch(activation_memory_budget=0.5):
+        masked = torch.compile(lambda x: nn.functional.dropout(x.sin().cos(), 0.5), backend="aot_eager")(x)
+        masked.sum().backward()
+    assert x.grad is not None
+    assert not torch.equal(masked == 0, x.grad == 0)
 
 
 # BatchNorm

@@ -1,0 +1,284 @@
+"""compile: numbers of the code that inductor writes, how many graphs there are, and what compiled code can't do.
+
+The laws run every pair of options on graphs without inductor (backend "aot_eager"); those tests here that say nothing
+else use inductor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+
+from lowvram.core.knob import Kind, Knob
+from lowvram.core.ledger import ledger
+from lowvram.core.rig import Rig, assemble
+from lowvram.core.step import step
+from lowvram.knobs.ckpt import CompilerBudget, recompute
+from lowvram.knobs.compile import CompiledBlocks, TorchScript
+from lowvram.tasks import Auto
+from tests.laboratory import (
+    CPU,
+    DEVICES,
+    IMAGES,
+    PROBLEMS,
+    RESNET,
+    InDouble,
+    compiler_as_before,
+    knobs_of,
+    make_batch,
+    needs_gpu,
+    relative_error,
+    train,
+)
+
+TASKS = {"transformer": PROBLEMS["transformer"], "resnet": Auto().pose(replace(RESNET, layers=[1]), IMAGES)}
+BATCH_SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def compiler_afterwards() -> Iterator[None]:
+    torch._dynamo.reset()
+    with compiler_as_before():
+        yield
+
+
+def without_inductor() -> Any:
+    """Graphs are made and cut in two, but run operation by operation."""
+    return torch.compiler.set_stance("default", force_backend="aot_eager")
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+# Numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "problem", "precision", "factor"),
+    [
+        ("blocks", "transformer", "fp32", 10),
+        ("blocks", "transformer", "bf16", 1.1),
+        ("blocks", "resnet", "fp32", 10),
+        ("model", "transformer", "fp32", 10),
+    ],
+)
+def test_inductors_error_is_as_small_as_an_eager_models(
+    option: str, problem: str, precision: str, factor: float
+) -> None:
+    wanted = train(InDouble(TASKS[problem]), knobs_of(), [BATCH_SIZE]).gradients
+    before = num_graphs()
+    compiled, eager = (
+        relative_error(train(TASKS[problem], knobs_of(compile=which, precision=precision), [8]).gradients, wanted)
+        for which in (option, "none")
+    )
+    assert num_graphs() > before
+    assert 0 < compiled <= factor * eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_inductor", [True, False], ids=["inductor", "aot_eager"])
+def test_batchnorm_counts_once_what_a_compiled_block_computes_again(is_inductor: bool) -> None:
+    before = num_graphs()
+    with nullcontext() if is_inductor else without_inductor():
+        found, wanted = (
+            train(TASKS["resnet"], knobs_of(compile="blocks", ckpt=ckpt, optimizer="sgd"), [BATCH_SIZE] * 3)
+            for ckpt in ("every1", "none")
+        )
+    assert num_graphs() - before == 2
+    assert relative_error(found.buffers, wanted.buffers) == 0
+    assert relative_error(found.gradients, wanted.gradients) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_what_is_computed_again_has_the_same_dropout(device: torch.device) -> None:
+    """A gradient of another mask than the loss's would not be its slope."""
+    task = InDouble(PROBLEMS["transformer_dropout"])
+    rig = assemble(task, knobs_of(compile="blocks", ckpt="every1"), device)
+    batch = make_batch(task.spec, BATCH_SIZE).to(device)
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        return rig.criterion(rig.forward(batch), batch)
+
+    loss().backward()
+    gradients = [parameter.grad.clone() for parameter in rig.model.parameters() if parameter.grad is not None]
+    slope = sum(float(gradient.square().sum()) for gradient in gradients)
+    there, back = (float(moved(rig, gradients, sign * 1e-7, loss)) for sign in (1, -1))
+    assert (there - back) / 2e-7 == pytest.approx(slope, rel=1e-4)
+
+
+def moved(rig: Rig, directions: list[Tensor], by: float, loss: Any) -> Tensor:
+    """The loss a little way off."""
+    held = [parameter.detach().clone() for parameter in rig.model.parameters()]
+    with torch.no_grad():
+        for parameter, direction in zip(rig.model.parameters(), directions, strict=True):
+            parameter.add_(direction, alpha=by)
+    value = loss().detach()
+    with torch.no_grad():
+        for parameter, old in zip(rig.model.parameters(), held, strict=True):
+            parameter.copy_(old)
+    return value
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+def test_dropout_masks_of_neighbours_differ_on_a_card() -> None:
+    """With inductor's own random numbers four neighbours share one (torch 2.13, pytorch#198333)."""
+    inductor_config.fallback_random = assembled_setting()
+
+    def masked(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.transpose(1, 2).contiguous(), 0.5)
+
+    mask = torch.compile(masked)(torch.ones(8, 64, 4096, device="cuda")) != 0
+    assert mask.float().mean().item() == pytest.approx(0.5, abs=0.01)
+    same = (mask[..., 0::4] == mask[..., 1::4]).float().mean().item()
+    assert same == pytest.approx(0.5, abs=0.01)
+
+
+def assembled_setting() -> bool:
+    """What the knob sets."""
+    assemble(TASKS["transformer"], knobs_of(compile="blocks"), CPU)
+    return inductor_config.fallback_random
+
+
+# Graphs
+
+
+@pytest.mark.parametrize(("ckpt", "num_kinds"), [("none", 1), ("every1", 1), ("every2", 2)])
+def test_blocks_of_a_kind_share_one_graph_for_each_shape(ckpt: str, num_kinds: int) -> None:
+    """Training in parts, evaluation, and an evaluation's smaller last batch."""
+    task = PROBLEMS["transformer_dropout"]
+    with without_inductor():
+        before, found = num_graphs(), []
+        rig = assemble(task, knobs_of(compile="blocks", ckpt=ckpt, accum="x4"), CPU)
+        for size, is_training in ((32, True), (32, True), (8, False), (3, False), (32, True), (8, False)):
+            rig.model.train(is_training)
+            if is_training:
+                step(rig, make_batch(task.spec, size))
+            else:
+                with torch.no_grad():
+                    rig.forward(make_batch(task.spec, size))
+            found.append((num_graphs() - before) / num_kinds)
+    assert found == [1, 1, 2, 3, 3, 3]
+    assert not counters["graph_break"]
+
+
+def test_a_whole_model_is_one_graph() -> None:
+    with without_inductor():
+        before = num_graphs()
+        rig = assemble(TASKS["resnet"], knobs_of(compile="model", ckpt="every1"), CPU)
+        step(rig, make_batch(IMAGES, BATCH_SIZE))
+    assert num_graphs() - before == 1
+
+
+@pytest.mark.slow
+def test_dynamic_shapes_are_one_graph() -> None:
+    task = PROBLEMS["transformer"]
+    with without_inductor():
+        before = num_graphs()
+        train(task, knobs_of(compile=CompiledBlocks(dynamic=True)), [9, 5])
+    assert num_graphs() - before == 1
+
+
+def test_too_many_graphs_are_an_error_not_an_eager_run() -> None:
+    task = PROBLEMS["transformer"]
+    with without_inductor():
+        rig = assemble(task, knobs_of(compile="blocks"), CPU)
+        dynamo_config.recompile_limit = 1
+        step(rig, make_batch(task.spec, 4))
+        with pytest.raises(FailOnRecompileLimitHit):
+            step(rig, make_batch(task.spec, 5))
+
+
+# What compiled code can't do
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["blocks", "model"])
+def test_without_retainable_graph(option: str) -> None:
+    """A second backward pass is an error of torch's, once the backward graph is there."""
+    task = TASKS["transformer"]
+    rig, batch = assemble(task, knobs_of(compile=option), CPU), make_batch(task.spec, BATCH_SIZE)
+    step(rig, batch)
+    loss = rig.criterion(rig.forward(batch), batch)
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        loss.backward(retain_graph=True)
+
+
+def activations(rig: Rig) -> int:
+    """The largest sum of them in a step, in bytes."""
+    batch = make_batch(rig.task.spec, BATCH_SIZE)  # pyright: ignore[reportAttributeAccessIssue]
+    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+        step(rig, batch)
+    return peak.by_kind_max[Kind.ACTIVATIONS]
+
+
+def test_without_compiled() -> None:
+    """The compiler's budget is nobody's."""
+    plain, budget = (assemble(PROBLEMS["transformer"], knobs_of(), CPU) for _ in range(2))
+    assert CompilerBudget(0.0).apply(budget) is budget
+    assert activations(budget) == activations(plain)
+
+
+def test_without_eager_autograd() -> None:
+    """A trace of a block that is to be computed again keeps all of its activations."""
+    plain, again, traced = (assemble(PROBLEMS["transformer"], knobs_of(), CPU) for _ in range(3))
+    for rig in (again, traced):
+        for block in rig.task.blocks(rig.model):
+            recompute(block)
+    TorchScript().apply(traced)
+    step(traced, make_batch(PROBLEMS["transformer"].spec, BATCH_SIZE))
+    assert activations(again) < 0.7 * activations(plain)
+    assert activations(traced) > 0.9 * activations(plain)
+
+
+# TorchScript
+
+
+@pytest.mark.parametrize("offload", ["none", "activations"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_trace_has_the_numbers_of_an_eager_model(problem: str, offload: str) -> None:
+    """With dropout and BatchNorm too: recording draws no random numbers and counts no batch. Nor does it record what
+    offloading hooks into autograd."""
+    choices: dict[str, str | Knob] = {"optimizer": "sgd", "accum": "x2", "offload": offload}
+    found, wanted = (
+        train(PROBLEMS[problem], knobs_of(compile=which, **choices), [8, 8, 7], lr=0.01)
+        for which in ("torchscript", "none")
+    )
+    assert relative_error(found.gradients, wanted.gradients) <= 1e-6
+    assert relative_error(found.buffers, wanted.buffers) <= 1e-6
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("problem", TASKS)
+def test_a_trace_follows_autocast(problem: str, precision: str) -> None:
+    wanted = train(InDouble(TASKS[problem]), knobs_of(), [BATCH_SIZE]).gradients
+    traced, eager = (
+        relative_error(train(TASKS[problem], knobs_of(compile=which, precision=precision), [8]).gradients, wanted)
+        for which in ("torchscript", "none")
+    )
+    assert 1e-4 < traced <= 1.1 * eager
+
+
+def test_a_traced_model_evaluates_and_says_that_torchscript_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
+    task, batch = PROBLEMS["transformer_dropout"], make_batch(PROBLEMS["transformer"].spec, 4)
+    rig, plain = (assemble(task, knobs_of(compile=which), CPU) for which in ("torchscript", "none"))
+    assert capsys.readouterr().out.count("PyTorch retires TorchScript") == 1
+    rig.forward(batch)
+    for model in (rig.model, plain.model):
+        model.eval()
+    with torch.no_grad():
+        assert torch.equal(rig.forward(batch), plain.forward(batch))
