@@ -206,9 +206,8 @@ class Recording:
     def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
         """What each rank held; the point's memory is that of the rank that held most."""
         memory = {rank: fields.get("memory", {}) for rank, fields in ranks.items()}
-        largest = max(memory.values(), key=lambda held: held.get("peak_bytes") or 0)
-        said = [{"rank": rank, **{key: memory[rank].get(key) for key in OF_A_RANK}} for rank in ranks]
-        self.add({"memory": largest, "ranks": said})
+        each = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
+        self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": each})
 
     def _on_begin(self, step: int, num_steps: int, setup_s: float) -> None:
         self.add({"time": {"setup_s": setup_s}})
