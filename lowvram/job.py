@@ -84,7 +84,7 @@ def named_knobs(settings: Settings, choices: dict[str, str], device: torch.devic
     knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
     if settings.vram_bytes is None:
         return knobs
-    if device.type == "cpu" and isinstance(settings.groups["allocator"], Default):
+    if device.type == "cpu" and settings.groups["allocator"] == Default():
         knobs.pop(f"allocator={choices['allocator']}")
         choices["allocator"] = "tight"  # a cap means little while malloc keeps what was freed
         knobs = {"allocator=tight": Tight(), **knobs}

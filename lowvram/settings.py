@@ -69,6 +69,7 @@ class MeasureSettings:
     warmup_steps: int
     steps: int
     max_seconds: float
+    largest_tensors: bool
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 1, "measure.warmup_steps", self.warmup_steps, "at least 1")

@@ -33,6 +33,11 @@ class Traffic:
     _waited_s: float = 0.0
     _waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
+    def so_far(self) -> dict[str, float]:
+        """All of it by name; waits for the device."""
+        sizes = {"to_host_bytes": self.to_host_bytes, "to_device_bytes": self.to_device_bytes}
+        return {**sizes, "waited_ms": self.waited_ms()}
+
     def waited_ms(self) -> float:
         """Waits for the device."""
         self._sum_up(0)

@@ -28,9 +28,9 @@ class Stage(Enum):
     BATCH = auto()
 
 
-# The fields of the rig that each stage may write. Stages without any change the process or patch the model in place.
+# The fields of the rig that each stage may write. Stages without any patch the model in place.
 WRITES: dict[Stage, frozenset[str]] = {
-    Stage.PROCESS: frozenset(),
+    Stage.PROCESS: frozenset({"finish"}),
     Stage.BUILD: frozenset({"model", "criterion", "rounding"}),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +28,17 @@ from lowvram.core.knob import Kind
 ROUND_BYTES = 512  # the CUDA caching allocator's
 
 
+Witness = Callable[[Tensor, Any], Any]  # of a tensor's birth, and the operator that made it (None: it was there)
+
+
+class Holding(NamedTuple):
+    """A storage that was alive at the peak."""
+
+    num_bytes: int
+    kind: Kind
+    testimony: Any  # what the witness said of its birth; None if it saw none
+
+
 @dataclass
 class Peak:
     """What a ledger saw; filled when it closes. All in bytes."""
@@ -35,6 +46,7 @@ class Peak:
     peak_bytes: int = 0
     by_kind: dict[Kind, int] = field(default_factory=dict)  # at the moment of the peak
     by_kind_max: dict[Kind, int] = field(default_factory=dict)  # each kind's own largest moment
+    holdings: list[Holding] = field(default_factory=list)  # of `by_kind`, one by one; empty without a witness
 
 
 class HasState(Protocol):
@@ -47,6 +59,7 @@ def ledger(
     optimizer: HasState | None = None,
     inputs: Any = None,
     device: torch.device | None = None,
+    witness: Witness | None = None,
 ) -> Iterator[Peak]:
     """Follow all memory of tensors inside the block.
 
@@ -55,11 +68,12 @@ def ledger(
         optimizer: anything with a `state_dict()` of tensors (an optimizer, a stepper).
         inputs: tensors that were made before the block, in any nesting.
         device: whose memory it is; None is the model's, where its first parameter lies.
+        witness: called at each birth; what it says is found in `Peak.holdings`.
 
     Without them the block's own tensors are still counted. What an optimizer makes inside its step is other; all else
     is made by a forward or a backward pass, kept or of a moment: activations.
     """
-    peak, book = Peak(), Ledger(main_device(model) if device is None else device.type)
+    peak, book = Peak(), Ledger(main_device(model) if device is None else device.type, witness)
     gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
     with ExitStack() as undo:
         _open.append(book)
@@ -111,9 +125,11 @@ class Storage(NamedTuple):
 class Ledger(TorchDispatchMode):
     """The book itself: one line per birth and death of a storage."""
 
-    def __init__(self, device_type: str | None = None) -> None:
+    def __init__(self, device_type: str | None = None, witness: Witness | None = None) -> None:
         super().__init__()
         self.device_type = device_type  # what lies elsewhere is of kind host, and no part of the peak
+        self.witness = witness
+        self.testimonies: dict[int, Any] = {}  # by serial number
         self.lines: list[tuple[int, int]] = []  # (serial number of the storage, bytes: negative at its death)
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
@@ -128,7 +144,7 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self.note(tensor, self.born)
+                self.note(tensor, self.born, func)
         return out
 
     def begin_update(self, *_: Any) -> None:
@@ -177,13 +193,18 @@ class Ledger(TorchDispatchMode):
         for serial in self.note(tensor, Kind.HOST):
             self.kinds[serial] = Kind.HOST
 
-    def note(self, tensor: Tensor, kind: Kind) -> list[int]:
+    def note(self, tensor: Tensor, kind: Kind, operator: Any = None) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
         is_here = self.device_type in (None, tensor.device.type) and not host.is_computing()
-        return [
+        num_known = len(self.kinds)
+        serials = [
             self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
             for storage in host.storages(tensor)
         ]
+        if self.witness is not None:
+            new = [serial for serial in serials if serial >= num_known]
+            self.testimonies |= {serial: self.witness(tensor, operator) for serial in new}
+        return serials
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
@@ -228,16 +249,30 @@ class Ledger(TorchDispatchMode):
             storage.death.detach()
         live: dict[Kind, int] = defaultdict(int)
         most: dict[Kind, int] = defaultdict(int)
-        total = 0
-        for serial, num_bytes in self.lines:
+        total = num_lines_at_peak = 0
+        for num_lines, (serial, num_bytes) in enumerate(self.lines, start=1):
             kind = self.kinds[serial]
             live[kind] += num_bytes
             most[kind] = max(most[kind], live[kind])
             total += num_bytes * (kind is not Kind.HOST)
             if total > peak.peak_bytes:
-                peak.peak_bytes, peak.by_kind = total, dict(live)
+                peak.peak_bytes, peak.by_kind, num_lines_at_peak = total, dict(live), num_lines
         peak.by_kind = {kind: peak.by_kind.get(kind, 0) for kind in Kind}
         peak.by_kind_max = {kind: most[kind] for kind in Kind}
+        if self.witness is not None:
+            peak.holdings = self._alive_after(num_lines_at_peak)
+
+    def _alive_after(self, num_lines: int) -> list[Holding]:
+        """What the first lines of the book leave alive, the largest first."""
+        alive: dict[int, int] = defaultdict(int)
+        for serial, num_bytes in self.lines[:num_lines]:
+            alive[serial] += num_bytes
+        found = [
+            Holding(num_bytes, self.kinds[serial], self.testimonies.get(serial))
+            for serial, num_bytes in alive.items()
+            if num_bytes
+        ]
+        return sorted(found, key=lambda holding: -holding.num_bytes)
 
 
 def rounded_bytes(storage: torch.UntypedStorage) -> int:

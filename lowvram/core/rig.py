@@ -156,6 +156,7 @@ class Rig:
     total: Callable[[list[Part]], Tensor] = lambda parts: torch.stack([part.num_targets for part in parts]).sum()
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
     run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another
+    finish: Callable[[], None] = lambda: None  # what is left to do after the update of a step
 
     @property
     def trainable(self) -> list[nn.Parameter]:

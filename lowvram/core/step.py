@@ -19,4 +19,6 @@ def step(rig: Rig, batch: Part) -> tuple[Tensor, Update]:
     parts = rig.split(batch)
     rig.stepper.begin(len(parts))
     loss = rig.run(rig, parts, rig.total(parts))
-    return loss, rig.stepper.update()
+    update = rig.stepper.update()
+    rig.finish()
+    return loss, update

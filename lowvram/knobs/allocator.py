@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
 
 from lowvram.config import require
 from lowvram.core.knob import Fact, Knob, Stage
@@ -18,17 +21,30 @@ LARGEST_MMAP_THRESHOLD = 2**25
 class Default(Knob):
     """torch's CUDA caching allocator and the C library's malloc, as they come."""
 
+    empty_cache_every: int | None = None
+
     stage = Stage.PROCESS
 
+    def __post_init__(self) -> None:
+        require_every(self.empty_cache_every)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset() if self.empty_cache_every is None else frozenset({Fact.CUDA})
+
     def apply(self, rig: Rig) -> Rig:
-        return rig
+        return emptying(rig, self.empty_cache_every)
 
 
 @dataclass(frozen=True)
 class Expandable(Knob):
     """CUDA segments that grow instead of fragmenting (PYTORCH_ALLOC_CONF=expandable_segments:True)."""
 
+    empty_cache_every: int | None = None
+
     stage = Stage.PROCESS
+
+    def __post_init__(self) -> None:
+        require_every(self.empty_cache_every)
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.CUDA})
@@ -36,7 +52,25 @@ class Expandable(Knob):
     def apply(self, rig: Rig) -> Rig:
         others = [word for word in os.environ.get("PYTORCH_ALLOC_CONF", "").split(",") if word]
         os.environ["PYTORCH_ALLOC_CONF"] = ",".join([*others, "expandable_segments:True"])
+        return emptying(rig, self.empty_cache_every)
+
+
+def require_every(num_steps: int | None) -> None:
+    allowed = "null (never) or at least 1 step"
+    require(num_steps is None or num_steps >= 1, "allocator.empty_cache_every", num_steps, allowed)
+
+
+def emptying(rig: Rig, num_steps: int | None) -> Rig:
+    """The rig that gives the allocator's free memory back to the driver after every `num_steps` steps."""
+    if num_steps is None:
         return rig
+    steps = count(1)
+
+    def finish() -> None:
+        if next(steps) % num_steps == 0:
+            torch.cuda.empty_cache()
+
+    return replace(rig, finish=finish)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ def empty_row() -> Row:
         "compiled": None,
         "model": _nulls("parameters trainable blocks"),
         "memory": _nulls(
-            "peak_bytes source steady_peak_bytes reserved_bytes device_bytes free_at_start_bytes "
-            "alloc_retries process_peak_bytes host_peak_bytes by_kind by_kind_max by_kind_reason"
+            "peak_bytes source steady_peak_bytes reserved_bytes fragmentation_bytes inactive_split_bytes "
+            "device_bytes free_at_start_bytes alloc_retries process_peak_bytes host_peak_bytes "
+            "by_kind by_kind_max by_kind_reason"
         ),
         "plan": None,
         "throughput": _nulls("samples_per_s tokens_per_s mfu"),
@@ -75,6 +76,7 @@ def empty_row() -> Row:
             "step_ms_p50 step_ms_p05 step_ms_p95 steps is_cut forward_ms backward_ms update_ms "
             "setup_s compile_s total_s data_wait_frac"
         ),
+        "traffic": _nulls("to_host_bytes to_device_bytes waited_ms"),
         "loss": _nulls("first last eval"),
         "eval": _nulls("accuracy perplexity"),
         "precision": _nulls("skipped_steps scale"),

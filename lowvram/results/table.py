@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from lowvram.results.columns import Best, Column, number_column, number_texts, value_at, words_column
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, read, size_text, to_json, write_text
 
 SOURCES = {
@@ -24,21 +24,6 @@ SOURCES = {
 }
 _SMALLEST_IN_GIB = 0.1 * GIB
 _PLAIN_WIDTH = 10_000  # no terminal, no reason to wrap
-
-Best = Callable[[Iterable[float]], float]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: plain values for CSV, the same formatted for readers, and which rows are the best."""
-
-    title: str
-    values: tuple[float | str | None, ...]
-    texts: tuple[str, ...]
-    best: frozenset[int] = frozenset()
-    is_number: bool = False
-    is_shown: bool = True  # in the terminal and in Markdown
-    is_exported: bool = True  # in CSV
 
 
 @dataclass(frozen=True)
@@ -86,25 +71,29 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     peak = f"peak {unit} ({kinds.pop()})" if is_comparable else f"peak {unit}"
 
     def numbers(title: str, path: str, best: Best | None, **options: Any) -> Column:
-        return _numbers(rows, title, path, best, **options)
+        return number_column(rows, title, path, best, **options)
 
     def sizes(title: str, path: str, best: Best | None) -> Column:
-        return _numbers(rows, title, path, best, divisor=num_unit_bytes)
+        return number_column(rows, title, path, best, divisor=num_unit_bytes)
 
     columns = (
-        _words("name", map(label, rows)),
-        _words("status", (row["status"] for row in rows)),
+        words_column("name", map(label, rows)),
+        words_column("status", (row["status"] for row in rows)),
         sizes(peak, "memory.peak_bytes", min if is_comparable else None),
-        _words("memory source", () if is_comparable else sources),
+        words_column("memory source", () if is_comparable else sources),
         sizes(f"planned {unit}", "plan.allocated_bytes", min),
-        _words("fits", (_fits(row) for row in rows)),
+        words_column("fits", (_fits(row) for row in rows)),
         sizes(f"activations {unit}", "memory.by_kind_max.activations", min),
+        sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min),
+        sizes(f"to host {unit}/step", "traffic.to_host_bytes", min),
+        sizes(f"to device {unit}/step", "traffic.to_device_bytes", min),
         numbers("samples/s", "throughput.samples_per_s", max),
         numbers("tokens/s", "throughput.tokens_per_s", max),
         numbers("step ms p50", "time.step_ms_p50", min),
         numbers("step ms p05", "time.step_ms_p05", None, is_shown=False),
         numbers("step ms p95", "time.step_ms_p95", None, is_shown=False),
-        _words("p05-p95", _spreads(rows), is_exported=False),
+        words_column("p05-p95", _spreads(rows), is_exported=False),
+        numbers("copies waited ms", "traffic.waited_ms", min),
         numbers("last loss", "loss.last", min, num_digits=4),
         numbers("eval loss", "loss.eval", min, num_digits=4),
         numbers("accuracy", "eval.accuracy", max),
@@ -113,68 +102,16 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     return Table(tuple(column for column in columns if any(column.texts)), tuple(_notes(rows, kept)))
 
 
-def _words(title: str, words: Iterable[str | None], is_exported: bool = True) -> Column:
-    values = tuple(words)
-    return Column(title, values, tuple(value or "" for value in values), is_exported=is_exported)
-
-
-def _numbers(
-    rows: Sequence[Row],
-    title: str,
-    path: str,
-    best: Best | None,
-    num_digits: int = 3,
-    divisor: int = 1,
-    is_shown: bool = True,
-) -> Column:
-    found = [_value(row, path) for row in rows]
-    values = tuple(None if value is None else value / divisor for value in found)
-    texts = _texts(values, num_digits)
-    marked = frozenset() if best is None else _best(rows, values, texts, best)
-    return Column(title, values, texts, marked, is_number=True, is_shown=is_shown)
-
-
-def _value(row: Row, path: str) -> float | None:
-    value: Any = row
-    for key in path.split("."):
-        if value is None:
-            return None
-        value = value.get(key)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _texts(values: Sequence[float | None], num_digits: int) -> tuple[str, ...]:
-    """As many decimals for all as the smallest needs for its digits, so that the column can be compared."""
-    sizes = [abs(value) for value in values if value]
-    exponent = math.floor(math.log10(min(sizes))) if sizes else 0
-    num_decimals = min(max(num_digits - 1 - exponent, 0), num_digits + 1)
-    return tuple("" if value is None else f"{value:.{num_decimals}f}" for value in values)
-
-
-def _best(rows: Sequence[Row], values: Sequence[float | None], texts: Sequence[str], best: Best) -> frozenset[int]:
-    """The rows that nobody can tell from the best one; none where there is nothing to compare."""
-    finished = {
-        i: value
-        for i, value in enumerate(values)
-        if value is not None and rows[i]["status"] == Status.OK and len(rows) > 1
-    }
-    if not finished:
-        return frozenset()
-    winner = best(finished.values())
-    winning_texts = {texts[i] for i, value in finished.items() if value == winner}
-    return frozenset(i for i in finished if texts[i] in winning_texts)
-
-
 def _memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
     paths = ("memory.peak_bytes", "plan.allocated_bytes", "memory.by_kind_max.activations")
-    largest = max((_value(row, path) or 0 for row in rows for path in paths), default=0)
+    largest = max((value_at(row, path) or 0 for row in rows for path in paths), default=0)
     return ("GiB", GIB) if largest >= _SMALLEST_IN_GIB else ("MiB", MIB)
 
 
 def _spreads(rows: Sequence[Row]) -> Iterator[str | None]:
-    fast = [_value(row, "time.step_ms_p05") for row in rows]
-    slow = [_value(row, "time.step_ms_p95") for row in rows]
-    texts = _texts([*fast, *slow], num_digits=3)
+    fast = [value_at(row, "time.step_ms_p05") for row in rows]
+    slow = [value_at(row, "time.step_ms_p95") for row in rows]
+    texts = number_texts([*fast, *slow], num_digits=3)
     for low, high in zip(texts[: len(rows)], texts[len(rows) :], strict=True):
         yield f"{low}-{high}" if low and high else None
 
@@ -192,6 +129,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
             yield _one_line(f"{name}: {row['status'] or 'unfinished'}: {row['reason'] or 'no reason is known'}")
         if _fits(row) == "no" and row["plan"].get("least_vram_bytes"):
             yield f"{name}: does not fit: needs at least {size_text(row['plan']['least_vram_bytes'])}"
+        if retries := row["memory"]["alloc_retries"]:
+            yield f"{name}: {retries} allocations succeeded only after free memory was returned to the driver"
         if row["disturbed"]:
             yield _one_line(f"{name}: disturbed: {row['disturbed']}")
         if row["time"]["is_cut"]:

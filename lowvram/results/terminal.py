@@ -167,6 +167,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
     lines = [
         _parts(": ", row["name"], row["status"], row["reason"]),
         _memory(row),
+        _titled("moved", _traffic(row)),
         _plan(row),
         _titled("speed", _speeds(row)),
         _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
@@ -194,7 +195,22 @@ def _number(what: str, value: float | None) -> str | None:
 def _memory(row: Row) -> str:
     num_bytes = row["memory"]["peak_bytes"]
     source = SOURCES_IN_WORDS.get(row["memory"]["source"], "peak")
-    return "" if num_bytes is None else f"memory: {size_text(num_bytes)} {source}"
+    if num_bytes is None:
+        return ""
+    fragmented, retries = row["memory"]["fragmentation_bytes"], row["memory"]["alloc_retries"]
+    extra = [
+        f"{size_text(fragmented)} of fragmentation" if fragmented else None,
+        f"{retries} allocations tried again" if retries else None,
+    ]
+    return _parts(", ", f"memory: {size_text(num_bytes)} {source}", *extra)
+
+
+def _traffic(row: Row) -> list[str | None]:
+    out, back, waited_ms = (row["traffic"][name] for name in ("to_host_bytes", "to_device_bytes", "waited_ms"))
+    if out is None or back is None:
+        return []
+    waited = None if waited_ms is None else f"waited {waited_ms:.3g} ms"
+    return [f"{size_text(out)} to the host", f"{size_text(back)} back a step", waited]
 
 
 def _plan(row: Row) -> str:

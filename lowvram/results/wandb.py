@@ -148,11 +148,13 @@ def stored_run_id(folder: Path) -> str | None:
 
 def final_values(row: Row) -> dict[str, float | str]:
     """The summary of a run: status, reason, and whatever the row knows, under the names of the metrics."""
-    memory, by_kind = row["memory"], row["memory"]["by_kind_max"] or {}
+    memory, by_kind, traffic = row["memory"], row["memory"]["by_kind_max"] or {}, row["traffic"]
     planned = (row["plan"] or {}).get("allocated_bytes")
     sizes = {
         "peak": memory["peak_bytes"],
         "reserved": memory["reserved_bytes"],
+        "fragmentation": memory["fragmentation_bytes"],
+        "inactive_split": memory["inactive_split_bytes"],
         "planned": planned,
         **{kind: by_kind.get(kind) for kind in KINDS},
     }
@@ -161,6 +163,10 @@ def final_values(row: Row) -> dict[str, float | str]:
         "reason": row["reason"],
         **{f"memory/{what}_gib": size and size / GIB for what, size in sizes.items()},
         **{f"throughput/{what}": value for what, value in row["throughput"].items()},
+        "memory/alloc_retries": memory["alloc_retries"],
+        "traffic/to_host_gib": traffic["to_host_bytes"] and traffic["to_host_bytes"] / GIB,
+        "traffic/to_device_gib": traffic["to_device_bytes"] and traffic["to_device_bytes"] / GIB,
+        "traffic/waited_ms": traffic["waited_ms"],
         "time/step_ms": row["time"]["step_ms_p50"],
         "loss/train": row["loss"]["last"],
         "loss/eval": row["loss"]["eval"],

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
-from lowvram.config import BadInput
+from lowvram.config import BadInput, Incompatible
+from lowvram.core.knob import Knob
 from lowvram.core.rig import assemble
-from lowvram.knobs.allocator import LARGEST_MMAP_THRESHOLD, Expandable, Tight
-from tests.laboratory import CONF, CPU, PROBLEMS, needs_gpu
+from lowvram.core.step import step
+from lowvram.knobs.allocator import LARGEST_MMAP_THRESHOLD, Default, Expandable, Tight
+from tests.laboratory import CONF, CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
 
 # A process of its own: malloc can't be asked for its settings, nor be set back.
 FREED_MEMORY = """
@@ -53,6 +57,30 @@ def test_expandable_adds_to_what_the_user_has_set(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", before)
         assert Expandable().apply(rig) is rig
         assert os.environ["PYTORCH_ALLOC_CONF"] == after
+
+
+@pytest.mark.parametrize("knob", [Default(empty_cache_every=3), Expandable(empty_cache_every=3)])
+def test_the_cache_is_emptied_after_every_third_step(knob: Knob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    task, emptied, after = PROBLEMS["transformer"], [], []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    rig = assemble(task, knobs_of(), CPU)
+    rig = replace(rig, finish=knob.apply(rig).finish)
+    for seed in range(7):
+        step(rig, make_batch(task.spec, 2, seed))
+        after.append(len(emptied))
+    assert after == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_emptying_a_cache_needs_one() -> None:
+    with pytest.raises(Incompatible, match="allocator=default needs that the device is an NVIDIA GPU"):
+        assemble(PROBLEMS["transformer"], {**knobs_of(), "allocator=default": Default(empty_cache_every=1)}, CPU)
+
+
+@pytest.mark.parametrize("knob", [Default, Expandable])
+def test_steps_between_are_at_least_one(knob: type[Default]) -> None:
+    with pytest.raises(BadInput, match=r"allocator\.empty_cache_every=0: must be null \(never\) or at least 1"):
+        knob(empty_cache_every=0)
 
 
 SEGMENTS = """

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowvram.core import host
 from lowvram.core.knob import Knob
@@ -30,12 +31,14 @@ class LateStream:
         self.device = device
         self.pending: list[Any] = []
         self.num_done = 0
+        self.is_behind = False  # the next copy starts after what was computed so far
 
     def wait_event(self, event: LateEvent) -> None:
         self.pending.append(event.wait)
 
     def wait_stream(self, other: Any) -> None:
         assert isinstance(other, Computing)  # which is always done
+        self.is_behind = True
 
     def run(self, num_jobs: int) -> None:
         while self.num_done < num_jobs:
@@ -71,6 +74,8 @@ class Simulation:
             if not non_blocking:
                 return copy_at_once(to, source)
             assert self.current is not None
+            self.mistakes += [] if self.current.is_behind else ["a copy may start too early"]
+            self.current.is_behind = False
             self.current.pending.append(self.late_copy(to, source, copy_at_once))
             return to
 
@@ -224,12 +229,13 @@ def test_a_change_in_place_while_it_leaves_is_an_error(simulation: Simulation) -
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore")  # of kernels that have no deterministic sister
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
 @pytest.mark.parametrize("option", ["activations", "activations_disk"])
 @needs_gpu[0]
 @needs_gpu[1]
 def test_not_a_bit_changes_on_a_card(option: str, problem: str) -> None:
-    """Deterministic kernels; large enough that copies take a while."""
+    """Deterministic kernels, as far as there are; large enough that copies take a while."""
     device = torch.device("cuda")
 
     def steps(offload: str | Knob) -> Trained:
@@ -237,7 +243,8 @@ def test_not_a_bit_changes_on_a_card(option: str, problem: str) -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found, wanted = steps(option), steps("none")
+        with sdpa_kernel(SDPBackend.MATH):
+            found, wanted = steps(option), steps("none")
     finally:
         torch.use_deterministic_algorithms(False)
     assert found.losses == wanted.losses

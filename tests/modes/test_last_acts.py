@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.modes.clock import HostClock
-from lowvram.modes.last_acts import last_acts, phase_times, timed
+from lowvram.modes.last_acts import headline, last_acts, phase_times, timed
 from lowvram.modes.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error
 
@@ -62,7 +63,8 @@ def test_a_timed_stepper_passes_on_what_it_is_told() -> None:
 
 def test_every_phase_has_a_time() -> None:
     problem = PROBLEMS["transformer"]
-    found = phase_times(assemble(problem, knobs_of(), CPU), make_batch(problem.spec, 4))
+    found, num_steps = phase_times(assemble(problem, knobs_of(), CPU), make_batch(problem.spec, 4))
+    assert 1 <= num_steps <= 3
     assert found.keys() == {"forward_ms", "backward_ms", "update_ms"}
     assert all(ms > 0 for ms in found.values())
 
@@ -81,6 +83,38 @@ def test_the_row_gets_phases_and_memory(make_session: Callable[..., Session], pr
     assert memory["host_peak_bytes"] >= memory["process_peak_bytes"] > 0
     with pytest.raises(StopIteration):
         next(batches)
+
+
+def test_what_moves_in_a_step_is_told_where_something_does(make_session: Callable[..., Session]) -> None:
+    plain, offloaded = make_session(), make_session(choices={"offload": "activations"})
+    told = [last_acts(session, session.batches(0)) for session in (plain, offloaded)]
+    assert told[0]["traffic"] == {}
+    travelled = told[1]["traffic"]
+    assert travelled["to_host_bytes"] == travelled["to_device_bytes"] > 0
+    assert travelled["to_host_bytes"] <= told[1]["memory"]["by_kind_max"]["host"]
+    assert travelled["waited_ms"] > 0
+
+
+class Card:
+    """torch.cuda, as far as the headline asks it."""
+
+    max_memory_allocated = staticmethod(lambda: 700)
+    max_memory_reserved = staticmethod(lambda: 1000)
+    mem_get_info = staticmethod(lambda: (100, 5000))
+    memory_stats = staticmethod(lambda: {"num_alloc_retries": 2, "inactive_split_bytes.all.peak": 250})
+
+
+def test_a_card_tells_what_it_has_reserved_in_vain(
+    make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session()
+    on_card = replace(session, rig=replace(session.rig, device=torch.device("cuda")))
+    monkeypatch.setattr(torch, "cuda", Card)
+    told = headline(on_card)
+    assert told["fragmentation_bytes"] == 300
+    assert told["inactive_split_bytes"] == 250
+    assert told["alloc_retries"] == 2
+    assert told["peak_bytes"] == 700
 
 
 def test_memory_is_the_same_in_every_run(make_session: Callable[..., Session]) -> None:

@@ -28,11 +28,13 @@ from lowvram.results.row import (
 
 SECTIONS = {
     "model": "parameters trainable blocks",
-    "memory": "peak_bytes source steady_peak_bytes reserved_bytes device_bytes free_at_start_bytes "
-    "alloc_retries process_peak_bytes host_peak_bytes by_kind by_kind_max by_kind_reason",
+    "memory": "peak_bytes source steady_peak_bytes reserved_bytes fragmentation_bytes inactive_split_bytes "
+    "device_bytes free_at_start_bytes alloc_retries process_peak_bytes host_peak_bytes "
+    "by_kind by_kind_max by_kind_reason",
     "throughput": "samples_per_s tokens_per_s mfu",
     "time": "step_ms_p50 step_ms_p05 step_ms_p95 steps is_cut forward_ms backward_ms update_ms "
     "setup_s compile_s total_s data_wait_frac",
+    "traffic": "to_host_bytes to_device_bytes waited_ms",
     "loss": "first last eval",
     "eval": "accuracy perplexity",
     "precision": "skipped_steps scale",

@@ -109,6 +109,17 @@ def test_small_sizes_are_in_mib_all_of_them():
     assert column(table, "activations MiB") == ["5.00"]
 
 
+def test_what_moves_and_what_is_reserved_in_vain_is_shown_where_it_is_known():
+    memory = {"peak_bytes": GIB, "source": "cuda_allocator", "fragmentation_bytes": GIB // 4, "alloc_retries": 3}
+    traffic = {"to_host_bytes": 2 * GIB, "to_device_bytes": GIB, "waited_ms": 5.0}
+    table = build([point("a", memory=memory, traffic=traffic)])
+    assert column(table, "fragmentation GiB") == ["0.250"]
+    assert column(table, "to host GiB/step") == ["2.00"]
+    assert column(table, "to device GiB/step") == ["1.00"]
+    assert column(table, "copies waited ms") == ["5.00"]
+    assert table.notes == ("a: 3 allocations succeeded only after free memory was returned to the driver",)
+
+
 def test_numbers_of_a_column_have_the_same_decimals():
     table = build([point("a", 0.1234), point("b", 12.5), point("c", None, status="oom")])
     assert column(table, "peak GiB (tensor bytes on CPU)") == ["0.123", "12.500", ""]
