@@ -17,6 +17,7 @@ from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
+from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import NormKind, ResNetConfig
@@ -151,7 +152,7 @@ class Watched(Knob):
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self.gradients.setdefault(parameter, []).append(parameter.grad.detach().clone())
+                self.gradients.setdefault(parameter, []).append(whole(parameter.grad).clone())
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ def train(
     names: dict[Tensor, str] = {parameter: name for name, parameter in rig.model.named_parameters()}
     gradients = {names[original(each)]: torch.stack(steps).to(device) for each, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())
-    return Trained(list(losses), list(updates), gradients, dict(rig.model.named_parameters()), buffers)
+    parameters = {name: whole(parameter) for name, parameter in rig.model.named_parameters()}
+    return Trained(list(losses), list(updates), gradients, parameters, buffers)
 
 
 def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
 
 MOST_WAITS = 64  # that are kept to be asked for their time later
 
@@ -63,6 +64,8 @@ class Traffic:
 traffic = Traffic()  # a point is a process
 listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that becomes host memory
 _blocks = 0  # of `computing`, open ones
+DEVICE = torch.device("cpu")
+_kept = WeakIdKeyDictionary()  # tensors without memory that belong here
 _storages: dict[int, weakref.finalize[..., Any]] = {}  # those that are host memory, by address
 
 
@@ -104,13 +107,32 @@ def is_computing() -> bool:
     return _blocks > 0
 
 
+def holds(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory that is known as the host's."""
+    return all(map(is_marked, storages(tensor)))
+
+
 def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (low-bit states)."""
+    """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (shards, low-bit states)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
         return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
     return [tensor.untyped_storage()]
+
+
+def keep(tensor: Tensor) -> None:
+    """A tensor that has no memory yet is to get some on the host."""
+    _kept[tensor] = True
+
+
+def is_kept(tensor: Tensor) -> bool:
+    return tensor in _kept
+
+
+def is_device(device: torch.device) -> bool:
+    """Whether the device's own memory is the host's, so that only marks tell them apart."""
+    return device.type == DEVICE.type
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -42,18 +42,24 @@ class HasState(Protocol):
 
 
 @contextmanager
-def ledger(model: nn.Module | None = None, optimizer: HasState | None = None, inputs: Any = None) -> Iterator[Peak]:
+def ledger(
+    model: nn.Module | None = None,
+    optimizer: HasState | None = None,
+    inputs: Any = None,
+    device: torch.device | None = None,
+) -> Iterator[Peak]:
     """Follow all memory of tensors inside the block.
 
     Args:
         model: its parameters, buffers and gradients get their kinds.
         optimizer: anything with a `state_dict()` of tensors (an optimizer, a stepper).
         inputs: tensors that were made before the block, in any nesting.
+        device: whose memory it is; None is the model's, where its first parameter lies.
 
     Without them the block's own tensors are still counted. What an optimizer makes inside its step is other; all else
     is made by a forward or a backward pass, kept or of a moment: activations.
     """
-    peak, book = Peak(), Ledger(main_device(model))
+    peak, book = Peak(), Ledger(main_device(model) if device is None else device.type)
     gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
     with ExitStack() as undo:
         _open.append(book)

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowvram.config import Incompatible
+from lowvram.core import host
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
 from lowvram.core.shards import placed
@@ -228,7 +229,8 @@ def materialise(rig: Rig, seed: int) -> None:
                     full_name = f"{prefix}.{name}" if prefix else name
                     real[tensor] = initial(rig, full_name, tensor, seed)
                 table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
-    if any(tensor.device.type != rig.device.type for tensor in [*rig.model.parameters(), *rig.model.buffers()]):
+    here = [tensor for tensor in [*rig.model.parameters(), *rig.model.buffers()] if not host.holds(tensor)]
+    if any(tensor.device.type != rig.device.type for tensor in here):
         rig.model.to(rig.device)  # a task may build its model for real
 
 
@@ -238,7 +240,9 @@ def initial(rig: Rig, name: str, tensor: Tensor, seed: int) -> Tensor:
     dtype = at_least_single(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=rig.device)
     rig.task.initialise(rig.model, name, whole, generator_for(seed, name, rig.device))
-    value = placed(whole.to(tensor.dtype), tensor)
+    value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else rig.device)
+    if host.is_kept(tensor):
+        host.mark(value)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 

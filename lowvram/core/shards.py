@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
@@ -24,15 +24,30 @@ def whole(tensor: Tensor) -> Tensor:
     return on_mesh.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def placed(whole: Tensor, like: Tensor) -> Tensor:
+def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
     """`whole` as `like` lies over the ranks: itself, or this rank's shard of it, in memory of its own. Nothing travels:
-    every rank brings the same `whole`."""
+    every rank brings the same `whole`.
+
+    Args:
+        device: where the shard goes; None is where that of `like` is.
+    """
     if not isinstance(like, DTensor):
         return whole
+    value = torch.empty_like(like, device=device)
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return DTensor.from_local(
-        shard.to_local().clone(), like.device_mesh, like.placements, shape=whole.shape, stride=whole.stride()
-    )
+    local(value).copy_(local(shard))
+    return value
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Lay out parameters as FSDP2 demands (torch 2.13). Values are the same; convolutions over channels_last images
+    reorder their weights when they use them."""
+    made: dict[Tensor, nn.Parameter] = {}  # tied ones stay tied
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_contiguous():
+                contiguous = nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
+                module.register_parameter(name, made.setdefault(parameter, contiguous))
 
 
 def spread_as(like: Tensor, shard: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lowvram.core import host
 from lowvram.core.ranks import rank
 from lowvram.core.shards import is_sharded, placed, whole
 
@@ -55,9 +56,20 @@ def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[li
         optimizer = make(parameters)
         if any(map(is_sharded, parameters)):
             optimizer.register_load_state_dict_pre_hook(_placed_state)
+        if any(map(host.holds, parameters)):
+            optimizer.register_step_post_hook(_mark_state)
         return optimizer
 
     return make_loading
+
+
+def _mark_state(optimizer: Optimizer, *_: Any) -> None:
+    """The state of a parameter in host memory is there too."""
+    for parameter, state in optimizer.state.items():
+        if host.holds(parameter):
+            for value in state.values():
+                if isinstance(value, Tensor) and not host.holds(value):
+                    host.mark(value)
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import Part, Rig
+from lowvram.core.shards import make_contiguous
 
 
 @dataclass(frozen=True)
@@ -196,14 +197,3 @@ class GradientSum:
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def make_contiguous(model: nn.Module) -> None:
-    """FSDP2 takes no others (torch 2.13). Values are the same; convolutions over channels_last images reorder their
-    weights when they use them."""
-    made: dict[Tensor, nn.Parameter] = {}  # tied ones stay tied
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_contiguous():
-                contiguous = nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
-                module.register_parameter(name, made.setdefault(parameter, contiguous))

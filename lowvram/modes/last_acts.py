@@ -57,7 +57,7 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
     rig = session.rig
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+    with ledger(rig.model, rig.stepper, batch.tensors(), rig.device) as peak:
         step(rig, batch)
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
     if rig.device.type == "cuda":

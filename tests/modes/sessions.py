@@ -71,7 +71,7 @@ def session_in(
     snapshot_every: int | None = None,
     **train: Any,
 ) -> Session:
-    """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`, and `choices` of knobs."""
+    """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
     task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
     settings = Settings(

@@ -1,0 +1,103 @@
+"""offload=parameters: weights live in host memory and visit the device block by block.
+
+FSDP2 over a single rank: torch.distributed.fsdp.fully_shard with its CPUOffloadPolicy. Gradients land on the host, so
+the optimizer's state is born there and its updates run on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+
+from lowvram.core import host
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.rig import Rig
+from lowvram.core.shards import local, make_contiguous
+
+
+@dataclass(frozen=True)
+class Parameters(Knob):
+    """A block's weights come when it computes, forward and backward, and leave. Those of no block stay from the forward
+    to the end of the backward pass."""
+
+    pin_memory: bool = True
+
+    stage = Stage.SHARD
+    band = (
+        2e-6  # AdamW differs by not a bit; torch 2.13 fuses no SGD over shards, so that one's updates round elsewhere
+    )
+    saves = Kind.PARAMETERS
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.ONE_RANK})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.WHOLE_PARAMS})
+
+    def apply(self, rig: Rig) -> Rig:
+        know_oneself()
+        mesh = init_device_mesh(rig.device.type, (1,))
+        policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
+        make_contiguous(rig.model)
+        for module in [*rig.task.blocks(rig.model), rig.model]:
+            arriving = [parameter for parameter in module.parameters() if not host.is_kept(parameter)]
+            fully_shard(module, mesh=mesh, offload_policy=policy)
+            num_visits = 1 if module is rig.model else 2  # the others come again for the backward pass
+            module.register_forward_pre_hook(partial(count_arrival, bytes_of(arriving), num_visits))
+            for parameter in module.parameters():
+                host.keep(parameter)
+        for module in rig.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return replace(rig, sync=partial(gradients_to_host, rig))
+
+
+def know_oneself() -> None:
+    """FSDP2 wants a group of processes; this one is alone in it."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def bytes_of(tensors: list[nn.Parameter]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def count_arrival(num_bytes: int, num_visits: int, *_: Any) -> None:
+    host.traffic.to_device_bytes += num_bytes * (num_visits if torch.is_grad_enabled() else 1)
+
+
+@contextmanager
+def gradients_to_host(rig: Rig, is_last: bool) -> Iterator[None]:
+    """Around forward and backward of one part: its gradients go to the host as they are born."""
+    trainable = rig.trainable
+    # Where the device is the CPU, FSDP2 leaves them where they are. (Elsewhere a hook would keep it from overlapping.)
+    watched = trainable if host.is_device(rig.device) else []
+    handles = [parameter.register_post_accumulate_grad_hook(to_host) for parameter in watched]
+    try:
+        with rig.sync(is_last):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    host.traffic.to_host_bytes += bytes_of(trainable)
+
+
+def to_host(parameter: Tensor) -> None:
+    """Move a gradient into host memory, unless it was used up already or is there."""
+    gradient = None if parameter.grad is None else local(parameter.grad)
+    if gradient is None or host.is_marked(gradient.untyped_storage()):
+        return
+    kept = torch.empty_like(parameter)
+    host.mark(local(kept)).copy_(gradient)
+    parameter.grad = kept

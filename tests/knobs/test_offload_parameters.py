@@ -1,0 +1,2 @@
+def test_without_whole_params() -> None:
+    pass
