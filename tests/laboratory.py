@@ -16,6 +16,7 @@ from lowvram.config import build
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Knob, Stage
+from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
 from lowvram.core.shards import whole
 from lowvram.core.step import step
@@ -101,6 +102,11 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
     return Part(torch.randn(shape, generator=draw).to(dtype), labels)
 
 
+def my_slice(batch: Part) -> Part:
+    """What this rank computes of a logical batch."""
+    return batch.map(lambda tensor: tensor.tensor_split(num_ranks())[rank()])
+
+
 def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32) -> Iterator[Part]:
     """A batch of each of these sizes."""
     return (make_batch(spec, size, seed, dtype) for seed, size in enumerate(sizes))
@@ -174,7 +180,8 @@ def train(
     device: torch.device = CPU,
     lr: float | None = None,
 ) -> Trained:
-    """Assemble and take a step on a batch of each of `sizes`. `lr` replaces the optimizer's."""
+    """Assemble and take a step on a batch of each of `sizes`; of several ranks each takes its slice. `lr` replaces the
+    optimizer's."""
     watched = {name: Watched(knob) if knob.stage is Stage.OPTIMIZER else knob for name, knob in knobs.items()}
     (watch,) = (knob for knob in watched.values() if isinstance(knob, Watched))
     rig = assemble(task, watched, device)
@@ -182,7 +189,8 @@ def train(
         rig.stepper.set_lr(lr)
     torch.manual_seed(0)  # dropout's
     dtype = next(rig.model.parameters()).dtype
-    losses, updates = zip(*(step(rig, part.to(device)) for part in batches(task.spec, sizes, dtype)), strict=True)
+    slices = (my_slice(batch) for batch in batches(task.spec, sizes, dtype))
+    losses, updates = zip(*(step(rig, part.to(device)) for part in slices), strict=True)
     names: dict[Tensor, str] = {parameter: name for name, parameter in rig.model.named_parameters()}
     gradients = {names[original(each)]: torch.stack(steps).to(device) for each, steps in watch.gradients.items()}
     buffers = dict(rig.model.named_buffers())

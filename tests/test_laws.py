@@ -309,8 +309,8 @@ def unshown(knobs: dict[Pair, Knob]) -> set[str]:
 
 
 def source_of_tests(group: str) -> str:
-    path = Path(__file__).parent / "knobs" / f"test_{group}.py"
-    return path.read_text() if path.exists() else ""
+    paths = (Path(__file__).parent / "knobs").glob(f"test_{group}*.py")
+    return "".join(path.read_text() for path in paths)
 
 
 def test_every_broken_fact_is_shown_to_be_real() -> None:
