@@ -32,9 +32,7 @@ class Parameters(Knob):
     pin_memory: bool = True
 
     stage = Stage.SHARD
-    band = (
-        2e-6  # AdamW differs by not a bit; torch 2.13 fuses no SGD over shards, so that one's updates round elsewhere
-    )
+    band = 2e-6  # AdamW differs by not a bit; torch 2.13 can't fuse SGD over shards, and its updates round elsewhere
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
