@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
-from lowvram.core.ranks import num_ranks, summed
+from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig
 from lowvram.core.shards import make_contiguous
 
@@ -100,6 +100,8 @@ class FSDP(DataParallel):
         return frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
+        # What is compiled for one rank's shards fits no other rank's, and torch 2.13's cache doesn't tell them apart.
+        torch.compiler.config.cache_key_tag = f"rank {rank()} of {num_ranks()}"
         mesh = init_device_mesh(rig.device.type, (num_ranks(),))
         make_contiguous(rig.model)
         for block in rig.task.blocks(rig.model):

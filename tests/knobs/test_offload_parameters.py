@@ -1,2 +1,120 @@
+"""offload=parameters: not a bit changes, and the device holds one block of weights at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lowvram.core import host
+from lowvram.core.knob import Kind, Knob
+from lowvram.core.ledger import ROUND_BYTES, Peak, ledger
+from lowvram.core.ranks import num_ranks
+from lowvram.core.rig import Rig, assemble
+from lowvram.core.shards import local
+from lowvram.core.step import step
+from lowvram.endings import Interrupted
+from lowvram.export import load
+from lowvram.knobs.offload.parameters import know_oneself
+from lowvram.knobs.stepping import AfterBackward
+from lowvram.modes.train import Train
+from lowvram.tasks import Auto
+from tests.laboratory import CPU, DEVICES, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, relative_error, train
+from tests.modes.sessions import Told, session_in
+
+Choices = dict[str, str | Knob]
+TOGETHER: dict[str, Choices] = {
+    "plain": {},
+    "parts": {"accum": "x4", "ckpt": "every2", "stepping": AfterBackward(clip=0.5)},
+    "fp16": {"precision": "fp16", "accum": "x2"},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet", "resnet_frozen"])
+@pytest.mark.parametrize("choices", TOGETHER.values(), ids=TOGETHER)
+def test_not_a_bit_changes(choices: Choices, problem: str, device: torch.device) -> None:
+    found, wanted = (
+        train(PROBLEMS[problem], knobs_of(**choices, offload=option), [32, 32, 27], device=device)
+        for option in ("parameters", "none")
+    )
+    band = 0.0 if device == CPU else 2e-6  # on CUDA the update is another kernel
+    assert relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)}) <= band
+    assert relative_error(to_cpu(found.gradients), to_cpu(wanted.gradients)) <= band
+    assert relative_error(to_cpu(found.buffers), to_cpu(wanted.buffers)) <= band
+    if device == CPU:
+        assert relative_error(found.parameters, wanted.parameters) == 0
+
+
+def to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+DEEP = Auto().pose(replace(TRANSFORMER, num_layers=8, width=32), TOKENS)
+
+
+def measured(device: torch.device, choices: Choices) -> tuple[Rig, Peak]:
+    """The ledger of a later step."""
+    rig, batch = assemble(DEEP, knobs_of(**choices), device), make_batch(TOKENS, 32).to(device)
+    step(rig, batch)
+    with ledger(rig.model, rig.stepper, batch.tensors(), device) as peak:
+        step(rig, batch)
+    return rig, peak
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_the_device_holds_one_block_and_the_host_all_the_rest(device: torch.device) -> None:
+    _, alone = measured(device, {})
+    rig, peak = measured(device, {"offload": "parameters"})
+    blocks = rig.task.blocks(rig.model)
+    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    visiting = [*blocks[0].parameters(), *(each for each in rig.model.parameters() if each not in in_blocks)]
+    assert peak.by_kind_max[Kind.PARAMETERS] == sum(-(-each.nbytes // ROUND_BYTES) * ROUND_BYTES for each in visiting)
+    assert peak.by_kind_max[Kind.PARAMETERS] < alone.by_kind_max[Kind.PARAMETERS] / 5
+    assert peak.by_kind_max[Kind.GRADIENTS] < alone.by_kind_max[Kind.GRADIENTS] / 5
+    assert peak.by_kind_max[Kind.OPTIMIZER] == 0
+    kept = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
+    assert peak.by_kind_max[Kind.HOST] >= sum(alone.by_kind_max[kind] for kind in kept) * 0.99
+    assert all(host.holds(parameter) for parameter in rig.model.parameters())
+    assert all(local(parameter).device.type == "cpu" for parameter in rig.model.parameters())
+
+
+def test_what_travels_is_counted() -> None:
+    rig, batch = assemble(DEEP, knobs_of(offload="parameters", accum="x2"), CPU), make_batch(TOKENS, 32)
+    weights = sum(parameter.numel() * 4 for parameter in rig.model.parameters())
+    blocks = sum(parameter.numel() * 4 for block in rig.task.blocks(rig.model) for parameter in block.parameters())
+    before = replace(host.traffic)
+    step(rig, batch)
+    assert host.traffic.to_device_bytes - before.to_device_bytes == 2 * (weights + blocks)
+    assert host.traffic.to_host_bytes - before.to_host_bytes == 2 * weights
+
+
+@pytest.mark.parametrize("options", [("parameters", "none"), ("none", "parameters"), ("parameters", "parameters")])
+def test_a_run_goes_on_to_the_last_digit_with_it_or_without(tmp_path: Path, options: tuple[str, str]) -> None:
+    def run(name: str, option: str, told: Told, **more: Any) -> None:
+        Train().run(session_in(tmp_path / name, choices={"offload": option}, told=told, **more))
+
+    wanted, first, second = Told(), Told(stop_at=3), Told()
+    run("whole", "none", wanted)
+    with pytest.raises(Interrupted):
+        run("stopped", options[0], first)
+    run("stopped", options[1], second, is_resumed=True)
+    assert [*first.values("loss/train"), *second.values("loss/train")] == wanted.values("loss/train")
+    weights = [load(tmp_path / name / "model").state_dict() for name in ("stopped", "whole")]
+    assert relative_error(*weights) == 0
+
+
 def test_without_whole_params() -> None:
-    pass
+    """Adafactor's sums over rows and columns can't be taken over weights that FSDP2 holds (torch 2.13), alone too."""
+    know_oneself()
+    assert num_ranks() == 1
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="placement"):
+        torch.optim.Adafactor([weight]).step()
