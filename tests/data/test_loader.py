@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.core.rig import Part
+from lowvram.core.rig import IGNORE, Part
+from lowvram.data import loader as loader_module
 from lowvram.data.glyphs import Glyphs
-from lowvram.data.loader import Inline, Loader, Waited, Workers, batch_keys, eval_batches
+from lowvram.data.loader import Inline, Loader, Waited, Workers, batch_keys, eval_batches, slice_of
 from lowvram.data.source import Samples
 
 # torch's advice on a machine of one core; two workers are right there too.
@@ -172,3 +173,43 @@ def test_batches_arrive_on_the_device() -> None:
         batches.close()
         assert all(part.inputs.is_cuda and part.targets.is_cuda for part in parts)
         assert_same([part.to(CPU) for part in parts], expected)
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize(("length", "num_slices"), [(32, 2), (27, 2), (27, 4), (5, 3), (2, 4)])
+def test_slices_are_those_of_tensor_split(length: int, num_slices: int) -> None:
+    keys = [(index, 0) for index in range(length)]
+    wanted = [part.tolist() for part in torch.arange(length).tensor_split(num_slices)]
+    assert [[key[0] for key in slice_of(keys, index, num_slices)] for index in range(num_slices)] == wanted
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=repr)
+def test_the_slices_of_all_ranks_make_the_batch(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = first_batches(loader, Numbers(10), 4, first_step=3)
+    monkeypatch.setattr(loader_module, "num_ranks", lambda: 3)
+    slices = []
+    for each in range(3):
+        monkeypatch.setattr(loader_module, "rank", lambda each=each: each)
+        slices.append(first_batches(loader, Numbers(10), 4, first_step=3))
+    batches = list(zip(*slices, strict=True))
+    assert [part.num_samples for part in batches[0]] == [2, 1, 1]
+    assert_same([joined(parts) for parts in batches], whole)
+
+
+def joined(parts: tuple[Part, ...]) -> Part:
+    return Part(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
+
+
+@pytest.mark.parametrize("num_samples", [10, 8, 3, 1])
+def test_ranks_share_what_is_held_out(num_samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample's target counts once, and all ranks compute as many batches."""
+    monkeypatch.setattr(loader_module, "num_ranks", lambda: 2)
+    shares = []
+    for each in range(2):
+        monkeypatch.setattr(loader_module, "rank", lambda each=each: each)
+        shares.append(list(eval_batches(Numbers(num_samples), 2, CPU)))
+    assert len(shares[0]) == len(shares[1])
+    targets = torch.cat([part.targets for share in shares for part in share])
+    assert sorted(targets[targets != IGNORE].tolist()) == list(range(num_samples))
