@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
+from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
@@ -20,14 +21,15 @@ CPU = torch.device("cpu")
 
 def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> Peak:
     """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state."""
-    absent = absent_facts(CPU).keys()  # a knob that a CPU can't play, such as tf32, changes no memory
+    # A knob that a CPU can't play, such as tf32, changes no memory. Ranks don't meet on paper: each would hold less.
+    absent = absent_facts(CPU).keys() | {Fact.MANY_RANKS}
     unplayed = (Stage.PROCESS, Stage.COMPILE)  # compiled code would run eagerly: there is nothing of it on paper
     playable = {n: knob for n, knob in knobs.items() if knob.stage not in unplayed and not knob.needs() & absent}
     with FakeTensorMode(allow_non_fake_inputs=True):
         rig = assemble(problem, playable, CPU)
-        batch = example(problem.spec, batch_size)
+        batch = example(problem.spec, batch_size // num_ranks())
         step(rig, batch)
-        with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+        with ledger(rig.model, rig.stepper, batch.tensors(), CPU) as peak:
             step(rig, batch)
     return peak
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from lowvram.core import host
@@ -42,8 +43,7 @@ class Parameters(Knob):
         return frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
-        know_oneself()
-        mesh = init_device_mesh(rig.device.type, (1,))
+        mesh = mesh_of_one(rig.device)
         policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
         make_contiguous(rig.model)
         for module in [*rig.task.blocks(rig.model), rig.model]:
@@ -59,12 +59,14 @@ class Parameters(Knob):
         return replace(rig, sync=partial(gradients_to_host, rig))
 
 
-def know_oneself() -> None:
+@unset_fake_temporarily()  # a mesh reads its own tensors, also where a step is made on tensors without memory
+def mesh_of_one(device: torch.device) -> DeviceMesh:
     """FSDP2 wants a group of processes; this one is alone in it."""
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,))
 
 
 def bytes_of(tensors: list[nn.Parameter]) -> int:
