@@ -236,7 +236,8 @@ class Ledger(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize
 
     def _note_size(self, storage: torch.UntypedStorage) -> None:
-        is_here = self.device_type in (None, storage.device.type) and not host.is_marked(storage)
+        is_fake = storage.device.type == "meta"  # whatever device its tensor pretends to be on
+        is_here = (is_fake or self.device_type in (None, storage.device.type)) and not host.is_marked(storage)
         serial = self._note_storage(storage, self.born if is_here else Kind.HOST)
         known, num_bytes = self.alive[storage._cdata], rounded_bytes(storage)
         if num_bytes != known.num_bytes:

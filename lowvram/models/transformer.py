@@ -248,8 +248,8 @@ def grouped_attention(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: f
     torch's fused kernels take fewer on a CPU, and on cards in 16 bits from compute capability 8.0 on: those that have
     bf16. Elsewhere torch would fall back, in silence, to a kernel that keeps a (t, t) matrix (pytorch#154363).
     """
-    group = q_bntc.shape[1] // k_bntc.shape[1]
-    takes_fewer = q_bntc.device.type == "cpu" or (q_bntc.dtype is torch.bfloat16 and q_bntc.shape[-1] <= 256)
+    group, width = int(q_bntc.shape[1]) // int(k_bntc.shape[1]), int(q_bntc.shape[-1])  # a trace has tensors there
+    takes_fewer = q_bntc.device.type == "cpu" or (q_bntc.dtype is torch.bfloat16 and width <= 256)
     if group > 1 and not takes_fewer:
         k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
     options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": group > 1 and takes_fewer}
