@@ -66,6 +66,11 @@ def ending(error: BaseException) -> dict[str, Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Also if a library, such as the compiler, has made another error of it."""
+    return any(map(says_out_of_memory, chain(error)))
+
+
+def says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM

@@ -137,11 +137,12 @@ def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32
 
 @contextmanager
 def compiler_as_before() -> Iterator[None]:
-    """Knobs that set torch's compiler really do: after the block its settings are the old ones, its graphs are gone."""
+    """Knobs that set torch's compiler really do. The block starts with torch's own settings; after it they are the old
+    ones, and its graphs are gone."""
     with (
         dynamo_config.patch({name: getattr(dynamo_config, name) for name in ("recompile_limit", LIMIT_IS_AN_ERROR)}),
-        inductor_config.patch(fallback_random=inductor_config.fallback_random),
-        functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
+        inductor_config.patch(fallback_random=False),
+        functorch_config.patch(activation_memory_budget=1.0),
     ):
         yield
     torch._dynamo.reset()

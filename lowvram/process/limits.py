@@ -43,7 +43,9 @@ def cap_cuda(device: torch.device, vram_bytes: int) -> None:
 
 def cap_process(vram_bytes: int) -> None:
     """Private data may grow by `vram_bytes` from here."""
-    torch.ones(1 << 17).add_(1)  # threads that start under the limit hang or abort: start them first
+    square = torch.ones(512, 512)
+    torch.mm(square, square)  # threads that start under the limit hang or abort: start them first
+    del square
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + vram_bytes, hard))
 

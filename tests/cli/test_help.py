@@ -24,7 +24,7 @@ def test_the_command_line_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     {
-        "--help": "precision: bf16, fp16, fp32, tf32",
+        "--help": "ckpt: compiler, every1, every2, every3, every4, none, selective",
         "--cfg job precision=bf16 --package train": "batch_size: 32",
         "precision=bf16 --cfg job": "_target_: lowvram.knobs.precision.Bf16",
         "--hydra-help": "--multirun",
@@ -42,7 +42,7 @@ def test_questions_are_answered(call: Call, words: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     {
-        "precision=": ["precision=bf16", "precision=fp16", "precision=fp32", "precision=tf32"],
+        "stepping=": ["stepping=after_backward", "stepping=cpu_offload", "stepping=in_backward"],
         "precision=bf16 ckpt=every1 ckpt.ev": ["ckpt.every="],
         "train.s": ["train.steps="],
         "-m model=gpt2_m": ["model=gpt2_medium"],
