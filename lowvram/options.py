@@ -99,9 +99,10 @@ def _completed(row: Row, left: set[Row], absent: Mapping[Fact, str]) -> Row | No
     open_groups = [group for group in neutral_options() if group not in dict(row)]
     if not open_groups:
         return row
-    candidates = [row | {(open_groups[0], option)} for option in options_of(open_groups[0])]
-    fitting = [candidate for candidate in candidates if not why_not(candidate, absent)]
-    for candidate in sorted(fitting, key=lambda each: (-len(all_pairs(each) & left), sorted(each))):
+    group, neutral = open_groups[0], neutral_options()[open_groups[0]]
+    options = sorted(options_of(group), key=lambda option: option != neutral)  # where nothing is new, what costs nothing
+    fitting = [row | {(group, option)} for option in options if not why_not(row | {(group, option)}, absent)]
+    for candidate in sorted(fitting, key=lambda each: -len(all_pairs(each) & left)):
         whole = _completed(candidate, left, absent)
         if whole is not None:
             return whole

@@ -112,6 +112,8 @@ class Hooks:
         self._model, self._device, self._min_bytes = model, device, min_bytes
         self._pool, self._transfer = pool, transfer
         self._staying: set[int] = set()  # addresses of storages
+        # The compiler would trace them where it meets them, and find what it can't compile.
+        self._pack_and_read: list[Any] = [torch.compiler.disable(hook) for hook in (self._pack, read)]
         self._away: weakref.WeakValueDictionary[tuple[int, int], Away] = weakref.WeakValueDictionary()
 
     @contextmanager
@@ -122,7 +124,7 @@ class Hooks:
             return
         staying = [*self._model.parameters(), *self._model.buffers(), *part.tensors()]
         self._staying = {storage._cdata for tensor in staying for storage in host.storages(tensor)}
-        with saved_tensors_hooks(self._pack, read):
+        with saved_tensors_hooks(*self._pack_and_read):
             yield
 
     def _pack(self, tensor: Tensor) -> Saved | Kept:
