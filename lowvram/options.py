@@ -100,7 +100,9 @@ def _completed(row: Row, left: set[Row], absent: Mapping[Fact, str]) -> Row | No
     if not open_groups:
         return row
     group, neutral = open_groups[0], neutral_options()[open_groups[0]]
-    options = sorted(options_of(group), key=lambda option: option != neutral)  # where nothing is new, what costs nothing
+    options = sorted(
+        options_of(group), key=lambda option: option != neutral
+    )  # where nothing is new, what costs nothing
     fitting = [row | {(group, option)} for option in options if not why_not(row | {(group, option)}, absent)]
     for candidate in sorted(fitting, key=lambda each: -len(all_pairs(each) & left)):
         whole = _completed(candidate, left, absent)

@@ -97,7 +97,9 @@ class LowBit(torch.optim.Optimizer):
         return {"step": torch.tensor(0.0), **moments}
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
-        """The update itself. The learning rate goes in as a tensor: a number would be compiled in."""
+        """The update itself. The learning rate goes in as a tensor: a number would be compiled in. Of what is spread over
+        ranks the shards go in: torch 2.13's cache of graphs mixes up those of different shapes."""
+        stand_ins = {parameter: shard_of(stand_in) for parameter, stand_in in stand_ins.items()}
         self.inner.param_groups = [
             {
                 **group,
@@ -106,7 +108,8 @@ class LowBit(torch.optim.Optimizer):
             }
             for group in self.param_groups
         ]
-        self.inner.state = defaultdict(dict, {stand_in: self.state[p] for p, stand_in in stand_ins.items()})
+        shards = {p: {name: local(value) for name, value in self.state[p].items()} for p in stand_ins}
+        self.inner.state = defaultdict(dict, {stand_in: shards[p] for p, stand_in in stand_ins.items()})
         with noise_of_step(self.param_groups):
             compiled_step(self.inner)
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)
@@ -121,6 +124,16 @@ def compiled_step(optimizer: torch.optim.Optimizer) -> None:
     with _disable_current_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         optimizer.step()
+
+
+def shard_of(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's part of a parameter that is spread over ranks, with its gradient; any other one itself."""
+    if local(parameter) is parameter:
+        return parameter
+    assert parameter.grad is not None
+    shard = nn.Parameter(local(parameter.detach()))
+    shard.grad = local(parameter.grad)
+    return shard
 
 
 def contiguous(parameter: nn.Parameter) -> nn.Parameter:
