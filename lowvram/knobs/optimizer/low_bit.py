@@ -97,8 +97,8 @@ class LowBit(torch.optim.Optimizer):
         return {"step": torch.tensor(0.0), **moments}
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
-        """The update itself. The learning rate goes in as a tensor: a number would be compiled in. Of what is spread over
-        ranks the shards go in: torch 2.13's cache of graphs mixes up those of different shapes."""
+        """The update itself. The learning rate goes in as a tensor: a number would be compiled in. Of what is spread
+        over ranks the shards go in: torch 2.13's cache of graphs mixes up those of different shapes."""
         stand_ins = {parameter: shard_of(stand_in) for parameter, stand_in in stand_ins.items()}
         self.inner.param_groups = [
             {
