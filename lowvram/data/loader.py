@@ -89,6 +89,8 @@ class Workers(Loader):
         try:
             for part in workers:
                 yield part.to(device, non_blocking=True)
+        except ConnectionError as error:  # it died while it handed a batch over
+            raise RuntimeError("DataLoader worker exited unexpectedly") from error
         finally:
             # Torch does this when the last reference goes; an exception's traceback would hold one.
             workers._shutdown_workers()

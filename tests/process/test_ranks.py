@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,6 +142,7 @@ def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
 def test_ctrl_c_twice_kills_all_ranks(start: Start) -> None:
     call = start(*TWO, "name=hang@2.1")
     in_steps(call, 1)
+    time.sleep(1)  # on a busy machine the rank may not hang yet: then the first signal would end it
     call.signal_group()
     with pytest.raises(subprocess.TimeoutExpired):
         call.process.wait(1)
