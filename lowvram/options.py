@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -18,13 +19,17 @@ Option = tuple[str, str]  # group, option
 Row = frozenset[Option]  # a configuration: one option of each group, or of some
 
 
-@cache
-def neutral_options() -> Mapping[str, str]:
-    """Group -> the option that conf/config.yaml chooses, for each knob group."""
+def default_options() -> dict[str, Any]:
+    """Group -> the option that conf/config.yaml chooses (None: none), for every group."""
     node = _load(CONF / "config.yaml")
     chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
-    found = {str(group): str(option) for item in chosen for group, option in item.items()}
-    return {group: found[group] for group in found if group in KNOB_GROUPS}
+    return {str(group): option for item in chosen for group, option in item.items()}
+
+
+@cache
+def neutral_options() -> Mapping[str, str]:
+    """The same for the knob groups."""
+    return {group: option for group, option in default_options().items() if group in KNOB_GROUPS}
 
 
 @cache
@@ -42,8 +47,12 @@ def all_options() -> Sequence[Option]:
 @cache
 def knob_of(option: Option) -> Knob:
     """The knob of one option, with the values of its YAML."""
-    group, name = option
-    return build(_load(CONF / group / f"{name}.yaml"), group)
+    return build(node_of(*option), option[0])
+
+
+def node_of(group: str, name: str) -> DictConfig:
+    """The YAML of one option of any group."""
+    return _load(CONF / group / f"{name}.yaml")
 
 
 def _load(path: Path) -> DictConfig:
@@ -73,11 +82,14 @@ def all_pairs(options: Collection[Option]) -> set[Row]:
     return {frozenset(pair) for pair in combinations(options, 2) if pair[0][0] != pair[1][0]}
 
 
-def covering_rows(pairs: set[Row], absent: Mapping[Fact, str]) -> list[Row]:
+def covering_rows(pairs: set[Row], why_not: Callable[[Row], list[str]]) -> list[Row]:
     """Whole configurations, without conflicts, that together hold every pair.
 
     Greedy: each row grows from a pair that is left, group by group, by the option that brings most new pairs (as in
     Cohen et al., "The AETG system", 1997), and takes another way where that leads to a conflict.
+
+    Args:
+        why_not: the conflicts among options.
 
     Raises:
         ValueError: a pair that fits by itself but into no whole configuration.
@@ -86,7 +98,7 @@ def covering_rows(pairs: set[Row], absent: Mapping[Fact, str]) -> list[Row]:
     left = set(pairs)
     while left:
         first = min(left, key=sorted)
-        row = _completed(first, left, absent)
+        row = _completed(first, left, why_not)
         if row is None:
             raise ValueError(f"{label(first)} fits by itself, but no whole configuration holds it")
         rows.append(row)
@@ -94,7 +106,7 @@ def covering_rows(pairs: set[Row], absent: Mapping[Fact, str]) -> list[Row]:
     return rows
 
 
-def _completed(row: Row, left: set[Row], absent: Mapping[Fact, str]) -> Row | None:
+def _completed(row: Row, left: set[Row], why_not: Callable[[Row], list[str]]) -> Row | None:
     """A whole configuration around `row` with as many pairs of `left` as can be had greedily; None if there is none."""
     open_groups = [group for group in neutral_options() if group not in dict(row)]
     if not open_groups:
@@ -103,9 +115,9 @@ def _completed(row: Row, left: set[Row], absent: Mapping[Fact, str]) -> Row | No
     options = sorted(
         options_of(group), key=lambda option: option != neutral
     )  # where nothing is new, what costs nothing
-    fitting = [row | {(group, option)} for option in options if not why_not(row | {(group, option)}, absent)]
+    fitting = [row | {(group, option)} for option in options if not why_not(row | {(group, option)})]
     for candidate in sorted(fitting, key=lambda each: -len(all_pairs(each) & left)):
-        whole = _completed(candidate, left, absent)
+        whole = _completed(candidate, left, why_not)
         if whole is not None:
             return whole
     return None

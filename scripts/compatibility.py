@@ -50,6 +50,11 @@ same optimizer and all else neutral.
 ABSENT = absent_facts(torch.device("cpu"))
 
 
+def conflicts_here(options: Iterable[tuple[str, str]]) -> list[str]:
+    """Why options can't be had together on a CPU."""
+    return why_not(options, ABSENT)
+
+
 @dataclass(frozen=True)
 class Tried:
     """What became of one configuration on one model."""
@@ -135,7 +140,7 @@ class Grid:
         fault, each in a configuration of its own that is as neutral as can be."""
         for pair in sorted(all_pairs(row), key=label):
             if (pair, model) not in self.sound:
-                (alone,) = covering_rows({pair}, ABSENT)
+                (alone,) = covering_rows({pair}, conflicts_here)
                 if found := self.check(alone, model):
                     self.faults[pair, model] = found
         if not any(pair <= row and model == its for pair, its in self.faults):
@@ -165,7 +170,7 @@ def page(grid: Grid, rows: list[Row], refused: dict[Row, list[str]], elsewhere: 
         "\n## Refused\n\n| pair | why |\n|---|---|",
         *(f"| `{label(pair)}` | {why[pair]} |" for pair in sorted(refused, key=label)),
         "\n## Not tried: another device is needed\n",
-        *(f"- {'; '.join(why_not([option], ABSENT))}" for option in elsewhere),
+        *(f"- {'; '.join(conflicts_here([option]))}" for option in elsewhere),
         "\n## Trained / pairs that a CPU can have, by groups\n",
         *matrix(trained, tried | refused.keys()),
     ]
@@ -195,10 +200,10 @@ def matrix(trained: set[Row], all_of_them: set[Row]) -> list[str]:
 def main() -> int:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/compatibility") / time.strftime("%Y-%m-%d_%H-%M-%S")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute() / "inductor"))
-    elsewhere = [option for option in all_options() if why_not([option], ABSENT)]
+    elsewhere = [option for option in all_options() if conflicts_here([option])]
     pairs = all_pairs([option for option in all_options() if option not in elsewhere])
-    refused = {pair: found for pair in pairs if (found := why_not(pair, ABSENT))}
-    rows = covering_rows(pairs - refused.keys(), ABSENT)
+    refused = {pair: found for pair in pairs if (found := conflicts_here(pair))}
+    rows = covering_rows(pairs - refused.keys(), conflicts_here)
     covered = set().union(*map(all_pairs, rows))
     assert covered | refused.keys() == pairs, "the rows don't hold every pair"
     print(f"{len(pairs)} pairs, {len(refused)} refused, {len(rows)} configurations on {len(MODELS)} models", flush=True)

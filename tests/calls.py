@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +104,19 @@ class Outcome:
         python, program, *words = shlex.split(found)
         assert [python, program] == [sys.executable, str(ROOT / "train.py")]
         return words
+
+
+def goes_on(outcome: Outcome, call: Callable[..., Outcome]) -> Outcome:
+    """After a Ctrl-C among many steps: the row says where, and the printed command makes two more, each once."""
+    assert outcome.code == 75, outcome.said()
+    assert "Traceback" not in outcome.out + outcome.err
+    num_steps = len(history(outcome.folder))
+    assert outcome.row["status"] == "interrupted"
+    assert outcome.row["reason"] == f"stopped after step {num_steps} of 900"
+    again = call(*outcome.command("continue with"), f"train.steps={num_steps + 2}", "name=null")
+    assert again.code == 0, again.said()
+    assert [line["step"] for line in history(again.folder) if "loss/train" in line] == list(range(1, num_steps + 3))
+    return again
 
 
 def read_row(folder: Path) -> Row:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from lowvram.config import build
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
@@ -27,38 +24,18 @@ from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
-from lowvram.settings import KNOB_GROUPS
+from lowvram.options import all_options, knob_of, neutral_options, options_of
 from lowvram.tasks import Auto, Problem
 
 torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long
 CPU = torch.device("cpu")
-CONF = Path(__file__).parents[1] / "conf"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 
-def option_node(group: str, option: str) -> DictConfig:
-    """The YAML of one option."""
-    node = OmegaConf.load(CONF / group / f"{option}.yaml")
-    assert isinstance(node, DictConfig)
-    return node
-
-
-def neutral_options() -> dict[str, str]:
-    """Group -> the option that conf/config.yaml chooses."""
-    node = OmegaConf.load(CONF / "config.yaml")
-    assert isinstance(node, DictConfig)
-    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
-    return {str(group): option for item in chosen for group, option in item.items()}
-
-
-NEUTRAL = {group: option for group, option in neutral_options().items() if group in KNOB_GROUPS}
-OPTIONS = {group: sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in NEUTRAL}
-KNOBS: dict[tuple[str, str], Knob] = {
-    (group, option): build(option_node(group, option), group)
-    for group, options in OPTIONS.items()
-    for option in options
-}
+NEUTRAL = dict(neutral_options())
+OPTIONS = {group: options_of(group) for group in NEUTRAL}
+KNOBS: dict[tuple[str, str], Knob] = {option: knob_of(option) for option in all_options()}
 
 
 def named(*pairs: tuple[str, str]) -> dict[str, Knob]:

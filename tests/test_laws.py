@@ -23,6 +23,7 @@ from lowvram.core.step import step
 from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.models.resnet import NormKind
+from lowvram.options import all_pairs, covering_rows
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
     CPU,
@@ -246,49 +247,21 @@ def test_what_a_knob_saves_in_a_compiled_model_goes_down(pair: Pair, problem: st
 # Law 5: any two options either train together or say why not.
 
 
-def all_pairs_of_options() -> set[frozenset[Pair]]:
-    """Two options of different groups."""
-    return {frozenset(two) for two in combinations(KNOBS, 2) if two[0][0] != two[1][0]}
-
-
 def why_not(pairs: frozenset[Pair]) -> list[str]:
     """The conflicts among options, and with this machine."""
     return conflicts(named(*pairs), absent_facts(CPU))
 
 
-REFUSED = {two for two in all_pairs_of_options() if why_not(two)}
-FITTING = all_pairs_of_options() - REFUSED
-
-
-def covering_rows(pairs: set[frozenset[Pair]]) -> list[frozenset[Pair]]:
-    """Whole configurations, without conflicts, that together hold every pair: greedily, as many new ones as possible in
-    each."""
-    rows: list[frozenset[Pair]] = []
-    left = set(pairs)
-    while left:
-        row = min(left, key=sorted)
-        for group in [group for group in NEUTRAL if group not in dict(row)]:
-            candidates = [row | {(group, option)} for option in OPTIONS[group]]
-            row = max((each for each in candidates if not why_not(each)), key=lambda each: len(pairs_in(each) & left))
-        rows.append(row)
-        left -= pairs_in(row)
-    return rows
-
-
-def pairs_in(row: frozenset[Pair]) -> set[frozenset[Pair]]:
-    return {frozenset(two) for two in combinations(row, 2)}
-
-
-ROWS = covering_rows(FITTING)
+PAIRS = all_pairs(KNOBS)
+REFUSED = {two for two in PAIRS if why_not(two)}
+ROWS = covering_rows(PAIRS - REFUSED, why_not)
 
 
 def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
-    covered = set().union(*map(pairs_in, ROWS))
-    assert covered | REFUSED == all_pairs_of_options()
+    covered = set().union(*map(all_pairs, ROWS))
+    assert covered | REFUSED == PAIRS
     assert not covered & REFUSED
-    assert len(all_pairs_of_options()) == sum(
-        len(OPTIONS[one]) * len(OPTIONS[other]) for one, other in combinations(NEUTRAL, 2)
-    )
+    assert len(PAIRS) == sum(len(OPTIONS[one]) * len(OPTIONS[other]) for one, other in combinations(NEUTRAL, 2))
 
 
 @pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])

@@ -9,6 +9,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config import BadInput
+from lowvram.identity import CONF
+from lowvram.options import node_of
 from lowvram.settings import (
     GROUPS,
     KNOB_GROUPS,
@@ -22,7 +24,7 @@ from lowvram.settings import (
     parse_bytes,
     settings,
 )
-from tests.laboratory import CONF, NEUTRAL, option_node
+from tests.laboratory import NEUTRAL
 
 VALUES = {"vram": None, "timeout_s": None, "resume": None, "name": None, "seed": 0, "device": "auto"}
 OTHERS = {"model": "transformer", "task": "auto", "data": "synthetic", "loader": "inline", "schedule": "constant"}
@@ -33,7 +35,7 @@ def whole() -> DictConfig:
     root = OmegaConf.load(CONF / "config.yaml")
     assert isinstance(root, DictConfig)
     options = {**NEUTRAL, **OTHERS, "mode": "train", "logger": "none", "paths": "default"}
-    groups = {group: option_node(group, option) for group, option in options.items()}
+    groups = {group: node_of(group, option) for group, option in options.items()}
     return DictConfig({**{key: root[key] for key in root if key != "defaults"}, **groups})
 
 

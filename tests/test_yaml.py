@@ -12,9 +12,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config import build
-from lowvram.identity import register_resolvers
+from lowvram.identity import CONF, register_resolvers
+from lowvram.options import default_options, node_of
 from lowvram.settings import GROUPS, KNOB_GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS, RootSettings, check_root, settings
-from tests.laboratory import CONF, neutral_options, option_node
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 NEEDS_PATH = {("data", "text"), ("data", "imagefolder")}
@@ -50,7 +50,7 @@ def given(group: str, name: str) -> dict[str, Any]:
 
 
 def built(group: str, name: str) -> Any:
-    node = OmegaConf.merge(option_node(group, name), given(group, name))
+    node = OmegaConf.merge(node_of(group, name), given(group, name))
     assert isinstance(node, DictConfig)
     return build(node, group)
 
@@ -58,7 +58,7 @@ def built(group: str, name: str) -> Any:
 @option
 def test_an_option_builds_a_frozen_value_from_every_field(group: str, name: str) -> None:
     value = built(group, name)
-    assert set(option_node(group, name)) - {"_target_"} == {field.name for field in dataclasses.fields(value)}
+    assert set(node_of(group, name)) - {"_target_"} == {field.name for field in dataclasses.fields(value)}
     assert value.__dataclass_params__.frozen
 
 
@@ -68,7 +68,7 @@ def test_an_option_and_each_of_its_fields_has_a_comment(group: str, name: str) -
     assert re.fullmatch(r"# \w.+", first)
     fields = [line for line in lines if not line.startswith(("#", "_target_:"))]
     assert all(re.fullmatch(r"\w+: .*\S +# \S.*", line) for line in fields), fields
-    assert {line.partition(":")[0] for line in fields} == set(option_node(group, name)) - {"_target_"}
+    assert {line.partition(":")[0] for line in fields} == set(node_of(group, name)) - {"_target_"}
 
 
 def test_the_defaults_of_every_class_are_an_option() -> None:
@@ -83,11 +83,11 @@ def test_the_defaults_of_every_class_are_an_option() -> None:
 @option
 def test_a_knob_lives_in_the_module_of_its_group(group: str, name: str) -> None:
     if group in KNOB_GROUPS:
-        assert option_node(group, name)["_target_"].rpartition(".")[0] == f"lowvram.knobs.{group}"
+        assert node_of(group, name)["_target_"].rpartition(".")[0] == f"lowvram.knobs.{group}"
 
 
 def test_every_group_has_its_neutral_option() -> None:
-    chosen = neutral_options()
+    chosen = default_options()
     assert {group: chosen[group] for group in BASELINE} == BASELINE
     assert set(BASELINE) == {*GROUPS, *PARENT_ONLY}
     assert all((CONF / group / f"{name}.yaml").exists() for group, name in BASELINE.items())

@@ -14,8 +14,9 @@ from lowvram.config import BadInput, Incompatible
 from lowvram.core.knob import Knob
 from lowvram.core.rig import assemble
 from lowvram.core.step import step
+from lowvram.identity import ROOT
 from lowvram.knobs.allocator import LARGEST_MMAP_THRESHOLD, Default, Expandable, Tight
-from tests.laboratory import CONF, CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
 
 # A process of its own: malloc can't be asked for its settings, nor be set back.
 FREED_MEMORY = """
@@ -33,7 +34,7 @@ print(status_bytes("VmRSS") - before)
 
 def printed_by(program: str) -> str:
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONF.parent).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
 
 
 def kept_bytes(knob: str) -> int:
