@@ -18,10 +18,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, detached. Of a sharded one the other ranks bring their shards: all must ask."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    on_mesh = tensor.detach().to(tensor.device_mesh.device_type)  # host memory doesn't travel between ranks
-    return on_mesh.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    found = on_mesh(tensor.detach())
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def on_mesh(tensor: Tensor) -> Tensor:
+    """A sharded tensor where its ranks can exchange it: host memory doesn't travel between them. Any other: itself."""
+    return tensor.to(tensor.device_mesh.device_type) if is_off_mesh(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_off_mesh(tensor: Tensor) -> bool:
+    """Whether a tensor's shards lie on another device than the one that its ranks talk over."""
+    return isinstance(tensor, DTensor) and local(tensor).device.type != tensor.device_mesh.device_type
 
 
 def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:

@@ -8,14 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core.copies import stands_for
+from lowvram.core.knob import Knob
+from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import assemble
+from lowvram.core.rounding import stochastically
+from lowvram.core.shards import whole
 from lowvram.knobs.optimizer import Muon
 from lowvram.knobs.optimizer.muon import Rule, rules_of
+from lowvram.knobs.optimizer.widened import Landing
 from lowvram.models.transformer import Positions
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of
+from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, train
+from tests.ranks import on_ranks
 
 LEARNED = Auto().pose(replace(TRANSFORMER, positions=Positions.learned, tied_embeddings=False), TOKENS)
 
@@ -86,19 +94,41 @@ def test_a_hidden_matrix_has_one_moment_and_others_two() -> None:
     assert names["blocks.0.mlp.up.bias"] == names["token_embedding.weight"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_without_whole_params() -> None:
-    """Why shards are refused: the halves of an orthogonal matrix are other than orthogonal halves."""
-    updates = []
-    for parts in (1, 2):
-        weight = nn.Parameter(torch.zeros(8, 8))
-        shards = [nn.Linear(8, 8 // parts, bias=False) for _ in range(parts)]
-        for shard, values in zip(shards, weight.detach().chunk(parts), strict=True):
-            shard.weight = nn.Parameter(values.clone())
-        model = nn.Sequential(*shards)
-        optimizer = Muon(weight_decay=0.0).make(list(model.parameters()), rules_of(model, None))
-        gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-        for shard, its in zip(shards, gradient.chunk(parts), strict=True):
-            shard.weight.grad = its.clone()
-        optimizer.step()
-        updates.append(torch.cat([shard.weight.detach() for shard in shards]))
-    assert float((updates[0] - updates[1]).norm() / updates[0].norm()) > 0.1
+def one_update(is_shared: bool, dtype: torch.dtype) -> Tensor:
+    """Of a matrix of zeros; shared: every rank holds some of its rows."""
+    model = nn.Linear(8, 8, bias=False, dtype=dtype)
+    gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    nn.init.zeros_(model.weight)
+    if is_shared:
+        mesh = init_device_mesh("cpu", (num_ranks(),))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        gradient = distribute_tensor(gradient, mesh, [Shard(0)])
+    optimizer = Muon(weight_decay=0.0).make(list(model.parameters()), rules_of(model, None), Landing(stochastically))
+    model.weight.grad = gradient
+    optimizer.step()
+    return whole(model.weight).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_make_the_whole_matrix_orthogonal(dtype: torch.dtype) -> None:
+    """Not each rank its own rows: those would lie 0.3 away."""
+    wanted = one_update(is_shared=False, dtype=dtype)
+    for found in on_ranks(one_update, True, dtype):
+        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+
+
+CHOICES: list[dict[str, str | Knob]] = [{}, {"stepping": "in_backward"}, {"stepping": "cpu_offload", "accum": "x2"}]
+
+
+def losses_of(choices: list[dict[str, str | Knob]]) -> list[Tensor]:
+    task = PROBLEMS["transformer"]
+    return [torch.stack(train(task, knobs_of(**each, optimizer="muon"), [32, 32, 27]).losses) for each in choices]
+
+
+def test_shared_weights_train_like_whole_ones() -> None:
+    (wanted,) = losses_of([{}])
+    for ours in on_ranks(losses_of, [{**each, "sharding": "fsdp"} for each in CHOICES]):
+        for found in ours:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+    (alone,) = losses_of([{"offload": "parameters"}])
+    assert torch.equal(alone, wanted)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.config import require
 from lowvram.core.copies import original
-from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, check_share, decayed
 from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Landing, keep_formats, widened
@@ -60,9 +60,6 @@ class Muon(Knob):
         check_adam(self.beta1, self.beta2, self.eps)
         check_share("momentum", self.momentum)
         require(1 <= self.iterations < 100, "optimizer.iterations", self.iterations, "at least 1 and below 100")
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
         rules = rules_of(rig.model, rig.task.head(rig.model))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.rounding import noise_of, stochastically
-from lowvram.core.shards import local
+from lowvram.core.shards import is_off_mesh, local, on_mesh
 
 Rounding = Callable[[Tensor, Tensor], None]
 PIECE_ELEMENTS = 2**22  # of a parameter that are widened at a time: 16 MiB for each copy in fp32
@@ -38,13 +38,15 @@ def widened(
 
     Args:
         state_dtype: in which states are kept in between the steps.
-        piece_elements: for an update that looks at each element alone: how many may be widened at a time.
+        piece_elements: for an update that looks at each element alone: how many may be widened at a time. None: it
+            looks at whole parameters, and ranks that share one bring their shards.
     """
-    parameters = (parameter for group in inner.param_groups for parameter in group["params"])
-    is_narrow = any(parameter.dtype.itemsize < 4 for parameter in parameters)
-    if state_dtype is torch.float32 and not (landing.rounding and is_narrow):
-        return inner
-    return Widened(inner, landing, state_dtype, piece_elements)
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    is_narrow = state_dtype is not torch.float32 or (
+        landing.rounding is not None and any(parameter.dtype.itemsize < 4 for parameter in parameters)
+    )
+    must_move = piece_elements is None and any(map(is_off_mesh, parameters))
+    return Widened(inner, landing, state_dtype, piece_elements) if is_narrow or must_move else inner
 
 
 @contextmanager
@@ -102,41 +104,49 @@ class Widened(torch.optim.Optimizer):
     ) -> dict[str, Tensor]:
         """Update one piece in place; returns its new state, as wide as it was computed."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        stand_in = nn.Parameter(weight.to(dtype))
-        stand_in.grad = gradient.to(dtype)
+        stand_in = nn.Parameter(on_mesh(weight).to(dtype))
+        stand_in.grad = on_mesh(gradient).to(dtype)
         self.inner.param_groups = [{**group, "params": [stand_in]}]
-        states = {name: value if name == STEP else value.to(dtype) for name, value in state.items()}
+        states = {name: value if name == STEP else on_mesh(value).to(dtype) for name, value in state.items()}
         self.inner.state = defaultdict(dict, {stand_in: states})
         self.inner.step()
         if dtype is not weight.dtype:
             self.rounding(weight, stand_in.detach())
+        elif not share_memory(weight, stand_in):
+            local(weight).copy_(local(stand_in.detach()))
         return {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
 
     def new_state(self, parameter: nn.Parameter, wide: Tensor) -> Tensor:
         """Room for a state in the format that it is kept in. In pieces, it has the shape of its parameter."""
         dtype = self.state_dtype if self.state_dtype.itemsize < wide.dtype.itemsize else wide.dtype
-        return torch.empty_like(wide if self.piece_elements is None else parameter, dtype=dtype)
+        like = wide if self.piece_elements is None else parameter
+        return torch.empty_like(like, dtype=dtype, device=local(parameter).device)
 
     def put(self, kept: Tensor, wide: Tensor) -> None:
         """Write a state back, unless it was updated where it is kept."""
         if kept.dtype is not wide.dtype:
             stochastically(kept, wide)
-        elif kept.untyped_storage()._cdata != wide.untyped_storage()._cdata:
-            kept.copy_(wide)
+        elif not share_memory(kept, wide):
+            local(kept).copy_(local(wide))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         keep_formats(self, state_dict)
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    return local(one).untyped_storage()._cdata == local(other.detach()).untyped_storage()._cdata
+
+
 def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Ways to cut the same rows out of (this rank's shard of) a parameter, its gradient and its states."""
+    """Ways to cut the same rows out of (this rank's shard of) a parameter, its gradient and its states; with None, to
+    take all of them."""
+    if piece_elements is None:
+        yield lambda tensor: tensor
+        return
     shard = local(parameter.detach())
     num_rows = len(shard) if shard.ndim else 1
-    rows_at_once = num_rows
-    if piece_elements is not None and shard.numel() > piece_elements:
-        rows_at_once = piece_elements * num_rows // shard.numel()
-    rows_at_once = max(1, rows_at_once)
+    rows_at_once = max(1, min(num_rows, piece_elements * num_rows // max(1, shard.numel())))
     for start in range(0, num_rows, rows_at_once):
         yield lambda tensor, start=start: torch.atleast_1d(local(tensor))[start : start + rows_at_once]
 
