@@ -3,10 +3,11 @@
     scripts/python scripts/bench_knobs.py [rounds] [overrides]
     scripts/python scripts/bench_knobs.py 3 model=gpt2 data=synthetic train.batch_size=4 data.sequence_length=256
 
-Points of the command line, each in a fresh process, go baseline, option, option, baseline in every round; the ratio of
-step times is the median over rounds with its range. Bytes are of the last round (they repeat). The gradient error is
-relative to fp64 at the same weights: one plain SGD step of a large rate, read off the saved weights. Runs on the CPU
-and on CUDA; options that the machine can't have are named with the reason.
+Points of the command line, each in a fresh process. Every round goes through all options, with a baseline before and
+after each two of them; an option's step time is divided by the mean of the baselines around it, and the table has the
+median over rounds with its range. Bytes are of the last round (they repeat). The gradient error is relative to fp64 at
+the same weights: one plain SGD step of a large rate, read off the saved weights. Runs on the CPU and on CUDA; options
+that the machine can't have are named with the reason.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
@@ -38,8 +39,20 @@ HEAD = """| option | peak | saves | other | process growth | time | gradient err
 MIB = 2**20
 RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
-TIMED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=12", "measure.max_seconds=20"]
+TIMED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
+COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
+
+
+class Seen(NamedTuple):
+    """An option, and the baselines before and after it."""
+
+    found: Row
+    plain: tuple[Row, Row]
+
+    @property
+    def time_ratio(self) -> float:
+        return step_ms(self.found) / statistics.mean(map(step_ms, self.plain))
 
 
 @dataclass(frozen=True)
@@ -48,23 +61,33 @@ class Bench:
 
     runs: Runs
     words: list[str]
-    rounds: int
-    absent: Mapping[Fact, str]
 
-    def line(self, option: Option) -> str:
-        """One row of the table."""
-        ratios, plain, found = [], None, None
-        for _ in range(self.rounds):
-            first, second, third, fourth = (self.timed(which) for which in (None, option, option, None))
-            if second["status"] != "ok":
-                return f"| `{'='.join(option)}` | {second['status']}: {second['reason']} |"
-            ratios.append(sum(map(step_ms, (second, third))) / sum(map(step_ms, (first, fourth))))
-            plain, found = fourth, third
-        assert plain is not None
-        assert found is not None
+    def table(self, options: list[Option], rounds: int) -> Iterator[str]:
+        """A row for each option."""
+        seen: dict[Option, list[Seen]] = {option: [] for option in options}
+        for number in range(rounds):
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+            for option, one in self.round(options):
+                seen[option].append(one)
+        return (self.line(option, seen[option]) for option in options)
+
+    def round(self, options: list[Option]) -> Iterator[tuple[Option, Seen]]:
+        before = self.timed(None)
+        for start in range(0, len(options), 2):
+            pair = options[start : start + 2]
+            rows = [self.timed(option) for option in pair]
+            after = self.timed(None)
+            yield from ((option, Seen(row, (before, after))) for option, row in zip(pair, rows, strict=True))
+            before = after
+
+    def line(self, option: Option, seen: list[Seen]) -> str:
+        last, name = seen[-1], " ".join(words_of(option))
+        if last.found["status"] != "ok":
+            return f"| `{name}` | {last.found['status']}: {last.found['reason']} |"
+        ratios = [one.time_ratio for one in seen]
         error = "–" if option[0] in ("optimizer", "allocator") else f"{self.gradient_error(option):.1e}"
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-        return f"| `{'='.join(option)}` | {memory(option, found, plain)} | {spread} | {error} |"
+        return f"| `{name}` | {memory(option, last.found, last.plain[0])} | {spread} | {error} |"
 
     def timed(self, option: Option | None) -> Row:
         return self.runs.run("=".join(option or ("baseline",)), [*TIMED, *self.words, *words_of(option)])
@@ -81,10 +104,11 @@ class Bench:
 
 
 def words_of(option: Option | None) -> list[str]:
+    """The option, with what it needs beside it."""
     if option is None:
         return []
-    many = Fact.MANY_RANKS in knob_of(option).needs()
-    return ["=".join(option), *(["sharding.ranks=2"] if many else [])]
+    needs = knob_of(option).needs()
+    return ["=".join(option), *(word for fact, word in COMPANIONS.items() if fact in needs)]
 
 
 def step_ms(row: Row) -> float:
@@ -141,16 +165,18 @@ def main() -> None:
     device = choose_device("auto")
     absent = absent_facts(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"torch {torch.__version__}, {where}, {rounds} rounds of baseline, option, option, baseline; MiB\n")
+    print(f"torch {torch.__version__}, {where}, {rounds} rounds; MiB\n")
     options = [option for option in all_options() if neutral_options()[option[0]] != option[1]]
+    missing = {option: why for option in options if (why := why_not([option], absent))}
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
         for model in [[]] if is_model else MODELS:
-            bench = Bench(runs, [*model, *given], rounds, absent)
-            print(f"`{' '.join(bench.words)}`\n\n{HEAD}")
-            for option in options:
-                missing = why_not([option], absent)
-                print(f"| `{'='.join(option)}` | {missing[0]} |" if missing else bench.line(option), flush=True)
+            words = [*model, *given]
+            print(f"`{' '.join(words)}`\n\n{HEAD}")
+            for line in Bench(runs, words).table([option for option in options if option not in missing], rounds):
+                print(line, flush=True)
             print()
+    for option, why in missing.items():
+        print(f"not here: `{'='.join(option)}`: {'; '.join(why)}")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ class Task(ABC):
         """The repeated units of the model, in the order of the forward pass."""
 
     def head(self, model: nn.Module) -> nn.Linear | None:
-        """The layer that makes the logits; None where there is no such layer, or the task doesn't know it."""
+        """The layer that makes the logits, if the criterion is their cross-entropy summed over the targets; None where
+        there is no such layer, or the task doesn't know it."""
         del model
         return None
 
