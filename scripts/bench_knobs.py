@@ -1,7 +1,7 @@
 """What each knob saves, costs in speed and costs in accuracy: one option at a time against the baseline.
 
-    scripts/python scripts/bench_knobs.py [rounds] [overrides]
-    scripts/python scripts/bench_knobs.py 3 model=gpt2 data=synthetic train.batch_size=4 data.sequence_length=256
+    scripts/python scripts/bench_knobs.py [rounds] [only=GROUP,GROUP] [overrides]
+    scripts/python scripts/bench_knobs.py 3 only=logits model=gpt2 data=synthetic train.batch_size=4 data.eval_samples=1
 
 Points of the command line, each in a fresh process. Every round goes through all options, with a baseline before and
 after each two of them; an option's step time is divided by the mean of the baselines around it, and the table has the
@@ -37,6 +37,7 @@ from lowvram.settings import settings
 HEAD = """| option | peak | saves | other | process growth | time | gradient error |
 |---|---:|---|---:|---:|---:|---:|"""
 MIB = 2**20
+ONLY = "only="
 RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
 TIMED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
@@ -161,12 +162,13 @@ def as_double(batch: Part) -> Part:
 def main() -> None:
     given = sys.argv[1:]
     rounds = int(given.pop(0)) if given and given[0].isdigit() else 3
+    groups = given.pop(0)[len(ONLY) :].split(",") if given and given[0].startswith(ONLY) else list(neutral_options())
     is_model = any(word.startswith("model=") for word in given)
     device = choose_device("auto")
     absent = absent_facts(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {where}, {rounds} rounds; MiB\n")
-    options = [option for option in all_options() if neutral_options()[option[0]] != option[1]]
+    options = [each for each in all_options() if each[0] in groups and each[1] != neutral_options()[each[0]]]
     missing = {option: why for option in options if (why := why_not([option], absent))}
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
         for model in [[]] if is_model else MODELS:
@@ -176,7 +178,7 @@ def main() -> None:
                 print(line, flush=True)
             print()
     for option, why in missing.items():
-        print(f"not here: `{'='.join(option)}`: {'; '.join(why)}")
+        print(f"- `{'='.join(option)}`{why[0].removeprefix('='.join(option))}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,36 @@
-"""The script that tries every pair of options sees what is wrong."""
+"""docs/compatibility.md says what the facts say, and the script that made it sees what is wrong."""
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from lowvram.options import neutral_options
-from scripts.compatibility import FLOOR, Tried, fault, tolerance
+import pytest
+import torch
+
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import Fact
+from lowvram.options import all_options, all_pairs, label, neutral_options, why_not
+from scripts.compatibility import FLOOR, PAGE, Tried, fault, tolerance
+
+ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
+
+
+def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
+    here = [option for option in all_options() if not why_not([option], ABSENT)]
+    refused = {label(pair) for pair in all_pairs(here) if why_not(pair, ABSENT)}
+    assert set(re.findall(r"^\| `(\S+=\S+ \S+=\S+)` \|", PAGE.read_text(), re.MULTILINE)) == refused
+
+
+def test_the_page_counts_today_s_options() -> None:
+    (number,) = re.findall(r"^\| all \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    assert int(number) == len(all_pairs(all_options())), "run scripts/compatibility.py"
+
+
+def test_the_page_has_no_failures() -> None:
+    tried, trained = re.findall(r"^\| (?:tried|trained [^|]*) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    assert tried == trained
+    assert "## Failed" not in PAGE.read_text()
+
 
 NEUTRAL = frozenset(neutral_options().items())
 BF16 = frozenset({**neutral_options(), "precision": "bf16"}.items())
