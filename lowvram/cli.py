@@ -41,8 +41,9 @@ from lowvram.results.terminal import (
 from lowvram.results.wandb import sync_command
 from lowvram.resume import Resumed, has_snapshots, with_resumed
 from lowvram.settings import GROUPS, check_root
+from lowvram.start import EXIT_INTERRUPTED
 
-EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 3, 75
+EXIT_FAILED, EXIT_REFUSED = 1, 3
 LINGER_S = 10.0
 UNRECORDED = {"name": "none", "entity": None, "project": None}  # as logger=none
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -73,9 +74,6 @@ def run_program(program: Program, wants_traceback: bool) -> int:
             raise
         print(sentence(error), file=sys.stderr)
         return EXIT_REFUSED
-    except BrokenPipeError:  # nobody reads on: `python train.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
     except OSError as error:  # of the results: no room, no permission, no such place
         print(f"{error.filename or 'the results'}: can't be written ({error.strerror})", file=sys.stderr)
         return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED

@@ -279,7 +279,7 @@ def test_wheel_ships_the_whole_configuration(packages: Path, tmp_path: Path) -> 
 def test_wheel_runs_without_the_repository(packages: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(next(packages.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "installed")
-    code = "import sys; sys.path.insert(0, 'installed'); from lowvram.cli import main; sys.exit(main())"
+    code = "import sys; sys.path.insert(0, 'installed'); from lowvram.start import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", code, "--cfg", "job"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr

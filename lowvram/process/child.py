@@ -20,11 +20,12 @@ import torch
 
 from lowvram import job
 from lowvram.endings import Interrupted, ending, is_of_a_peer
-from lowvram.process.crew import EXIT_INTERRUPTED, STOPS, Place
+from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting, way_of
 from lowvram.settings import settings
+from lowvram.start import EXIT_INTERRUPTED
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowvram.start import EXIT_INTERRUPTED
+
 TERM, KILL = b"term", b"kill"
 STOPS = (signal.SIGINT, signal.SIGTERM)
 ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time for a last snapshot
 RANK_GRACE_S = 5.0  # the same for the other ranks of one that has failed
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-EXIT_ORPHANED, EXIT_INTERRUPTED = 70, 75
+EXIT_ORPHANED = 70
 
 libc = ctypes.CDLL(None, use_errno=True)
 

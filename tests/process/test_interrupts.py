@@ -63,7 +63,7 @@ def test_sigterm_of_the_program_saves(start: Start) -> None:
 
 
 def test_ctrl_c_before_the_steps(start: Start, tmp_path: Path) -> None:
-    """While Python starts, while the server imports torch, while the point is set up."""
+    """While the program is imported, while the server imports torch, while the point is set up."""
     moments = ("starting", "importing", "set_up")
     for moment in moments:
         (tmp_path / moment).mkdir()
@@ -81,12 +81,13 @@ def test_ctrl_c_before_the_steps(start: Start, tmp_path: Path) -> None:
         assert "Traceback" not in outcome.out + outcome.err
         calls[moment].wait_until_gone(1)
     assert list((tmp_path / "starting").iterdir()) == []
+    assert outcomes["starting"].err == "interrupted before anything began\n"
     assert outcomes["importing"].row["reason"] == "stopped before it could save"
     assert outcomes["set_up"].row["reason"] == "stopped in the set-up"
 
 
 def caught(pid: int) -> bool:
-    """Whether a process has a handler for SIGINT of its own, not Python's."""
+    """Whether a process has handlers of its own, not Python's, which is for SIGINT alone."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
 
