@@ -24,7 +24,7 @@ from lowvram.modes.utilisation import mfu
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.process.meeting import Meeting
 from lowvram.results.row import held_by_another_process
-from lowvram.settings import KNOB_GROUPS, Settings
+from lowvram.settings import GROUPS, KNOB_GROUPS, Settings
 
 
 def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop,
     rig = assemble(problem, knobs, device, settings.root.seed)
     torch.manual_seed(settings.root.seed + ranks.rank())  # the samples of each rank get masks of their own
     events("ready", fields=ready_fields(device))
-    print(f"data: {data.description}")
     folder, is_resumed = Path(request["folder"]), request["resume"]
-    session = Session(settings, knobs, problem, rig, data, events, stop, folder, is_resumed, started, resident_bytes)
+    about = (is_resumed, started, resident_bytes, chosen(request))
+    session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
     told = settings.groups["mode"].run(session)
     choices, samples_per_s = request["choices"], told.get("throughput", {}).get("samples_per_s")
     return fields.merged(
@@ -51,6 +51,13 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop,
         {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
         {"throughput": {"mfu": mfu(session, samples_per_s, choices["precision"])}},
     )
+
+
+def chosen(request: dict[str, Any]) -> dict[str, Any]:
+    """The option of each group, and each field of it, by dotted key."""
+    config = request["config"]
+    fields = {f"{group}.{name}": value for group in GROUPS for name, value in config[group].items()}
+    return {group: request["choices"][group] for group in GROUPS} | fields
 
 
 def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lowvram.config import require
 from lowvram.core.rig import Update
 from lowvram.data.loader import Waited
 from lowvram.endings import NonFinite
@@ -28,9 +29,10 @@ class Measure:
     """conf/mode/measure.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
+        require(not session.is_resumed, "mode", "measure", "train: a run that has snapshots can go on, nothing else")
         limits, device = session.settings.measure, session.rig.device
         batches, clock, history = session.batches(0), clock_for(device), History(session)
-        session.events("begin", step=0, num_steps=limits.warmup_steps + limits.steps, setup_s=session.age_s())
+        session.begin(0, limits.warmup_steps + limits.steps)
         for _ in range(limits.warmup_steps):  # optimizer state is born here
             history.step(batches)
         synchronise(device)

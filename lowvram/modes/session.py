@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -52,6 +53,12 @@ class Session:
     is_resumed: bool
     started: float  # time.monotonic() when the child began
     resident_bytes: int  # of the process, before it did anything
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each field of it, by key
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """All is set up, and nothing can be refused any more: the steps come."""
+        print(f"data: {self.data.description}")
+        self.events("begin", step=step, num_steps=num_steps, setup_s=self.age_s())
 
     def batches(self, first_step: int) -> Waited:
         """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""

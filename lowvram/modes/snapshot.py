@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
+from lowvram.config import CONSTANTS, BadInput, Incompatible
 from lowvram.core.ranks import first_goes_first, rank
 
 NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
+FORMED_BY = {  # the groups that give a part of a snapshot its form
+    "model": ("model", "task", "data", "adapter"),
+    "stepper": ("optimizer", "stepping", "precision", "adapter", "model"),
+}
+Check = Callable[[dict[str, Any]], None]
 
 
 @final
@@ -37,32 +45,89 @@ class Snapshots:
             old.unlink()
         return path
 
-    def load(self) -> dict[str, Any] | None:
-        """The newest sound snapshot, on the CPU; damaged ones are named aloud. None if there is none.
+    def load(self, check: Check = lambda state: None) -> dict[str, Any] | None:
+        """The newest sound snapshot, on the CPU; damaged ones are named aloud. None if there is none at all.
 
-        All ranks load it, and must."""
+        All ranks load it, and must.
+
+        Args:
+            check: raises what is wrong with a state, before anything is said or done.
+
+        Raises:
+            BadInput: all of them are damaged.
+        """
         with first_goes_first():
-            return self._load()
+            return self._load(check)
 
-    def _load(self) -> dict[str, Any] | None:
-        for path in self.newest_first():
-            match = NAME.fullmatch(path.name)
-            if match is not None and fingerprint(path) == match[2]:
-                print(f"continuing from {path}")
-                return torch.load(path, map_location="cpu", weights_only=True)
+    def _load(self, check: Check) -> dict[str, Any] | None:
+        paths = self.newest_first()
+        sound = next(filter(is_sound, paths), None)
+        if sound is None and paths:
+            allowed = f"a run with a sound snapshot: all {len(paths)} of this one are damaged, their bytes don't match"
+            mend = "start again without resume= (a point of a sweep: remove its folder)"
+            raise BadInput("resume", str(self.folder.parent), f"{allowed} their hashes; {mend}")
+        if sound is None:
+            return None
+        state = torch.load(sound, map_location="cpu", weights_only=True)
+        check(state)
+        for path in paths[: paths.index(sound)]:
             aside = path.with_suffix(".damaged")  # no snapshot any more: it must not count among those that are kept
             path.rename(aside)
             print(f"{path} is damaged (its bytes don't match its hash), now {aside.name}: going back to the one before")
-        return None
+        print(f"continuing from {sound}")
+        return state
 
     def newest_first(self) -> list[Path]:
-        return sorted((path for path in self.folder.glob("step_*.pt") if NAME.fullmatch(path.name)), reverse=True)
+        return sorted(self.folder.glob("step_*.pt"), reverse=True)
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a snapshot's bytes are those that were saved."""
+    match = NAME.fullmatch(path.name)
+    return match is not None and fingerprint(path) == match[2]
 
 
 def fingerprint(path: Path) -> str:
     """The first 64 bits of the SHA-256 of a file, as 16 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a snapshot that doesn't fit what was changed since.
+
+    Args:
+        now, saved: the states of model and stepper, and what was `chosen`: a value for every dotted key.
+
+    Raises:
+        Incompatible: each key that was changed, and what it must be.
+    """
+    for part, groups in FORMED_BY.items():
+        was, chosen = saved["chosen"], now["chosen"]
+        changed = [key for key in chosen if key.partition(".")[0] in groups and was.get(key) != chosen[key]]
+        # The fields of another option are others: the option tells it all.
+        named = [key for key in changed if key.partition(".")[0] not in changed or "." not in key]
+        if named and not has_form(saved[part], now[part]):
+            told = "; ".join(f"{key}={word(chosen[key])}: must be {word(was.get(key))}" for key in named)
+            raise Incompatible(f"{told} (as when the snapshot was saved: its {part} doesn't fit what was changed)")
+
+
+def has_form(saved: Any, fresh: Any) -> bool:
+    """Whether a state has the names and shapes of another one. What isn't born yet in that has every form."""
+    if isinstance(fresh, Tensor):
+        return isinstance(saved, Tensor) and saved.shape == fresh.shape
+    if isinstance(fresh, Mapping) and fresh:
+        same_names = isinstance(saved, Mapping) and saved.keys() == fresh.keys()
+        return same_names and all(has_form(saved[name], fresh[name]) for name in fresh)
+    if isinstance(fresh, list | tuple) and fresh:
+        same_length = isinstance(saved, list | tuple) and len(saved) == len(fresh)
+        return same_length and all(map(has_form, saved, fresh))
+    return saved == fresh if isinstance(fresh, str) else True
+
+
+def word(value: Any) -> str:
+    """As a user types it."""
+    return CONSTANTS.get(repr(value), str(value))
 
 
 def random_state() -> dict[str, torch.Tensor]:

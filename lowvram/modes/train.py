@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from lowvram.modes.compiling import CompileTimes, chosen, compile_seconds
 from lowvram.modes.evaluate import Evaluation, evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
-from lowvram.modes.snapshot import Snapshots, my_random_state, random_state, set_random_state
+from lowvram.modes.snapshot import Snapshots, check_form, my_random_state, random_state, set_random_state
 
 SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
 
@@ -69,15 +70,16 @@ class TrainingRun:
         self.num_targets: list[Tensor] = []  # of each step of this process
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
-        if session.is_resumed and (state := self.snapshots.load()):
+        check = partial(check_form, self.formed_state())
+        state = self.snapshots.load(check) if session.is_resumed else None
+        if state is not None:
             self.restore(state)
 
     def begin(self) -> None:
         """The last thing before the first step, after all that draws random numbers."""
         if self.random is not None:
             set_random_state(self.random)
-        total = self.session.settings.train.steps
-        self.session.events("begin", step=self.step, num_steps=total, setup_s=self.session.age_s())
+        self.session.begin(self.step, self.session.settings.train.steps)
         self.logged_at = time.monotonic()
 
     def count(self, loss: Tensor, update: Update, batch: Part) -> None:
@@ -126,9 +128,17 @@ class TrainingRun:
             "num_applied": self.num_applied,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
-            "model": self.session.rig.model.state_dict(),
-            "stepper": self.session.rig.stepper.state_dict(),
             "random": of_all(random_state()),
+            **self.formed_state(),
+        }
+
+    def formed_state(self) -> dict[str, Any]:
+        """The part whose form depends on what was chosen."""
+        rig = self.session.rig
+        return {
+            "chosen": dict(self.session.chosen),
+            "model": rig.model.state_dict(),
+            "stepper": rig.stepper.state_dict(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:

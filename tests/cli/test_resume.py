@@ -105,6 +105,41 @@ def test_a_refused_continuation_changes_nothing(call: Call, interrupted: Path) -
     assert call("resume=last", "name=null").code == 0
 
 
+# What a snapshot doesn't fit -> the sentence about it.
+MISFITS = {
+    "model.width=64": "model.width=64: must be 32 (",
+    "model.num_layers=2 model.dropout=0.5 accum=x2": "model.num_layers=2: must be 1; model.dropout=0.5: must be 0.0 (",
+    "optimizer=sgd optimizer.lr=0.5": "optimizer=sgd: must be adamw (",
+    "optimizer=adafactor": "optimizer=adafactor: must be adamw (",
+    "optimizer=adamw_8bit": "optimizer=adamw_8bit: must be adamw (",
+    "optimizer.moments=bf16": "optimizer.moments=bf16: must be fp32 (",
+    "stepping=in_backward": "stepping=in_backward: must be after_backward (",
+    "precision=fp16": "precision=fp16: must be fp32 (",
+    "mode=measure": "mode='measure': must be train",
+}
+
+
+def test_what_a_snapshot_does_not_fit_is_refused(call: Call, interrupted: Path) -> None:
+    """And nothing of the run is lost."""
+    before = {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()}
+    for words, expected in MISFITS.items():
+        assert call("resume=last", *words.split()).sentence.startswith(expected)
+        assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before
+    assert call("resume=last", "name=null", "precision=bf16", "ckpt=every1", "model.dropout=0.5").code == 0
+
+
+def test_nothing_but_damaged_snapshots(call: Call, interrupted: Path) -> None:
+    """The run is not started again unasked; without resume= it is."""
+    for path in interrupted.glob("snapshots/step_*.pt"):
+        path.write_bytes(path.read_bytes()[:-1])
+    (interrupted / "result.json").unlink()  # as after `kill -9`
+    before = {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()}
+    sentence = call(f"resume={interrupted}").sentence
+    assert sentence.startswith(f"resume='{interrupted}': must be a run with a sound snapshot: all 2")
+    assert "start again without resume=" in sentence
+    assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before
+
+
 def test_the_newest_unfinished_run_is_the_last(call: Call, interrupted: Path) -> None:
     """Not a finished one, not one without a snapshot; and only below the outputs folder."""
     moved = interrupted.parents[1] / "out=puts" / "run"

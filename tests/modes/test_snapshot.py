@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lowvram.config import BadInput, Incompatible
 from lowvram.modes import snapshot as snapshot_module
-from lowvram.modes.snapshot import Snapshots, fingerprint, random_state, set_random_state
+from lowvram.modes.snapshot import Snapshots, check_form, fingerprint, has_form, random_state, set_random_state
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -67,12 +68,68 @@ def test_a_damaged_one_is_told_of_and_the_one_before_is_used(
     assert paths[-1].with_suffix(".damaged").exists()
 
 
-def test_nothing_but_damaged_ones_is_nothing(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, keep=2)
+def test_nothing_but_damaged_ones_is_refused(tmp_path: Path) -> None:
+    """And all stay as they are: whoever wants to start again says so."""
+    snapshots = Snapshots(tmp_path / "snapshots", keep=2)
     for step in (1, 2):
         snapshots.save(step, state_of(step)).write_bytes(b"junk")
-    assert snapshots.load() is None
-    assert snapshots.newest_first() == []
+    before = names(snapshots.folder)
+    with pytest.raises(BadInput, match=f"resume='{tmp_path}': must be .* all 2 of this one are damaged"):
+        snapshots.load()
+    assert names(snapshots.folder) == before
+
+
+def test_a_state_that_is_refused_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    for step in (1, 2):
+        path = snapshots.save(step, state_of(step))
+    path.write_bytes(b"junk")
+    before = names(tmp_path)
+
+    def refuse(state: dict[str, Any]) -> None:
+        raise Incompatible(f"not {state['step']}")
+
+    with pytest.raises(Incompatible, match="not 1"):
+        snapshots.load(refuse)
+    assert names(tmp_path) == before
+    assert capsys.readouterr().out == ""
+
+
+FORMS = {
+    "the same": ({"a": torch.ones(2), "b": [1, "x"]}, {"a": torch.zeros(2), "b": [2, "x"]}, True),
+    "not born yet": ({"state": {0: torch.ones(2)}, "norm": torch.ones(())}, {"state": {}, "norm": None}, True),
+    "another shape": ({"a": torch.ones(2)}, {"a": torch.ones(3)}, False),
+    "one more": ({"a": 1}, {"a": 1, "b": 1}, False),
+    "one less": ({"a": [1, 2]}, {"a": [1]}, False),
+    "another kind": ({"a": 1.0}, {"a": torch.ones(2)}, False),
+    "another name": ({"a": "x"}, {"a": "y"}, False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str) -> None:
+    saved, fresh, expected = FORMS[form]
+    assert has_form(saved, fresh) is expected
+
+
+def test_only_what_was_changed_is_to_blame() -> None:
+    """Without a change the state is tried: another version of torch may know more names."""
+    states = {"model": {"a": torch.ones(2)}, "stepper": {"b": 1}}
+    saved = {"chosen": {"model": "big", "model.width": 2, "optimizer": "adamw"}, **states}
+    check_form(saved | {"stepper": {}}, saved)
+    check_form(saved | {"stepper": {"b": 1, "c": 1}}, saved)
+    check_form(saved | {"chosen": {**saved["chosen"], "accum": "x2"}, "stepper": {"c": 1}}, saved)
+    wider = {"chosen": {"model": "big", "model.width": 3, "optimizer": "sgd"}, **states, "model": {"a": torch.ones(3)}}
+    with pytest.raises(Incompatible, match=r"^model.width=3: must be 2 \(as when the snapshot was saved: its model"):
+        check_form(wider, saved)
+    other = {
+        "chosen": {"model": "small", "model.width": 3, "optimizer": "adamw"},
+        **states,
+        "model": {},
+        "stepper": {"c": 1},
+    }
+    with pytest.raises(Incompatible, match=r"^model=small: must be big \("):
+        check_form(other, saved)
 
 
 def test_one_that_cannot_be_finished_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class LowBit(torch.optim.Optimizer):
 
     def __init__(self, inner: Any, number: int) -> None:
         super().__init__([{**group, "lr": float(group["lr"])} for group in inner.param_groups], {})
-        self.param_groups[0] |= {"noise_of": number, "noise_step": 0}
+        self.param_groups[0] |= {"noise_of": number, "noise_step": 0, "codes": type(inner).__name__}
         self.inner = inner
 
     @torch.no_grad()
