@@ -39,7 +39,7 @@ from lowvram.results.terminal import (
     summary,
 )
 from lowvram.results.wandb import sync_command
-from lowvram.resume import Resumed, has_snapshots, with_resumed
+from lowvram.resume import Resumed, check_new, has_snapshots, holds_run, with_resumed
 from lowvram.settings import GROUPS, check_root
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -196,6 +196,8 @@ class Program:
             seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
             values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
             check_own(config)
+            if not is_sweep and config.resume is None:
+                check_new(folder)
         except MISTAKES:
             self.forget(folder, config.paths.outputs)
             raise
@@ -248,7 +250,7 @@ class Program:
 
     def forget(self, folder: Path, outputs: str | None) -> None:
         """A run that was refused leaves no folder; if an earlier one has filled it, that is as it was."""
-        if rows.read(folder) is None and not has_snapshots(folder):
+        if not holds_run(folder):
             remove_folder(folder, Path(str(outputs)))
         self.resumed.put_back()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 PACKAGE = "lowvram."
@@ -71,13 +71,13 @@ def walk(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     yield key, node
     if isinstance(node, DictConfig):
         for name in node:
-            if OmegaConf.is_missing(node, name):
-                raise BadInput(f"{key}.{name}" if key else str(name), "???", "given a value")
-            yield from walk(node[name], f"{key}.{name}" if key else str(name))
+            inner = f"{key}.{name}" if key else str(name)
+            # What a missing value must be is told by the class (see typed_values).
+            yield from [(inner, MISSING)] if OmegaConf.is_missing(node, name) else walk(node[name], inner)
     elif isinstance(node, ListConfig):
         for index in range(len(node)):
             if OmegaConf.is_missing(node, index):
-                raise BadInput(f"{key}[{index}]", "???", "given a value")
+                raise BadInput(f"{key}[{index}]", MISSING, "given a value")
             yield from walk(node[index], f"{key}[{index}]")
 
 
@@ -121,7 +121,8 @@ def typed_values(target: type, values: dict[Any, Any], key: str) -> dict[str, An
     try:
         return {name: plain(schema[name]) for name in names}
     except MissingMandatoryValue as error:
-        raise BadInput(f"{dot}{error.key}", "???", "given a value") from None
+        allowed = f"given a value: {described_type(target, str(error.key))}"
+        raise BadInput(f"{dot}{error.key}", MISSING, allowed) from None
 
 
 def plain(value: Any) -> Any:

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "output_dir": "it is paths.outputs",
     "resume_from_checkpoint": "it is resume=last or resume=FOLDER",
 }
+ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that say what is to be done
 SNAPSHOT_HINT = "ckpt is activation checkpointing; saved training state is a snapshot: resume=last or resume=FOLDER"
 
 
@@ -101,9 +102,20 @@ def sorted_words(words: list[str]) -> list[str]:
         raise Refused(str(error)) from None
     if unknown:
         raise Refused(unknown_flag(unknown[0]))
+    check_flags(known)
     for override in known.overrides:
         check_override(override)
     return [*(word for word in words if word not in known.overrides), *known.overrides]
+
+
+def check_flags(known: argparse.Namespace) -> None:
+    """What Hydra can't do at once."""
+    typed = [flag for flag in ONE_OF if getattr(known, flag[2:].replace("-", "_"))]
+    if len(typed) > 1:
+        hint = "; --cfg shows one configuration: type one value for each key" if known.multirun and known.cfg else ""
+        raise Refused(f"{' '.join(typed)}: must be typed one without the other{hint}")
+    if known.resolve and not known.cfg:
+        raise Refused("--resolve: must be typed with --cfg job")
 
 
 def unknown_flag(word: str) -> str:

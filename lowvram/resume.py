@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from lowvram.config import BadInput
 from lowvram.results import row as rows
-from lowvram.results.terminal import hydra_quoted
+from lowvram.results.terminal import hydra_quoted, shown_path
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -20,7 +20,7 @@ class Resumed:
     """The words of the command line, with those of the run that they continue."""
 
     words: list[str]
-    notes: dict[Path, bytes] = field(default_factory=dict)  # what Hydra had noted of that run
+    notes: dict[Path, bytes] = field(default_factory=dict)  # what Hydra had noted of the run that was there
 
     def moved(self, folder: Path) -> Resumed:
         """The same run, but Hydra leaves nothing in its folder."""
@@ -43,7 +43,7 @@ def with_resumed(words: list[str]) -> Resumed:
     """
     wanted = typed_value(words, "resume")
     if wanted is None:
-        return Resumed(words)
+        return Resumed(words, notes_of(Path(typed_value(words, "hydra.run.dir") or "")))
     if not set(words).isdisjoint(MULTIRUN):
         raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same words and hydra.sweep.dir")
     folder = newest_unfinished(words) if wanted == "last" else Path(wanted).expanduser()
@@ -53,9 +53,9 @@ def with_resumed(words: list[str]) -> Resumed:
     taken = {"resume", *map(key, typed)}
     kept = [word for word in overrides_of(folder) if key(word) not in taken]
     where = hydra_quoted(str(folder.resolve()))
-    notes = {path: path.read_bytes() for path in (folder / ".hydra").iterdir()}
     # One run, also if a preset of its words makes a sweep.
-    return Resumed([*kept, *typed, f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"], notes)
+    again = [*kept, *typed, f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"]
+    return Resumed(again, notes_of(folder))
 
 
 def key(word: str) -> str:
@@ -88,6 +88,23 @@ def newest_unfinished(words: list[str]) -> Path:
         if row is None or not rows.is_final(row):
             return folder
     raise BadInput("resume", "last", f"a folder: no unfinished run below {outputs} has a snapshot")
+
+
+def notes_of(folder: Path) -> dict[Path, bytes]:
+    """What Hydra has noted of a run: nothing where none is."""
+    return {path: path.read_bytes() for path in folder.glob(".hydra/*")}
+
+
+def check_new(folder: Path) -> None:
+    """Refuse to start a run where there is one."""
+    if holds_run(folder):
+        instead = f"; resume={hydra_quoted(shown_path(folder))} goes on with this one" if has_snapshots(folder) else ""
+        raise BadInput("hydra.run.dir", shown_path(folder), f"a folder that holds no run yet{instead}")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has what a run leaves."""
+    return rows.read(folder) is not None or has_snapshots(folder)
 
 
 def has_snapshots(folder: Path) -> bool:

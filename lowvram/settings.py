@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lowvram.config import BadInput, build, build_as, checked_values, require
 
@@ -147,12 +147,13 @@ def check_root(config: DictConfig) -> dict[str, Any]:
         if name not in (*known, "hydra"):
             raise BadInput(str(name), config[name], f"removed: the root knows {', '.join(known)}")
     for name in known:
-        if name not in config:
+        if name not in config.keys():  # noqa: SIM118  # "in config" also denies a key without a value
             raise BadInput(name, "~", "there: without it nothing runs, and its default changes nothing")
     for name in (*GROUPS, *PARENT_ONLY, *SECTIONS):
-        if not isinstance(config[name], DictConfig):
-            raise BadInput(name, config[name], f"one option of the group {name}, or its keys one by one")
-    root = DictConfig({name: config[name] for name in RootSettings.__dataclass_fields__})
+        node = MISSING if OmegaConf.is_missing(config, name) else config[name]
+        if not isinstance(node, DictConfig):
+            raise BadInput(name, node, f"one option of the group {name}, or its keys one by one")
+    root = OmegaConf.masked_copy(config, list(RootSettings.__dataclass_fields__))
     built = {"root": build_as(RootSettings, checked_values(root, ""), "")}
     return built | {name: build_as(cls, checked_values(config[name], name), name) for name, cls in SECTIONS.items()}
 

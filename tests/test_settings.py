@@ -82,7 +82,7 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         ("steps", "many", "train.steps='many': must be a whole number"),
         ("stepz", 3, "train.stepz=3: must be removed: train knows batch_size, steps, eval_every, log_every"),
         ("batch_size", "None", "train.batch_size='None': must be null if nothing is meant (YAML's word for it)"),
-        ("batch_size", "???", "train.batch_size='???': must be given a value"),
+        ("batch_size", "???", "train.batch_size='???': must be given a value: a whole number"),
     ):
         config = whole()
         OmegaConf.set_struct(config, False)

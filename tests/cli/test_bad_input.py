@@ -42,7 +42,10 @@ MISTAKES = {
     # the string None, what is missing, what is no number
     "model.dropout=None": ["model.dropout='None': must be null"],
     "~train.steps": ["train.steps", "must be given a value"],
-    "data=text": ["data.path='???': must be given a value"],
+    "data=text": ["data.path='???': must be given a value: text"],
+    "seed=???": ["seed='???': must be given a value: a whole number"],
+    "timeout_s=???": ["timeout_s='???': must be given a value: a number or null"],
+    "train=???": ["train='???': must be one option"],
     "optimizer.lr=nan": ["optimizer.lr=nan: must be"],
     "timeout_s=nan": ["timeout_s=nan: must be"],
     # ranges
@@ -74,6 +77,9 @@ MISTAKES = {
     "--precision=bf16": ["--precision=bf16: no such flag; type precision=bf16, without dashes"],
     "--lr 0.1": ["--lr: no such flag; the learning rate is optimizer.lr"],
     "--cfg=nope": ["--cfg", "nope"],
+    "-m seed=1,2 --cfg job": ["--multirun --cfg: must be typed one without the other", "one value for each key"],
+    "--run --info all": ["--run --info: must be typed one without the other"],
+    "--resolve": ["--resolve: must be typed with --cfg"],
     # interpolations
     "seed=${nope}": ["nope", "not found"],
     "seed=${oc.env:LOWVRAM_NOPE}": ["seed", "LOWVRAM_NOPE", "not found"],
@@ -110,6 +116,7 @@ SWEPT_MISTAKES = {
     "seed=1,2 ~precision": ["precision='~'", "without it nothing runs"],
     "seed=1,2 name=../../x": ["name='../../x': must be"],
     "seed=1,${nope}": ["nope", "not found"],
+    "seed=1,???": ["seed='???': must be given a value"],
     "seed=range(": ["seed=range(: Hydra can't read this value"],
     "seed=1,2 resume=last": ["resume='last': must be typed without -m"],
 }

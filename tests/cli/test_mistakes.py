@@ -42,7 +42,7 @@ def test_the_hints_name_keys_that_exist() -> None:
     assert not set(ELSEWHERE) & {*GROUPS, *ROOT_KEYS}
 
 
-@pytest.mark.parametrize("words", ["a=1 -m b=1,2", "-m a=1 b=1,2", "a=1 b=1,2 --multirun", "a=1 --cfg job -m b=2"])
+@pytest.mark.parametrize("words", ["a=1 -m b=1,2", "-m a=1 b=1,2", "a=1 b=1,2 --multirun", "a=1 --cfg job b=2"])
 def test_flags_may_stand_anywhere(words: str) -> None:
     flags = [word for word in words.split() if "=" not in word]
     assert sorted_words(words.split()) == [*flags, *(word for word in words.split() if "=" in word)]

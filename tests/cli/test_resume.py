@@ -140,6 +140,30 @@ def test_nothing_but_damaged_snapshots(call: Call, interrupted: Path) -> None:
     assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before
 
 
+def test_a_run_is_not_continued_unasked(call: Call, interrupted: Path) -> None:
+    """The same command, or another one, in the folder of a run: nothing in it changes."""
+    before = {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()}
+    words = (*TINY, "train.steps=5", "hydra.run.dir=outputs/run")
+    refused = "hydra.run.dir='outputs/run': must be a folder that holds no run yet"
+    for more in ((), ("model.width=64",)):
+        assert call(*words, *more).sentence == f"{refused}; resume=outputs/run goes on with this one"
+        assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before
+    shutil.rmtree(interrupted / "snapshots")
+    assert call(*words).sentence == refused
+    assert (interrupted / "result.json").read_bytes() == before[interrupted / "result.json"]
+
+
+def test_a_sweep_of_one_point_goes_on_with_the_same_words(call: Call, tmp_path: Path) -> None:
+    """What a scheduler may start again and again: a run that its time limit cuts off, until it is finished."""
+    words = ("-m", *TINY, "train.steps=5", "snapshot.every_steps=1", "hydra.sweep.dir=outputs/job")
+    assert call(*words, "name=term@4").code == 75
+    finished = call(*words)
+    assert finished.code == 0, finished.said()
+    assert "continuing from" in finished.out
+    assert [line["step"] for line in history(finished.folder) if "loss/train" in line] == [1, 2, 3, 4, 5]
+    assert call(*words).code == 0
+
+
 def test_the_newest_unfinished_run_is_the_last(call: Call, interrupted: Path) -> None:
     """Not a finished one, not one without a snapshot; and only below the outputs folder."""
     moved = interrupted.parents[1] / "out=puts" / "run"
