@@ -19,7 +19,9 @@ OUT_OF_MEMORY_WORDS = (
     "bad_alloc",
     "cannot allocate memory",
     "thread creation failed",
+    "can't start new thread",
 )
+COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 PHASES = {  # the innermost of these functions of ours on the stack names the phase
     "update": "the update",
     "backward": "the backward pass",
@@ -100,6 +102,8 @@ def phase(trace: TracebackType | None) -> str:
     """What was going on, read off the stack, so that no step pays for keeping track."""
     found = "the set-up"
     for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_filename.endswith(COMPILERS_FILES):
+            return "compiling, which takes memory of its own"
         if "lowvram" in frame.f_code.co_filename:
             found = PHASES.get(frame.f_code.co_name, found)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 
 from lowvram.config import BadInput
 from lowvram.core import ranks
-from lowvram.core.device import choose_device
-from lowvram.core.knob import Knob
+from lowvram.core.device import absent_facts, choose_device
+from lowvram.core.knob import Knob, conflicts
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
@@ -21,10 +22,13 @@ from lowvram.modes.fields import status_bytes
 from lowvram.modes.session import Events, Session, Stop
 from lowvram.modes.trace import peak_on_paper
 from lowvram.modes.utilisation import mfu
+from lowvram.options import knob_of
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.process.meeting import Meeting
 from lowvram.results.row import held_by_another_process
 from lowvram.settings import GROUPS, KNOB_GROUPS, Settings
+
+TO_HOST = {("offload", "activations"), ("offload", "parameters"), ("stepping", "cpu_offload")}  # a CPU is its own host
 
 
 def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
@@ -65,9 +69,24 @@ def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
     spec = open_data(settings).spec
     problem = settings.groups["task"].pose(settings.groups["model"], spec)
     knobs = named_knobs(settings, choices, torch.device("cpu"))
-    peak = peak_on_paper(problem, knobs, settings.train.batch_size // ranks.num_ranks())
+    peak = peak_on_paper(problem, knobs, settings.train.batch_size)
     by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}
     return {"allocated_bytes": peak.peak_bytes, "by_kind": by_kind}
+
+
+def can_replace(settings: Settings, choices: dict[str, str]) -> Callable[[str, str], bool]:
+    """Tells whether an option can take the place of the one that its group has here, and makes a difference."""
+    device, num_ranks = choose_device(settings.root.device), ranks.num_ranks()
+    absent = absent_facts(device)
+
+    def answer(group: str, option: str) -> bool:
+        groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
+        knobs = {f"{name}={(choices | {group: option})[name]}": groups[name] for name in KNOB_GROUPS}
+        is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
+        helps = device.type != "cpu" or (group, option) not in TO_HOST
+        return helps and is_whole and not conflicts(knobs, absent)
+
+    return answer
 
 
 def open_data(settings: Settings) -> Data:

@@ -257,9 +257,8 @@ class Recording:
 
     def _advise(self) -> None:
         status, choices = self.row["status"], self.row["choices"]
-        if status == Status.OOM:
-            by_kind = (self.row["plan"] or {}).get("by_kind")
-            self.add({"reason": f"{self.row['reason']}; {out_of_memory_advice(by_kind, choices)}"})
+        if status == Status.OOM and self.row["plan"] is None:  # else the child has told it, which knows more
+            self.add({"reason": f"{self.row['reason']}; {out_of_memory_advice(None, choices)}"})
         if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
             self.progress.say(advice)
 

@@ -24,6 +24,7 @@ from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting, way_of
+from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -124,7 +125,7 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
     stop.settle()
     lift()
     if fields["status"] == "oom":
-        fields |= after_out_of_memory(request)
+        fields |= after_out_of_memory(request, fields["reason"])
     if "choices" in request:
         fields |= {"choices": request["choices"]}  # a cap has changed one of them
     spoken.flush()
@@ -175,10 +176,14 @@ def write_proc(name: str, text: str) -> None:
         Path(f"/proc/self/{name}").write_text(text)
 
 
-def after_out_of_memory(request: dict[str, Any]) -> dict[str, Any]:
-    """What the point would have held at its peak, traced on tensors without memory, for the advice."""
+def after_out_of_memory(request: dict[str, Any], reason: str) -> dict[str, Any]:
+    """What the point would have held at its peak, traced on tensors without memory, and what can be done about it."""
     try:
-        return {"plan": job.trace(settings(request["config"]), request["choices"])}
+        whole, choices = settings(request["config"]), request["choices"]
+        plan = job.trace(whole, choices)
+        is_possible = job.can_replace(whole, choices)
+        advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, whole.vram_bytes)
+        return {"plan": plan, "reason": f"{reason}; {advice}"}
     except Exception as error:
         print(f"note: the memory that it needs can't be traced ({type(error).__name__}: {error})")
         return {}

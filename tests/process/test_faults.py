@@ -119,6 +119,18 @@ def test_running_out_of_memory_is_told_with_advice(call: Call) -> None:
     assert row["reason"] in outcome.out
 
 
+def test_what_is_advised_can_be_had(call: Call) -> None:
+    """The batch has four samples, and a CPU's host memory is its own; what is offered runs."""
+    words, offered = [*TINY, "train.steps=1"], []
+    for expected in ({"ckpt=every1", "accum=x4"}, {"precision=bf16", "optimizer=adamw_8bit"}):
+        words += offered
+        outcome = call(*words, "name=out_of_memory@1")
+        assert outcome.row["status"] == "oom", outcome.said()
+        offered = outcome.row["reason"].rpartition(": try ")[2].split(" or ")
+        assert set(offered) == expected
+    assert call(*words, "precision=bf16").code == 0
+
+
 def test_the_advice_helps(call: Call) -> None:
     """What the row proposes fits under the same cap."""
     outcome = call(

@@ -2,9 +2,10 @@
 
 import pytest
 
-from lowvram.results.advice import data_wait_advice, out_of_memory_advice
+from lowvram.options import options_of
+from lowvram.results.advice import _REMEDIES, data_wait_advice, out_of_memory_advice
 
-NEUTRAL = {"ckpt": "none", "accum": "none", "precision": "fp32", "optimizer": "adamw"}
+NEUTRAL = {"ckpt": "none", "accum": "none", "precision": "fp32", "optimizer": "adamw", "offload": "none"}
 ACTIVATIONS = {"activations": 71, "parameters": 20, "optimizer": 9, "gradients": None, "host": 500}
 STATES = {"optimizer": 60, "activations": 30, "parameters": 10}
 
@@ -13,26 +14,64 @@ def test_the_largest_kind_is_named_with_its_share_of_device_memory():
     advice = out_of_memory_advice(ACTIVATIONS, NEUTRAL)
     assert advice == "activations are 71 % of the peak: try ckpt=every1 or accum=x8"
     advice = out_of_memory_advice(STATES, NEUTRAL)
-    assert advice == "the optimizer's state is 60 % of the peak: try optimizer=sgd or ckpt=every1"
+    assert advice == "the optimizer's state is 60 % of the peak: try optimizer=adamw_8bit or stepping=cpu_offload"
 
 
 @pytest.mark.parametrize(
     ("used", "offered"),
     [
         ({"ckpt": "every2"}, "ckpt=every1 or accum=x8"),
-        ({"ckpt": "every1"}, "accum=x8 or precision=bf16"),
-        ({"ckpt": "every1", "accum": "x8"}, "accum=x16 or precision=bf16"),
-        ({"ckpt": "every1", "accum": "x32"}, "precision=bf16 or optimizer=sgd"),
-        ({"ckpt": "every1", "accum": "x32", "precision": "fp16"}, "optimizer=sgd"),
+        ({"ckpt": "every1"}, "accum=x8 or offload=activations"),
+        ({"ckpt": "every1", "accum": "x8"}, "offload=activations or precision=bf16"),
+        ({"ckpt": "every1", "accum": "x8", "offload": "activations"}, "precision=bf16 or accum=x16"),
+        ({"ckpt": "every1", "accum": "x32", "offload": "activations"}, "precision=bf16 or optimizer=adamw_8bit"),
     ],
 )
 def test_only_what_is_not_in_use_is_offered(used: dict[str, str], offered: str):
-    assert out_of_memory_advice(ACTIVATIONS, NEUTRAL | used).endswith(f": try {offered}")
+    # Among what is left, the optimizer's state weighs more than parameters.
+    by_kind = ACTIVATIONS | {"optimizer": 21}
+    assert out_of_memory_advice(by_kind, NEUTRAL | used).endswith(f": try {offered}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "used", "offered"),
+    [
+        ("optimizer", {}, "optimizer=adamw_8bit or stepping=cpu_offload"),
+        ("optimizer", {"optimizer": "adamw_8bit"}, "optimizer=adamw_4bit or stepping=cpu_offload"),
+        ("gradients", {}, "stepping=in_backward"),
+        ("parameters", {}, "precision=bf16_pure or offload=parameters"),
+    ],
+)
+def test_each_kind_has_remedies_of_its_own(kind: str, used: dict[str, str], offered: str):
+    assert f"try {offered}" in out_of_memory_advice({kind: 100}, NEUTRAL | used)
+
+
+def test_what_is_not_possible_is_not_offered():
+    def is_possible(group: str, option: str) -> bool:
+        return (group, option) not in {("ckpt", "every1"), ("accum", "x8"), ("offload", "activations")}
+
+    assert out_of_memory_advice(ACTIVATIONS, NEUTRAL, is_possible).endswith(": try accum=x4 or precision=bf16")
+
+
+def test_what_is_offered_exists():
+    for remedies in _REMEDIES.values():
+        for group, option, worse in remedies:
+            assert {option, *worse.split()} <= set(options_of(group))
 
 
 def test_the_end_of_all_options():
-    used = {"ckpt": "every1", "accum": "x32", "precision": "bf16", "optimizer": "sgd"}
+    used = {"ckpt": "every1", "accum": "x32", "precision": "bf16_pure", "optimizer": "sgd"}
+    used |= {"offload": "parameters", "stepping": "in_backward"}
     assert out_of_memory_advice(ACTIVATIONS, used).endswith(": try a smaller model or a larger vram")
+
+
+def test_tensors_that_would_fit_are_not_to_blame():
+    """A compiler, a library: they take memory of their own."""
+    advice = "the tensors of a step take only 0.00 MiB of it: try {}a larger vram"
+    assert out_of_memory_advice(ACTIVATIONS, NEUTRAL, room_bytes=300) == advice.format("")
+    compiled = NEUTRAL | {"compile": "blocks"}
+    assert out_of_memory_advice(ACTIVATIONS, compiled, room_bytes=300) == advice.format("compile=none or ")
+    assert out_of_memory_advice(ACTIVATIONS, NEUTRAL, room_bytes=100).startswith("activations are")
 
 
 @pytest.mark.parametrize("by_kind", [None, {}, {"activations": 0}])
