@@ -92,6 +92,7 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
     Args:
         stop_signals: how often somebody asked to stop so far.
     """
+    server.wait_until_ready(Orders(None, stop_signals))
     recording, orders = Recording(point, progress), Orders(point.config["timeout_s"], stop_signals)
     around = Circumstances(point.folder, orders, num_oom_kills())
     request = {

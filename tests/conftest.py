@@ -68,6 +68,7 @@ class Borrowed:
     """The shared server as one call sees it, which is not to stop it."""
 
     run: Callable[..., Any]
+    wait_until_ready: Callable[..., None]
 
     def stop(self) -> None:
         pass
@@ -89,7 +90,7 @@ def call(
     monkeypatch.setenv("PYTHONPATH", str(FAULTS))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    monkeypatch.setattr(cli, "Server", lambda: Borrowed(shared_server.run))
+    monkeypatch.setattr(cli, "Server", lambda: Borrowed(shared_server.run, shared_server.wait_until_ready))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*words: str) -> Outcome:

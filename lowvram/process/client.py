@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ class Server:
                 self._process.kill()  # still importing: there is nothing to save
             self._process.wait()
         self._process = self._socket = None
+
+    def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
+        """Until torch is imported, so that no point's time pays for it; or until there is an order."""
+        self.start()
+        with suppress(OSError):  # it has died: `run` tells
+            self._wait_ready(order)
 
     def run(
         self, request: dict[str, Any], on_event: Callable[[Event], None], order: Callable[[], bytes | None]

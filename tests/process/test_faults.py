@@ -185,6 +185,15 @@ def test_time_is_up(start: Start, tmp_path: Path) -> None:
         call.wait_until_gone(1)
 
 
+@pytest.mark.slow
+def test_the_import_of_torch_takes_none_of_the_time(train: Call, tmp_path: Path) -> None:
+    """However slow the disk."""
+    slowly = 'import sys, time\n"lowvram.process.server" in sys.orig_argv and time.sleep(5)\n'
+    (tmp_path / "sitecustomize.py").write_text(slowly)
+    outcome = train(*TINY, "train.steps=1", "timeout_s=5", env={"PYTHONPATH": str(tmp_path)})
+    assert outcome.row["status"] == "ok", outcome.said()
+
+
 def test_what_can_still_save_when_time_is_up_does(call: Call) -> None:
     outcome = call(*TINY, "train.steps=900", "timeout_s=1", "name=slow")
     assert outcome.row["reason"] == "still running after timeout_s=1"
