@@ -8,6 +8,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
@@ -56,6 +57,11 @@ def make_contiguous(model: nn.Module) -> None:
             if not parameter.is_contiguous():
                 contiguous = nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
                 module.register_parameter(name, made.setdefault(parameter, contiguous))
+
+
+def class_name(module: nn.Module) -> str:
+    """Of the class that the model made: FSDP2 gives what it shards a class of its own on top."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
 def spread_as(like: Tensor, shard: Tensor) -> Tensor:

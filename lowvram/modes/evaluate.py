@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lowvram.core.ranks import num_ranks, summed
-from lowvram.core.rig import Part, Rig
+from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.loader import eval_batches
+from lowvram.endings import NonFinite
 from lowvram.modes.session import Session
 
 
@@ -37,6 +38,8 @@ def evaluate(session: Session) -> Evaluation:
     finally:
         rig.model.train()
     loss, correct, num_targets = sums.tolist()
+    if not num_targets:
+        raise NonFinite(f"no target counts in the held-out samples, all are {IGNORE}: there is no mean loss")
     return Evaluation(loss / num_targets, session.problem.scores(loss / num_targets, correct / num_targets))
 
 

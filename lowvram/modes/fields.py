@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core.ranks import summed
+from lowvram.core.shards import class_name
 from lowvram.data.spec import Modality
 from lowvram.modes.evaluate import Evaluation
 from lowvram.modes.session import Session
@@ -46,7 +47,7 @@ def common(session: Session) -> Fields:
 
 def described_blocks(session: Session) -> str:
     """Such as "4 Block"."""
-    counted = Counter(type(block).__name__ for block in session.problem.blocks(session.rig.model))
+    counted = Counter(class_name(block) for block in session.problem.blocks(session.rig.model))
     return ", ".join(f"{count} {name}" for name, count in counted.items())
 
 

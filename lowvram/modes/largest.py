@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lowvram.core import ledger as ledger_module
 from lowvram.core.ledger import Holding, Peak, Witness
+from lowvram.core.shards import class_name
 from lowvram.results.row import size_text
 
 NUM_WRITTEN, NUM_PRINTED = 100, 10
@@ -96,7 +97,7 @@ class LargestTensors(Look):
 
     def _module_begins(self, module: nn.Module, *_: Any) -> None:
         name = self._modules.get(id(module), "")
-        self._running.append(f"{name} ({type(module).__name__})" if name else type(module).__name__)
+        self._running.append(f"{name} ({class_name(module)})" if name else class_name(module))
 
     def _module_ends(self, *_: Any) -> None:
         self._running.pop()

@@ -87,7 +87,8 @@ class History:
         losses = torch.stack([loss for loss, _ in self._steps]).tolist()
         for number, (loss, (_, update)) in enumerate(zip(losses, self._steps, strict=True), start=1):
             if not math.isfinite(loss):
-                raise NonFinite(f"the loss of step {number} is {loss}: {self._session.remedy()}")
+                remedy = self._session.remedy(self._num_targets[number - 1])
+                raise NonFinite(f"the loss of step {number} is {loss}: {remedy}")
             values = {"loss/train": loss, "grad_norm": float(update.grad_norm)}
             self._session.events("record", step=number, values=values)
         return losses

@@ -12,8 +12,8 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import agree
-from lowvram.core.rig import Part, Rig, Update
+from lowvram.core.ranks import agree, summed
+from lowvram.core.rig import IGNORE, Part, Rig, Update
 from lowvram.core.step import step
 from lowvram.data.loader import Loader, Waited
 from lowvram.data.source import Data
@@ -75,7 +75,8 @@ class Session:
         self.rig.stepper.set_lr(self.lr(num_applied, num_steps))
         loss, update = step(self.rig, batch)
         if not (update.applied or update.recoverable):
-            raise NonFinite(f"the gradients are not finite any more (loss {loss.item():g}): {self.remedy()}")
+            remedy = self.remedy(batch.num_targets)
+            raise NonFinite(f"the gradients are not finite any more (loss {loss.item():g}): {remedy}")
         return loss, update
 
     def lr(self, num_applied: int, num_steps: int) -> float:
@@ -87,8 +88,10 @@ class Session:
         """Whether any rank says yes, so that none takes a step more than another; all must ask."""
         return agree(flag)
 
-    def remedy(self) -> str:
-        """What helps against numbers that grow without bound."""
+    def remedy(self, num_targets: Tensor) -> str:
+        """What helps against a loss that is no number, after a batch with so many targets. All ranks must ask."""
+        if not summed(num_targets):
+            return f"no target counts in this batch, all are {IGNORE}: leave such samples out of the data"
         smaller_lr = self.settings.groups["optimizer"].lr / 10
         return f"try a smaller learning rate (optimizer.lr={smaller_lr:g}) or stepping.clip=1.0"
 

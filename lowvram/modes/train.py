@@ -97,7 +97,8 @@ class TrainingRun:
     def log(self, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, with the pace since the last one; compiling is no part of it."""
         if not math.isfinite(self.last_loss):
-            raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {self.session.remedy()}")
+            remedy = self.session.remedy(self.num_targets[-1])
+            raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {remedy}")
         now = time.monotonic()
         steps = self.step - self.logged_step
         compile_s = compile_seconds()

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Update
+from lowvram.core.rig import IGNORE, Update
 from lowvram.endings import Interrupted, NonFinite
 from lowvram.export import load
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.modes.evaluate import evaluate
+from lowvram.modes.measure import Measure
 from lowvram.modes.session import Session
 from lowvram.modes.train import Train
 from lowvram.schedule import WarmupCosine
@@ -132,6 +133,26 @@ def test_numbers_that_are_none_end_the_run(make_session: MakeSession, log_every:
         next(session.rig.model.parameters()).fill_(math.nan)
     with pytest.raises(NonFinite, match=r"try a smaller learning rate \(optimizer.lr=0.0001\) or stepping.clip=1.0"):
         Train().run(session)
+
+
+@pytest.mark.parametrize("choices", [{}, {"precision": "fp16"}, {"stepping": "in_backward"}, {"accum": "x2"}])
+@pytest.mark.parametrize("mode", [Train(), Measure()])
+def test_a_batch_without_a_target_is_told_as_such(
+    make_session: MakeSession, mode: Train | Measure, choices: dict[str, str | Knob]
+) -> None:
+    """No learning rate mends 0/0."""
+    session = make_session(choices=choices)
+    targets = session.data.train.batch.targets  # pyright: ignore[reportAttributeAccessIssue]
+    targets.fill_(IGNORE)
+    with pytest.raises(NonFinite, match="no target counts in this batch, all are -100"):
+        mode.run(session)
+
+
+def test_held_out_samples_without_a_target_are_told_as_such(make_session: MakeSession) -> None:
+    session = make_session()
+    session.data.eval.batch.targets.fill_(IGNORE)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(NonFinite, match="no target counts in the held-out samples"):
+        evaluate(session)
 
 
 def test_an_update_that_no_scale_can_mend_ends_the_run(make_session: MakeSession) -> None:
