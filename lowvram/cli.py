@@ -24,9 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from lowvram import identity, sweeper
 from lowvram.config import require
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
-from lowvram.point import CHILDS_OWN, Orders, Point, check_own, remove_folder, run_point
+from lowvram.point import CHILDS_OWN, Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
+from lowvram.process.orders import Orders
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.row import Row, Status

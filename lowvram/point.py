@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from omegaconf import DictConfig
 
 from lowvram.config import build_as, checked_values, require
 from lowvram.process.client import Ending, Event, Server
-from lowvram.process.crew import KILL, TERM
 from lowvram.process.launch import Launch, as_request
+from lowvram.process.orders import Orders
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice, out_of_memory_advice
 from lowvram.results.row import Row, Status
@@ -32,7 +31,6 @@ from lowvram.verdict import Circumstances, Told, num_oom_kills, verdict
 
 METRICS = "metrics.jsonl"
 CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
-TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
 OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
 
 
@@ -108,47 +106,6 @@ def run_point(point: Point, server: Server, progress: Progress, stop_signals: Ca
         return recording.close()
     except OSError as error:
         return recording.unwritable(error)
-
-
-class Orders:
-    """What to tell the child: asked again and again while it runs, answers each order once."""
-
-    def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:
-        self._timeout_s, self._stop_signals = timeout_s, stop_signals
-        self._began = time.monotonic()
-        self._given: set[bytes] = set()
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop_signals() > 0
-
-    @property
-    def how_stopped(self) -> str:
-        """Of a point that could not say it itself."""
-        return f"{'killed by a second signal' if KILL in self._given else 'stopped'} before it could save"
-
-    @property
-    def is_timed_out(self) -> bool:
-        return self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s
-
-    def __call__(self) -> bytes | None:
-        order = self._due()
-        if order is None or order in self._given:
-            return None
-        self._given.add(order)
-        return order
-
-    def _due(self) -> bytes | None:
-        if self._stop_signals() > 1:
-            return KILL
-        if self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s + TIMEOUT_GRACE_S:
-            return KILL
-        return TERM if self.is_stopped or self.is_timed_out else None
-
-    @property
-    def how_late(self) -> str:
-        """Of a point whose time is up."""
-        return f"still running after timeout_s={self._timeout_s:g}"
 
 
 class Recording:

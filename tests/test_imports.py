@@ -22,7 +22,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "lowvram": "cli config identity mistakes point resume runs settings start sweeper table verdict",
     "lowvram.results": "advice columns row table terminal wandb",
-    "lowvram.process": "client crew launch server",
+    "lowvram.process": "client crew launch orders server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
 

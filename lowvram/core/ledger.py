@@ -87,11 +87,7 @@ def ledger(
             book.own_model(model)
         if optimizer is not None:
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)
-        host.listeners.append(book.own_host)
-        undo.callback(host.listeners.remove, book.own_host)
-        undo.callback(register_optimizer_step_pre_hook(book.begin_update).remove)
-        undo.callback(register_optimizer_step_post_hook(book.end_update).remove)
-        undo.enter_context(book.resizes_noted())
+        undo.enter_context(book.listening())
         with book:
             yield peak
         if optimizer is not None:
@@ -146,6 +142,17 @@ class Ledger(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.born, func)
         return out
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside it the book hears of host memory, of updates, and of storages that change their size."""
+        with ExitStack() as undo:
+            host.listeners.append(self.own_host)
+            undo.callback(host.listeners.remove, self.own_host)
+            undo.callback(register_optimizer_step_pre_hook(self.begin_update).remove)
+            undo.callback(register_optimizer_step_post_hook(self.end_update).remove)
+            undo.enter_context(self.resizes_noted())
+            yield
 
     def begin_update(self, *_: Any) -> None:
         self.num_updates += 1

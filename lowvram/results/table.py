@@ -11,10 +11,11 @@ import io
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from lowvram.results.columns import Best, Column, number_column, number_texts, value_at, words_column
+from lowvram.results.columns import Column, number_column, number_texts, value_at, words_column
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, read, size_text, to_json, write_text
 
 SOURCES = {
@@ -70,12 +71,8 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     is_comparable = len(kinds) == 1
     peak = f"peak {unit} ({kinds.pop()})" if is_comparable else f"peak {unit}"
 
-    def numbers(title: str, path: str, best: Best | None, **options: Any) -> Column:
-        return number_column(rows, title, path, best, **options)
-
-    def sizes(title: str, path: str, best: Best | None) -> Column:
-        return number_column(rows, title, path, best, divisor=num_unit_bytes)
-
+    numbers = partial(number_column, rows)
+    sizes = partial(number_column, rows, divisor=num_unit_bytes)
     columns = (
         words_column("name", map(label, rows)),
         words_column("status", (row["status"] for row in rows)),
