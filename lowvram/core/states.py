@@ -15,6 +15,8 @@ from lowvram.core import host
 from lowvram.core.ranks import rank
 from lowvram.core.shards import is_sharded, placed, whole
 
+REACHED = ("params", "noise_step")  # the part of an optimizer's groups that is state
+
 
 def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
     """A state of any nesting, for rank 0: every sharded tensor whole, and on the CPU. None for the others.
@@ -50,10 +52,12 @@ def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | 
 
 
 def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """The same maker of optimizers; those over sharded parameters also load states that are whole."""
+    """The same maker of optimizers; when they load a state they keep the numbers that they were made with, and those
+    over sharded parameters also load states that are whole."""
 
     def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
+        optimizer.register_load_state_dict_pre_hook(_with_own_numbers)
         if any(map(is_sharded, parameters)):
             optimizer.register_load_state_dict_pre_hook(_placed_state)
         if any(map(host.holds, parameters)):
@@ -61,6 +65,15 @@ def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[li
         return optimizer
 
     return make_loading
+
+
+def _with_own_numbers(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Weight decay and the like are chosen, not reached: torch would take those that were saved."""
+    groups = [
+        {**saved, **{name: value for name, value in own.items() if name not in REACHED}}
+        for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return {**state, "param_groups": groups}
 
 
 def _mark_state(optimizer: Optimizer, *_: Any) -> None:

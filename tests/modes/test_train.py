@@ -14,12 +14,13 @@ from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE, Update
 from lowvram.endings import Interrupted, NonFinite
 from lowvram.export import load
+from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.modes.evaluate import evaluate
 from lowvram.modes.measure import Measure
 from lowvram.modes.session import Session
-from lowvram.modes.train import Train
+from lowvram.modes.train import Train, TrainingRun
 from lowvram.schedule import WarmupCosine
 from tests.laboratory import relative_error
 from tests.modes.sessions import Told
@@ -61,6 +62,24 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
     assert row["loss"]["first"] == losses(whole)[0][1]
     weights = [load(place / "model").state_dict() for place in (uninterrupted.folder, folder)]
     assert relative_error(*weights) == 0
+
+
+@pytest.mark.parametrize("stepping", ["after_backward", "in_backward", "cpu_offload"])
+@pytest.mark.parametrize("bf16_pure", [False, True])
+def test_numbers_of_the_optimizer_that_are_chosen_anew_win(
+    make_session: MakeSession, stepping: str, bf16_pure: bool
+) -> None:
+    """Over those that were saved; what an optimizer has counted is kept."""
+    common: dict[str, Any] = {"stepping": stepping, "precision": "bf16_pure" if bf16_pure else "fp32"}
+    Train().run(make_session(choices={**common, "optimizer": AdamW(weight_decay=0.1)}, steps=3))
+    again = make_session(choices={**common, "optimizer": AdamW(weight_decay=0.7, beta1=0.5)}, is_resumed=True)
+    run = TrainingRun(again)
+    state = again.rig.stepper.state_dict()
+    (groups,) = [one["param_groups"] for one in state.get("optimizers", [state])][:1]
+    assert run.step == 3
+    assert groups[0]["weight_decay"] == 0.7
+    assert groups[0]["betas"] == (0.5, 0.95)
+    assert groups[0].get("noise_step", 3) == 3
 
 
 def test_events_come_in_order(make_session: MakeSession) -> None:
