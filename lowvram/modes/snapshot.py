@@ -102,8 +102,9 @@ def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     Raises:
         Incompatible: each key that was changed, and what it must be.
     """
+    chosen = now["chosen"]
+    was = saved.get("chosen", chosen)  # an early version of lowvram saved none
     for part, groups in FORMED_BY.items():
-        was, chosen = saved["chosen"], now["chosen"]
         changed = [key for key in chosen if key.partition(".")[0] in groups and was.get(key) != chosen[key]]
         # The fields of another option are others: the option tells it all.
         named = [key for key in changed if key.partition(".")[0] not in changed or "." not in key]
