@@ -6,7 +6,7 @@ A few whole configurations that together hold every pair that no fact refuses ar
 command line (mode=measure, tiny models, two ranks where an option needs several). Losses and gradient norms of five
 steps and the evaluation must lie within the sum of the options' bands of a run with the same optimizer and all else
 neutral. Prints a line a point, writes docs/compatibility.md and exits with 1 if any pair failed. FOLDER keeps the rows
-(default: outputs/compatibility). About 20 minutes on 2 cores.
+(default: outputs/compatibility). On 2 cores about 15 minutes, up to twice that where nothing is compiled yet.
 """
 
 from __future__ import annotations
