@@ -86,12 +86,12 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
     """Outside it only steppers go backward."""
     callers = {module_name(path) for path in SOURCES if calls(path, "backward")}
     assert callers == {
+        "lowvram.core.phases",  # a stepper around another, with marks
         "lowvram.core.rig",  # asks the stepper
         "lowvram.knobs.precision.autocast",  # a stepper around another
         "lowvram.knobs.stepping.after_backward",  # this one and the next two do it
         "lowvram.knobs.stepping.cpu_offload",
         "lowvram.knobs.stepping.in_backward",
-        "lowvram.modes.last_acts",  # a stepper around another, with a clock
     }
 
 

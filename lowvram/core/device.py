@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 
@@ -41,20 +43,44 @@ def nvidia_card_here() -> bool:
     return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists() or is_wsl_card
 
 
+@final
+@dataclass(frozen=True)
+class Card:
+    """An NVIDIA card, here or described."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def card_of(device: torch.device) -> Card:
+    """The card of this machine behind a CUDA device."""
+    return Card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
 def absent_facts(device: torch.device) -> dict[Fact, str]:
     """The facts that this machine lacks, each with what the user can do about it."""
-    absent = _absent_with_ranks(num_ranks())
-    if device.type == "cuda":
-        absent[Fact.CPU] = f"it is {device} here"
-        absent |= _absent_on_card(device)
-    else:
-        absent[Fact.CUDA] = "it is the CPU here"
-        absent[Fact.TF32] = "it is the CPU here: use precision=fp32 or precision=bf16"
-        absent[Fact.FP8] = "it is the CPU here: use precision=bf16"
+    card = card_of(device) if device.type == "cuda" else None
+    absent = absent_from(card, num_ranks(), str(device) if card else "the CPU")
     if not any(shutil.which(name) for name in compilers(device)):
         absent[Fact.C_COMPILER] = (
             f"none of {', '.join(compilers(device))} was found: install g++ and gcc, or set CXX or CC"
         )
+    return absent
+
+
+def absent_from(card: Card | None, num_ranks: int, what_it_is: str) -> dict[Fact, str]:
+    """The facts that a card (None: a CPU) and its ranks lack, each with what the user can do about it.
+
+    Args:
+        what_it_is: the device in a message: "it is ... here".
+    """
+    absent = _absent_with_ranks(num_ranks)
+    if card is not None:
+        absent[Fact.CPU] = f"it is {what_it_is} here"
+        return absent | _absent_on_card(card)
+    absent[Fact.CUDA] = "it is the CPU here"
+    absent[Fact.TF32] = "it is the CPU here: use precision=fp32 or precision=bf16"
+    absent[Fact.FP8] = "it is the CPU here: use precision=bf16"
     return absent
 
 
@@ -71,19 +97,14 @@ def _absent_with_ranks(num_ranks: int) -> dict[Fact, str]:
     return {Fact.MANY_RANKS: "it has one: say sharding.ranks=2 (or more), or sharding=none"}
 
 
-def _absent_on_card(device: torch.device) -> dict[Fact, str]:
+def _absent_on_card(card: Card) -> dict[Fact, str]:
     absent: dict[Fact, str] = {}
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        absent[Fact.TF32] = (
-            f"{name} has compute capability {capability[0]}.{capability[1]}, it takes 8.0: use precision=fp32"
-        )
-    if capability < (8, 9):
-        instead = "bf16" if capability >= (8, 0) else "fp16"
-        absent[Fact.FP8] = (
-            f"{name} has compute capability {capability[0]}.{capability[1]}, it takes 8.9: use precision={instead}"
-        )
-    with torch.cuda.device(device):
-        if not torch.cuda.is_bf16_supported(including_emulation=False):  # the default says True on a T4
-            absent[Fact.BF16] = f"{name} only emulates it: use precision=fp16"
+    major, minor = card.capability
+    has = f"{card.name} has compute capability {major}.{minor}, it takes"
+    if card.capability < (8, 0):
+        absent[Fact.TF32] = f"{has} 8.0: use precision=fp32"
+        # What torch.cuda.is_bf16_supported says without emulation, which it counts by default: True on a T4.
+        absent[Fact.BF16] = f"{card.name} only emulates it: use precision=fp16"
+    if card.capability < (8, 9):
+        absent[Fact.FP8] = f"{has} 8.9: use precision={'bf16' if card.capability >= (8, 0) else 'fp16'}"
     return absent

@@ -74,20 +74,14 @@ def ledger(
     is made by a forward or a backward pass, kept or of a moment: activations.
     """
     peak, book = Peak(), Ledger(main_device(model) if device is None else device.type, witness)
-    gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
     with ExitStack() as undo:
-        _open.append(book)
-        undo.callback(_open.remove, book)
-        undo.callback(gc.enable if gc.isenabled() else gc.disable)
-        undo.callback(book.close, peak)
-        gc.disable()
+        undo.callback(book.fill, peak)
+        undo.enter_context(book.followed())
         book.own(inputs, Kind.INPUTS)
         if model is not None:
-            undo.callback(book.remove_hooks)
             book.own_model(model)
         if optimizer is not None:
             book.own(optimizer.state_dict(), Kind.OPTIMIZER)
-        undo.enter_context(book.listening())
         with book:
             yield peak
         if optimizer is not None:
@@ -119,20 +113,40 @@ class Storage(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """The book itself: one line per birth and death of a storage."""
+    """The book itself: one line per birth, change of size and death of a storage. Inside `followed` it may be entered
+    as a mode, and then sees what operators make."""
 
     def __init__(self, device_type: str | None = None, witness: Witness | None = None) -> None:
         super().__init__()
         self.device_type = device_type  # what lies elsewhere is of kind host, and no part of the peak
         self.witness = witness
         self.testimonies: dict[int, Any] = {}  # by serial number
-        self.lines: list[tuple[int, int]] = []  # (serial number of the storage, bytes: negative at its death)
+        self.lines: list[tuple[int, int]] = []  # (serial number of the storage, its bytes from now on: 0 at its death)
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
         self.born = Kind.ACTIVATIONS  # of what nothing more is known of
         self.num_updates = 0  # that are under way: an optimizer may run another
         self.parameters: set[Tensor] = set()
         self.hooks: list[Any] = []
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside it deaths, host memory and updates are noted. Afterwards the book lets go of what lives on."""
+        gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
+        with ExitStack() as undo:
+            _open.append(self)
+            undo.callback(_open.remove, self)
+            undo.callback(gc.enable if gc.isenabled() else gc.disable)
+            gc.disable()
+            undo.callback(self._let_go)
+            undo.enter_context(self.listening())
+            yield
+
+    def _let_go(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for storage in self.alive.values():
+            storage.death.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -183,10 +197,6 @@ class Ledger(TorchDispatchMode):
     def own_gradient(self, parameter: Tensor) -> None:
         self.own(parameter.grad, Kind.GRADIENTS)
 
-    def remove_hooks(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
     def own(self, tensors: Any, kind: Kind) -> None:
         """Count every tensor in any nesting of containers as `kind`, unless it is a parameter already."""
         for tensor in tree_leaves(tensors):
@@ -202,6 +212,8 @@ class Ledger(TorchDispatchMode):
 
     def note(self, tensor: Tensor, kind: Kind, operator: Any = None) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
+        if tensor.device.type == "meta" and self.device_type not in (None, "meta"):
+            return []  # there is no memory behind it
         is_here = self.device_type in (None, tensor.device.type) and not host.is_computing()
         num_known = len(self.kinds)
         serials = [
@@ -216,7 +228,7 @@ class Ledger(TorchDispatchMode):
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
         if address not in self.alive:
-            serial, num_bytes = len(self.kinds), rounded_bytes(storage)
+            serial, num_bytes = len(self.kinds), storage.nbytes()
             self.alive[address] = Storage(serial, num_bytes, weakref.finalize(storage, self._died, address))
             self.kinds[serial] = kind
             self.lines.append((serial, num_bytes))
@@ -224,7 +236,7 @@ class Ledger(TorchDispatchMode):
 
     def _died(self, address: int) -> None:
         dead = self.alive.pop(address)
-        self.lines.append((dead.serial, -dead.num_bytes))
+        self.lines.append((dead.serial, 0))
 
     @contextmanager
     def resizes_noted(self) -> Iterator[None]:
@@ -246,23 +258,23 @@ class Ledger(TorchDispatchMode):
         is_fake = storage.device.type == "meta"  # whatever device its tensor pretends to be on
         is_here = (is_fake or self.device_type in (None, storage.device.type)) and not host.is_marked(storage)
         serial = self._note_storage(storage, self.born if is_here else Kind.HOST)
-        known, num_bytes = self.alive[storage._cdata], rounded_bytes(storage)
+        known, num_bytes = self.alive[storage._cdata], storage.nbytes()
         if num_bytes != known.num_bytes:
             self.alive[storage._cdata] = known._replace(num_bytes=num_bytes)
-            self.lines.append((serial, num_bytes - known.num_bytes))
+            self.lines.append((serial, num_bytes))
 
-    def close(self, peak: Peak) -> None:
-        """Let go of what lives on; play the book back, now that every kind is known, and fill `peak`."""
-        for storage in self.alive.values():
-            storage.death.detach()
+    def fill(self, peak: Peak) -> None:
+        """Play the book back, now that every kind is known, and fill `peak`."""
+        sizes: dict[int, int] = defaultdict(int)
         live: dict[Kind, int] = defaultdict(int)
         most: dict[Kind, int] = defaultdict(int)
         total = num_lines_at_peak = 0
         for num_lines, (serial, num_bytes) in enumerate(self.lines, start=1):
-            kind = self.kinds[serial]
-            live[kind] += num_bytes
+            kind, growth = self.kinds[serial], rounded(num_bytes) - sizes[serial]
+            sizes[serial] += growth
+            live[kind] += growth
             most[kind] = max(most[kind], live[kind])
-            total += num_bytes * (kind is not Kind.HOST)
+            total += growth * (kind is not Kind.HOST)
             if total > peak.peak_bytes:
                 peak.peak_bytes, peak.by_kind, num_lines_at_peak = total, dict(live), num_lines
         peak.by_kind = {kind: peak.by_kind.get(kind, 0) for kind in Kind}
@@ -272,9 +284,7 @@ class Ledger(TorchDispatchMode):
 
     def _alive_after(self, num_lines: int) -> list[Holding]:
         """What the first lines of the book leave alive, the largest first."""
-        alive: dict[int, int] = defaultdict(int)
-        for serial, num_bytes in self.lines[:num_lines]:
-            alive[serial] += num_bytes
+        alive = {serial: rounded(num_bytes) for serial, num_bytes in self.lines[:num_lines]}
         found = [
             Holding(num_bytes, self.kinds[serial], self.testimonies.get(serial))
             for serial, num_bytes in alive.items()
@@ -283,5 +293,5 @@ class Ledger(TorchDispatchMode):
         return sorted(found, key=lambda holding: -holding.num_bytes)
 
 
-def rounded_bytes(storage: torch.UntypedStorage) -> int:
-    return -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
+def rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

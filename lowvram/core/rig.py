@@ -169,13 +169,20 @@ def is_finite(value: Tensor) -> bool:
     return isinstance(value, FakeTensor) or bool(torch.isfinite(value))
 
 
-def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: int = 0) -> Rig:
+def assemble(
+    task: Task,
+    knobs: Mapping[str, Knob],
+    device: torch.device,
+    seed: int = 0,
+    absent: Mapping[Fact, str] | None = None,
+) -> Rig:
     """The rig that trains `task` with `knobs` on `device`.
 
     Args:
         knobs: by the name that messages use for each, such as "precision=bf16". Within a stage they act in
             the mapping's order.
         seed: initial weights are a function of it and of each parameter's name.
+        absent: facts that the device lacks, each with what the user can do about it; None: what is so here.
 
     Raises:
         Incompatible: all conflicts between the knobs, or with this machine, in one message, before any
@@ -185,7 +192,8 @@ def assemble(task: Task, knobs: Mapping[str, Knob], device: torch.device, seed: 
         model = task.make_model()
     rig = Rig(task, device, model, forward=lambda part: model(part.inputs), criterion=task.criterion)
     rig = act(Stage.PROCESS, knobs, rig)
-    if found := conflicts(knobs, absent_facts(device) | absent_of(task, model)):
+    absent = absent_facts(device) if absent is None else absent
+    if found := conflicts(knobs, {**absent, **absent_of(task, model)}):
         raise Incompatible("; ".join(found))
     for stage in list(Stage)[1:]:
         rig = act(stage, knobs, rig)

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-BETWEEN = "between"
+from lowvram.core.phases import BETWEEN
 
 
 class Clock(ABC):

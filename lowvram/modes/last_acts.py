@@ -6,20 +6,19 @@ The ledger is the very last: it is a dispatch mode, and nothing may run at full 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from statistics import median
-from typing import Any, final
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowvram.core import host
 from lowvram.core.ledger import ledger
+from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.ranks import agree, rank
-from lowvram.core.rig import Part, Rig, Stepper, Update
+from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.data.loader import Waited
-from lowvram.modes.clock import BETWEEN, Clock, clock_for
+from lowvram.modes.clock import clock_for
 from lowvram.modes.compiling import NO_KINDS, is_compiled
 from lowvram.modes.fields import Fields, status_bytes
 from lowvram.modes.largest import LargestTensors, Look, NoLook
@@ -108,46 +107,8 @@ def phase_times(rig: Rig, batch: Part) -> tuple[dict[str, float], int]:
     end = time.monotonic() + PHASE_SECONDS
     while len(sums["update"]) < PHASE_STEPS and not agree(bool(sums["update"]) and time.monotonic() > end):
         clock = clock_for(rig.device)
-        step(timed(rig, clock), batch)
+        step(with_phases(rig, clock), batch)
         clock.mark(BETWEEN)
         for phase, values in sums.items():
             values.append(sum(clock.laps_ms(phase)))
     return {f"{phase}_ms": median(values) for phase, values in sums.items()}, len(sums["update"])
-
-
-def timed(rig: Rig, clock: Clock) -> Rig:
-    """The same rig, marking its phases: a value like any other."""
-
-    def forward(part: Part) -> Any:
-        clock.mark("forward")
-        return rig.forward(part)
-
-    return replace(rig, forward=forward, stepper=TimedStepper(rig.stepper, clock))
-
-
-@final
-class TimedStepper(Stepper):
-    """Marks when the inner stepper goes backward and when it updates."""
-
-    def __init__(self, inner: Stepper, clock: Clock) -> None:
-        self.inner, self.clock = inner, clock
-
-    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        self.inner.begin(num_parts, divisor)
-
-    def backward(self, loss: Tensor) -> None:
-        with self.clock.lap("backward"):
-            self.inner.backward(loss)
-
-    def update(self) -> Update:
-        with self.clock.lap("update"):
-            return self.inner.update()
-
-    def set_lr(self, lr: float) -> None:
-        self.inner.set_lr(lr)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)

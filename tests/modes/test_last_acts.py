@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from lowvram.core.knob import Knob
+from lowvram.core.phases import with_phases
 from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.modes.clock import HostClock
-from lowvram.modes.last_acts import headline, last_acts, phase_times, timed
+from lowvram.modes.last_acts import headline, last_acts, phase_times
 from lowvram.modes.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error
 
@@ -27,7 +28,7 @@ def test_a_timed_rig_has_the_same_numbers(choices: dict[str, str | Knob]) -> Non
     for is_timed in (False, True):
         rig = assemble(problem, knobs_of(**choices), CPU)
         torch.manual_seed(0)
-        watched = timed(rig, HostClock()) if is_timed else rig
+        watched = with_phases(rig, HostClock()) if is_timed else rig
         told = [step(watched, make_batch(problem.spec, 8, seed)) for seed in range(2)]
         results.append((told, str(rig.stepper.state_dict()), rig.model.state_dict()))
     (*plain, weights), (*watched, watched_weights) = results
@@ -38,7 +39,7 @@ def test_a_timed_rig_has_the_same_numbers(choices: dict[str, str | Knob]) -> Non
 def test_phases_are_marked_part_by_part() -> None:
     problem = PROBLEMS["transformer"]
     clock, rig = HostClock(), assemble(problem, knobs_of(accum="x4"), CPU)
-    step(timed(rig, clock), make_batch(problem.spec, 8))
+    step(with_phases(rig, clock), make_batch(problem.spec, 8))
     assert len(clock.laps_ms("forward")) == len(clock.laps_ms("backward")) == 4
     assert len(clock.laps_ms("update")) == 1
 
@@ -46,14 +47,14 @@ def test_phases_are_marked_part_by_part() -> None:
 def test_a_timed_stepper_has_the_inner_ones_state() -> None:
     problem = PROBLEMS["transformer"]
     rig = assemble(problem, knobs_of(precision="fp16"), CPU)
-    outer = timed(rig, HostClock()).stepper
+    outer = with_phases(rig, HostClock()).stepper
     outer.load_state_dict({**outer.state_dict(), "scale": 4.0})
     assert rig.stepper.state_dict()["scale"] == 4.0
 
 
 def test_a_timed_stepper_passes_on_what_it_is_told() -> None:
     rig = assemble(PROBLEMS["transformer"], knobs_of(), CPU)
-    outer, inner = timed(rig, HostClock()).stepper, rig.stepper
+    outer, inner = with_phases(rig, HostClock()).stepper, rig.stepper
     assert isinstance(inner, AfterBackwardStepper)
     outer.begin(3, divisor=8.0)
     outer.set_lr(0.25)
