@@ -1,0 +1,134 @@
+"""Paper: tensors without memory, treated as those of the device that a plan is for."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowvram.config import BadInput, Incompatible
+from lowvram.core.rig import Part
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.plan.cuda import played
+from lowvram.plan.target import Target
+
+ROOT = Path(__file__).parents[1]
+# What runs a model, in whose lines no reason lies.
+MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in ("core", "plan", "modes")))
+
+
+class CantPlan(Exception):
+    """A model does what can't be known without its numbers. The message says where."""
+
+
+@contextmanager
+def paper(target: Target | None = None) -> Iterator[None]:
+    """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as a CPU's,
+    by the ranks that there are.
+
+    Raises:
+        CantPlan: what is run inside asks for a number that isn't there, or can't be run in this way.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(settings_restored())
+        if target is not None:
+            undo.enter_context(ranks_of(target.num_ranks))
+        if target is not None and target.card is not None:
+            undo.enter_context(played(target.card))
+        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        undo.enter_context(NumbersOfUpdates())
+        try:
+            yield
+        except (BadInput, Incompatible, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise CantPlan(f"can't plan this model: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Where and why, in one sentence."""
+    frames = traceback.extract_tb(error.__traceback__)
+    told = [frame for frame in frames if not frame.filename.startswith(MACHINERY)] or frames
+    place = f'{"/".join(Path(told[-1].filename).parts[-3:])}:{told[-1].lineno}: "{told[-1].line}"'
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    names = [kind.__name__ for kind in type(error).__mro__]
+    if "DataDependentOutputException" in names or "DynamicOutputShapeException" in names:
+        return f"{place} depends on the values of a tensor, and a plan has none ({first_line})"
+    return f"{place} raised {type(error).__name__}: {first_line}"
+
+
+class NumbersOfUpdates(TorchDispatchMode):
+    """An optimizer that asks for the value of a number, as Adafactor does, is told 1: sizes don't depend on it. Whoever
+    else asks gets no answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_updates = 0  # that are under way
+
+    def __enter__(self) -> NumbersOfUpdates:
+        self.hooks = [register_optimizer_step_pre_hook(self.begin), register_optimizer_step_post_hook(self.end)]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def begin(self, *_: Any) -> None:
+        self.num_updates += 1
+
+    def end(self, *_: Any) -> None:
+        self.num_updates -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_number = func is torch.ops.aten._local_scalar_dense.default
+        if is_number and self.num_updates and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Knobs that set the process itself leave no mark on it."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
+            yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+
+
+@contextmanager
+def ranks_of(num_ranks: int) -> Iterator[None]:
+    """This process is the first of so many, who answer at once and say nothing. A group that it is in already must be
+    as large."""
+    was_there = dist.is_initialized()
+    if was_there and dist.get_world_size() != num_ranks:
+        raise RuntimeError(f"this process is one of {dist.get_world_size()} ranks, and can't play one of {num_ranks}")
+    if num_ranks > 1 and not was_there:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not was_there:
+            dist.destroy_process_group()
+
+
+def example(spec: DataSpec, num_samples: int) -> Part:
+    """A part of the right shape."""
+    shape = (num_samples, *spec.shape)
+    if spec.modality is Modality.TOKENS:
+        return Part(torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+    return Part(torch.zeros(shape), torch.zeros(num_samples, dtype=torch.long))

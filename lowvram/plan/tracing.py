@@ -1,0 +1,160 @@
+"""The tracer: the real `assemble` and the real `step`, twice, on tensors without memory, as another device plays them.
+
+The second step is there because the optimizer's state is born in the first. PyTorch's own MemTracker has the same idea;
+this one also knows accumulation, offload, shards and what a card does otherwise than a CPU (lowvram/plan/cuda.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.ledger import Ledger
+from lowvram.core.phases import BETWEEN, with_phases
+from lowvram.core.rig import Rig, assemble
+from lowvram.core.step import step
+from lowvram.plan.events import KINDS, PHASES, Phase, Trace
+from lowvram.plan.paper import example, paper
+from lowvram.plan.target import Target
+from lowvram.tasks import Problem
+
+CPU = torch.device("cpu")
+
+
+def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> Trace:
+    """What the first rank of a point asks of its device and its host, from the first weight on.
+
+    What is compiled is traced as its eager equivalent.
+
+    Args:
+        knobs: by the names that messages use.
+        batch_size: of the logical batch, over all ranks.
+
+    Raises:
+        Incompatible: the knobs conflict, with each other or with the target.
+        CantPlan: the model can't be traced; the message says which line of it.
+    """
+    scribe = Scribe()
+    with paper(target), scribe.at_work():
+        rig = assemble(problem, {name: on_paper(knob) for name, knob in knobs.items()}, CPU, absent=target.absent())
+        scribe.meet(rig)
+        for _ in range(2):
+            take_step(scribe, with_phases(rig, scribe), problem, batch_size // target.num_ranks)
+    return scribe.trace()
+
+
+def take_step(scribe: Scribe, rig: Rig, problem: Problem, num_samples: int) -> None:
+    """One step on a batch of its own."""
+    scribe.begin_step()
+    batch = example(problem.spec, num_samples)
+    scribe.book.own(batch.tensors(), Kind.INPUTS)
+    step(rig, batch)
+    scribe.book.own(rig.stepper.state_dict(), Kind.OPTIMIZER)
+
+
+def on_paper(knob: Knob) -> Knob:
+    """The knob itself, or what stands in for one that only acts on a real process or in compiled code."""
+    is_real = knob.stage in (Stage.PROCESS, Stage.COMPILE) or Fact.COMPILED in knob.needs()
+    return Unplayed(knob) if is_real else knob
+
+
+@final
+@dataclass(frozen=True)
+class Unplayed(Knob):
+    """What a knob says of itself, without what it does."""
+
+    knob: Knob
+
+    stage = Stage.PROCESS
+
+    def needs(self) -> frozenset[Fact]:
+        return self.knob.needs()
+
+    def breaks(self) -> frozenset[Fact]:
+        return self.knob.breaks()
+
+    def apply(self, rig: Rig) -> Rig:
+        return rig
+
+
+@final
+class Scribe:
+    """Keeps the book of a trace, and notes who makes what and when."""
+
+    def __init__(self) -> None:
+        self.book = Ledger(CPU.type, self.witness)
+        self.book.born = Kind.OTHER  # what is drawn to become a weight
+        self.marks: list[tuple[int, Phase]] = [(0, Phase.BUILD)]  # the first event of each phase
+        self.steps: list[int] = []  # the first event of each step
+        self.modules: dict[nn.Module, str] = {}
+        self.running: list[str] = []  # modules whose forward pass is under way, the innermost last
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        hooks = [
+            register_module_forward_pre_hook(self.module_begins),
+            register_module_forward_hook(self.module_ends, always_call=True),
+        ]
+        try:
+            with self.book.followed(), self.book:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def meet(self, rig: Rig) -> None:
+        """The model is there: its tensors get their kinds and names."""
+        self.book.own_model(rig.model)
+        self.book.born = Kind.ACTIVATIONS
+        self.modules = {module: name for name, module in rig.model.named_modules()}
+        for name, tensor in [*rig.model.named_parameters(), *rig.model.named_buffers()]:
+            for serial in self.book.note(tensor, Kind.PARAMETERS):
+                self.book.testimonies[serial] = name
+
+    def begin_step(self) -> None:
+        self.mark(BETWEEN)
+        self.steps.append(len(self.book.lines))
+
+    def mark(self, label: str) -> None:
+        self.marks.append((len(self.book.lines), Phase(label)))
+
+    @contextmanager
+    def lap(self, label: str) -> Iterator[None]:
+        self.mark(label)
+        yield
+        self.mark(BETWEEN)
+
+    def module_begins(self, module: nn.Module, *_: Any) -> None:
+        self.running.append(self.modules.get(module, type(module).__name__))
+
+    def module_ends(self, *_: Any) -> None:
+        self.running.pop()
+
+    def witness(self, tensor: Tensor, operator: Any) -> str:
+        """Who makes a tensor: an operator, and the module or the node of the backward pass that runs it."""
+        maker = "" if operator is None else operator._opname
+        if self.running:
+            return f"{maker} in {self.running[-1]}" if self.running[-1] else maker
+        node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+        return maker if node is None else f"{maker} in the backward pass of {node.name().removesuffix('Backward0')}"
+
+    def trace(self) -> Trace:
+        storages, num_bytes = torch.tensor(self.book.lines, dtype=torch.int64).view(-1, 2).unbind(1)
+        firsts = torch.tensor([first for first, _ in self.marks])
+        phases = torch.tensor([PHASES.index(phase) for _, phase in self.marks])
+        kinds = [KINDS.index(self.book.kinds[serial]) for serial in range(len(self.book.kinds))]
+        return Trace(
+            storages.clone(),
+            num_bytes.clone(),
+            phases[torch.searchsorted(firsts, torch.arange(len(storages)), right=True) - 1],
+            torch.tensor(kinds),
+            [self.book.testimonies.get(serial, "") for serial in range(len(kinds))],
+            self.steps[1],
+        )
