@@ -114,7 +114,7 @@ class Storage(NamedTuple):
 
 class Ledger(TorchDispatchMode):
     """The book itself: one line per birth, change of size and death of a storage. Inside `followed` it may be entered
-    as a mode, and then sees what operators make."""
+    as a mode, and then sees what operators make; or another mode tells it."""
 
     def __init__(self, device_type: str | None = None, witness: Witness | None = None) -> None:
         super().__init__()
@@ -152,9 +152,7 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then it comes again, for the tensors that this rank holds
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.note(tensor, self.born, func)
+        self.see(func, out)
         return out
 
     @contextmanager
@@ -167,6 +165,12 @@ class Ledger(TorchDispatchMode):
             undo.callback(register_optimizer_step_post_hook(self.end_update).remove)
             undo.enter_context(self.resizes_noted())
             yield
+
+    def see(self, operator: Any, out: Any) -> None:
+        """Write down what an operator has made."""
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.note(tensor, self.born, operator)
 
     def begin_update(self, *_: Any) -> None:
         self.num_updates += 1

@@ -19,7 +19,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -102,7 +103,7 @@ class FSDP(DataParallel):
     def apply(self, rig: Rig) -> Rig:
         # What is compiled for one rank's shards fits no other rank's, and torch 2.13's cache doesn't tell them apart.
         torch.compiler.config.cache_key_tag = f"rank {rank()} of {num_ranks()}"
-        mesh = init_device_mesh(rig.device.type, (num_ranks(),))
+        mesh = mesh_of_ranks(rig.device)
         make_contiguous(rig.model)
         for block in rig.task.blocks(rig.model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
@@ -118,6 +119,11 @@ class FSDP(DataParallel):
         model.set_is_last_backward(is_last)
         model.set_requires_gradient_sync(is_last or self.reduce_every_part)
         yield
+
+
+@unset_fake_temporarily()  # a mesh reads its own tensors, also where a step is made on tensors without memory
+def mesh_of_ranks(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (num_ranks(),))
 
 
 def over_ranks(rig: Rig) -> Rig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,15 +26,21 @@ ROOT = Path(__file__).parents[1]
 # What runs a model, in whose lines no reason lies.
 MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in ("core", "plan", "modes")))
 
+DEVICE_OF, PROMOTED = torch.ops.prim.device.default, torch.ops.aten.promote_types.default
+NUMBER_OF = torch.ops.aten._local_scalar_dense.default
+
 
 class CantPlan(Exception):
     """A model does what can't be known without its numbers. The message says where."""
 
 
 @contextmanager
-def paper(target: Target | None = None) -> Iterator[None]:
+def paper(target: Target | None = None, see: Callable[[Any, Any], None] | None = None) -> Iterator[None]:
     """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as a CPU's,
     by the ranks that there are.
+
+    Args:
+        see: is told of every operator that runs inside, and what it made.
 
     Raises:
         CantPlan: what is run inside asks for a number that isn't there, or can't be run in this way.
@@ -45,7 +52,7 @@ def paper(target: Target | None = None) -> Iterator[None]:
         if target is not None and target.card is not None:
             undo.enter_context(played(target.card))
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        undo.enter_context(NumbersOfUpdates())
+        undo.enter_context(Answers(see))
         try:
             yield
         except (BadInput, Incompatible, KeyboardInterrupt):
@@ -66,15 +73,21 @@ def reason(error: Exception) -> str:
     return f"{place} raised {type(error).__name__}: {first_line}"
 
 
-class NumbersOfUpdates(TorchDispatchMode):
+class Answers(TorchDispatchMode):
     """An optimizer that asks for the value of a number, as Adafactor does, is told 1: sizes don't depend on it. Whoever
-    else asks gets no answer."""
+    else asks gets no answer. Devices and number formats torch asks for so often that they are answered here."""
 
-    def __init__(self) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled on paper, and guarding against it takes time
+
+    def __init__(self, see: Callable[[Any, Any], None] | None) -> None:
         super().__init__()
+        self.see = see
         self.num_updates = 0  # that are under way
+        self.promoted: dict[Any, torch.dtype] = {}  # number formats, by the two that meet
 
-    def __enter__(self) -> NumbersOfUpdates:
+    def __enter__(self) -> Answers:
         self.hooks = [register_optimizer_step_pre_hook(self.begin), register_optimizer_step_post_hook(self.end)]
         return super().__enter__()
 
@@ -90,10 +103,20 @@ class NumbersOfUpdates(TorchDispatchMode):
         self.num_updates -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_number = func is torch.ops.aten._local_scalar_dense.default
-        if is_number and self.num_updates and isinstance(args[0], FakeTensor):
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func is PROMOTED and args in self.promoted:
+            return self.promoted[args]
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # then it comes again, for the tensors that this rank holds
+        if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func is PROMOTED:
+            self.promoted[args] = out
+        elif self.see is not None:
+            self.see(func, out)
+        return out
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
         CantPlan: the model can't be traced; the message says which line of it.
     """
     scribe = Scribe()
-    with paper(target), scribe.at_work():
+    with scribe.at_work(), paper(target, scribe.book.see):
         rig = assemble(problem, {name: on_paper(knob) for name, knob in knobs.items()}, CPU, absent=target.absent())
         scribe.meet(rig)
         for _ in range(2):
@@ -103,7 +103,7 @@ class Scribe:
             register_module_forward_hook(self.module_ends, always_call=True),
         ]
         try:
-            with self.book.followed(), self.book:
+            with self.book.followed():
                 yield
         finally:
             for hook in hooks:
