@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +54,9 @@ def paper(target: Target | None = None, see: Callable[[Any, Any], None] | None =
         if target is not None and target.card is not None:
             undo.enter_context(played(target.card))
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        undo.enter_context(Answers(see))
+        answers = undo.enter_context(Answers(see))
+        # DTensor finds out shapes with whole tensors that have no memory on any device either.
+        undo.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", Unseen(answers)))
         try:
             yield
         except (BadInput, Incompatible, KeyboardInterrupt):
@@ -117,6 +121,19 @@ class Answers(TorchDispatchMode):
         elif self.see is not None:
             self.see(func, out)
         return out
+
+
+class Unseen:
+    """Inside it nobody is told what is made. May be entered again and again."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers, self.see = answers, answers.see
+
+    def __enter__(self) -> None:
+        self.answers.see = None
+
+    def __exit__(self, *_: object) -> None:
+        self.answers.see = self.see
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, final
 
 import torch
@@ -146,15 +147,24 @@ class Scribe:
         return maker if node is None else f"{maker} in the backward pass of {node.name().removesuffix('Backward0')}"
 
     def trace(self) -> Trace:
-        storages, num_bytes = torch.tensor(self.book.lines, dtype=torch.int64).view(-1, 2).unbind(1)
+        lines = torch.tensor(deaths_in_order(self.book.lines), dtype=torch.int64).view(-1, 2)
         firsts = torch.tensor([first for first, _ in self.marks])
         phases = torch.tensor([PHASES.index(phase) for _, phase in self.marks])
         kinds = [KINDS.index(self.book.kinds[serial]) for serial in range(len(self.book.kinds))]
         return Trace(
-            storages.clone(),
-            num_bytes.clone(),
-            phases[torch.searchsorted(firsts, torch.arange(len(storages)), right=True) - 1],
+            lines[:, 0].clone(),
+            lines[:, 1].clone(),
+            phases[torch.searchsorted(firsts, torch.arange(len(lines)), right=True) - 1],
             torch.tensor(kinds),
             [self.book.testimonies.get(serial, "") for serial in range(len(kinds))],
             self.steps[1],
         )
+
+
+def deaths_in_order(lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Deaths that nothing lies between, in the order of births: autocast forgets its copies of weights in any order, as
+    addresses have it, and no allocator minds."""
+    ordered: list[tuple[int, int]] = []
+    for is_death, group in groupby(lines, key=lambda line: line[1] == 0):
+        ordered += sorted(group) if is_death else group
+    return ordered
