@@ -249,11 +249,16 @@ def grouped_attention(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: f
     bf16. Elsewhere torch would fall back, in silence, to a kernel that keeps a (t, t) matrix (pytorch#154363).
     """
     group, width = int(q_bntc.shape[1]) // int(k_bntc.shape[1]), int(q_bntc.shape[-1])  # a trace has tensors there
-    takes_fewer = q_bntc.device.type == "cpu" or (q_bntc.dtype is torch.bfloat16 and width <= 256)
+    takes_fewer = is_on_cpu(q_bntc) or (q_bntc.dtype is torch.bfloat16 and width <= 256)
     if group > 1 and not takes_fewer:
         k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
     options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": group > 1 and takes_fewer}
     return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, **options)
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether a CPU's kernels will take it; a plan for a card answers otherwise."""
+    return tensor.device.type == "cpu"
 
 
 @final

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.library import Library, _scoped_library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowvram.core.device import Card
+from lowvram.models import transformer
 
 ATEN = torch.ops.aten
 AUTOCAST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -47,7 +49,8 @@ WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put t
 @contextmanager
 def played(card: Card) -> Iterator[None]:
     """Inside it the CPU's tensors are treated as those of `card`."""
-    with _scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+    on_card = patch.object(transformer, "is_on_cpu", lambda tensor: False)
+    with _scoped_library("aten", "IMPL") as library, warnings.catch_warnings(), on_card:
         warnings.simplefilter("ignore")  # of kernels that are replaced
         register_autocast(library)
         replace = {
