@@ -27,7 +27,7 @@ from lowvram.plan.tracing import trace
 from lowvram.tasks import Problem
 
 MOST_PARTS = 3  # that are traced
-FEWEST_SAMPLES, MOST_SAMPLES = 2, 4096  # of a part: the ends of a line, unless something nearer was asked for
+FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless something beyond was asked for
 LOSS_BYTES = 4  # of a part: an fp32 number
 
 
@@ -87,7 +87,7 @@ class Pricer:
         if samples < FEWEST_SAMPLES:
             return "dimensions of one are treated otherwise"
         below = max((each for each in known.traces if FEWEST_SAMPLES <= each < samples), default=FEWEST_SAMPLES)
-        above = min((each for each in known.traces if each > samples), default=max(MOST_SAMPLES, 2 * samples))
+        above = min((each for each in known.traces if each > samples), default=max(MOST_SAMPLES, 4 * samples))
         if below == samples:
             return "it is the smallest"
         if (below, above) not in known.lines:

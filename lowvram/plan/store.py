@@ -54,9 +54,9 @@ class Store:
             try:
                 with os.fdopen(number, "wb") as file:
                     torch.save({field.name: getattr(trace, field.name) for field in fields(trace)}, file)
-                os.replace(name, self.folder / key)
+                Path(name).replace(self.folder / key)
             except BaseException:
-                os.unlink(name)
+                Path(name).unlink()
                 raise
 
 

@@ -166,5 +166,6 @@ def deaths_in_order(lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
     addresses have it, and no allocator minds."""
     ordered: list[tuple[int, int]] = []
     for is_death, group in groupby(lines, key=lambda line: line[1] == 0):
-        ordered += sorted(group) if is_death else group
+        side_by_side = list(group)
+        ordered += sorted(side_by_side) if is_death else side_by_side
     return ordered
