@@ -140,6 +140,11 @@ def is_device(device: torch.device) -> bool:
     return device.type == DEVICE.type
 
 
+def copies_overlap(device: torch.device) -> bool:
+    """Whether copies to the host and back go on beside the computation. A plan for a card answers for that card."""
+    return device.type == "cuda"
+
+
 def _pinned(tensor: Tensor) -> Tensor:
     try:
         return tensor.pin_memory()

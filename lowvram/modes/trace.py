@@ -18,13 +18,13 @@ from lowvram.tasks import Problem
 CPU = torch.device("cpu")
 
 
-def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int) -> Sums:
+def peak_on_paper(problem: Problem, knobs: dict[str, Knob], batch_size: int, target: Target | None = None) -> Sums:
     """The ledger of one step that nobody pays for; the step before it gave birth to the optimizer's state.
 
-    It is that of a CPU alone: knobs that it can't play are left out, and a sharded point's is what it would hold
-    without its shards.
+    Knobs that the target (None: a CPU) can't play are left out. With one rank that is sharding too: the sums are then
+    what the point would hold without its shards.
     """
-    target = Target()
+    target = Target() if target is None else target
     playable = {name: knob for name, knob in knobs.items() if not knob.needs() & target.absent().keys()}
     return trace(problem, playable, batch_size, target).sums(is_steady=True)
 

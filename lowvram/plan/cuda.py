@@ -1,23 +1,25 @@
 """A CPU's tensors without memory, treated by torch as a CUDA card would treat its own.
 
 Where PyTorch asks whether a tensor is on a card, what it does on a card is registered for the CPU, for the length of a
-context: autocast's lists, which kernel attention takes, dropout's mask, softmax of 16 bits. This changes the whole
-process while it lasts, so it belongs into one that plans and computes nothing. Afterwards the CPU's own ways are back.
-The sources are PyTorch's native/transformers/cuda/sdp_utils.cpp and native/{Dropout,SoftMax}.cpp.
+context: autocast's lists, which kernel attention takes, dropout's mask, softmax of 16 bits, streams. This changes the
+whole process while it lasts, so it belongs into one that plans and computes nothing. Afterwards the CPU's own ways are
+back. The sources are PyTorch's native/transformers/cuda/sdp_utils.cpp and native/{Dropout,SoftMax}.cpp.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
+from lowvram.core import host
 from lowvram.core.device import Card
 from lowvram.models import transformer
 from lowvram.plan.autocast import register_autocast
@@ -25,11 +27,39 @@ from lowvram.plan.autocast import register_autocast
 ATEN = torch.ops.aten
 
 
+class PaperStream:
+    """A stream, or an event on one, on which nothing happens. Copies keep up: who asks hears that they are there."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, other: PaperStream) -> None: ...
+
+    def wait_event(self, event: PaperStream) -> None: ...
+
+    def record(self, stream: PaperStream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+STREAMS: dict[str, Any] = {
+    "Stream": PaperStream,
+    "Event": PaperStream,
+    "current_stream": PaperStream,
+    "stream": lambda stream: nullcontext(),
+}
+
+
 @contextmanager
 def played(card: Card) -> Iterator[None]:
     """Inside it the CPU's tensors are treated as those of `card`."""
-    on_card = patch.object(transformer, "is_on_cpu", lambda tensor: False)
-    with _scoped_library("aten", "IMPL") as library, warnings.catch_warnings(), on_card:
+    with _scoped_library("aten", "IMPL") as library, warnings.catch_warnings(), ExitStack() as undo:
+        undo.enter_context(patch.object(transformer, "is_on_cpu", lambda tensor: False))
+        undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
+        undo.enter_context(patch.multiple(torch.cuda, **STREAMS))
+        undo.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         warnings.simplefilter("ignore")  # of kernels that are replaced
         register_autocast(library)
         replace = {

@@ -38,8 +38,8 @@ class CantPlan(Exception):
 
 @contextmanager
 def paper(target: Target | None = None, see: Callable[[Any, Any], None] | None = None) -> Iterator[None]:
-    """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as those of
-    this CPU and its ranks.
+    """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as those
+    of this CPU and its ranks.
 
     Args:
         see: is told of every operator that runs inside, and what it made.

@@ -32,7 +32,8 @@ CPU = torch.device("cpu")
 def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> Trace:
     """What the first rank of a point asks of its device and its host, from the first weight on.
 
-    What is compiled is traced as its eager equivalent.
+    What is compiled is traced as its eager equivalent (`is_equivalent` tells). Copies to the host and back are taken to
+    keep up with the computation.
 
     Args:
         knobs: by the names that messages use.
@@ -49,6 +50,11 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
         for _ in range(2):
             take_step(scribe, with_phases(rig, scribe), problem, batch_size // target.num_ranks)
     return scribe.trace()
+
+
+def is_equivalent(knobs: Mapping[str, Knob]) -> bool:
+    """Whether a trace is that of an eager equivalent: the point itself is compiled, and may hold less or more."""
+    return not any(Fact.COMPILED in knob.breaks() for knob in knobs.values())
 
 
 def take_step(scribe: Scribe, rig: Rig, problem: Problem, num_samples: int) -> None:

@@ -81,7 +81,9 @@ FORMATS = {
     "widest": lambda x: torch.addcmul(x, x, x.float()),
     "sum of two": lambda x: torch.cat([x, x]),
 }
-ON_A_CARD = dict.fromkeys(("norm", "softmax", "sum", "exp", "norm of a vector", "loss", "widest"), FP32)
+ON_A_CARD: dict[str, torch.dtype] = dict.fromkeys(
+    ("norm", "softmax", "sum", "exp", "norm of a vector", "loss", "widest"), FP32
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -18,12 +18,13 @@ from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part, assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.offload import Activations
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
 from lowvram.plan.events import Phase
 from lowvram.plan.paper import CantPlan
 from lowvram.plan.target import Target
-from lowvram.plan.tracing import deaths_in_order, trace
+from lowvram.plan.tracing import deaths_in_order, is_equivalent, trace
 from lowvram.tasks import Classifier, LanguageModel
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
@@ -121,6 +122,35 @@ def test_what_compiled_code_needs_is_checked_though_it_is_planned_eagerly() -> N
     assert trace(PROBLEMS["transformer"], knobs_of(compile="blocks", ckpt="compiler"), 8, A100).sums() == plain
     with pytest.raises(Incompatible, match="ckpt=compiler needs that the model is compiled"):
         trace(PROBLEMS["transformer"], knobs_of(ckpt="compiler", compile="none"), 8, A100)
+
+
+def test_what_is_compiled_is_labelled() -> None:
+    assert is_equivalent(knobs_of(compile="blocks"))
+    assert not is_equivalent(knobs_of())
+    assert not is_equivalent(knobs_of(compile="torchscript"))
+
+
+def test_what_leaves_a_card_is_still_there_while_it_is_copied() -> None:
+    """A few storages at a time go, and as many come back before they are asked for; on a CPU each copy is at once."""
+    problem = PROBLEMS["resnet"]
+    peaks = {
+        (target, in_flight): trace(problem, knobs_of(offload=Activations(in_flight=in_flight)), 32, target).sums()
+        for target in (A100, Target())
+        for in_flight in (1, 4)
+    }
+    one, four = (peaks[A100, in_flight].peak_bytes for in_flight in (1, 4))
+    at_once, also = (peaks[Target(), in_flight].peak_bytes for in_flight in (1, 4))
+    assert at_once == also < one < four
+    assert len({sums.host_bytes for sums in peaks.values()}) == 1
+
+
+@pytest.mark.parametrize("choices", [{"stepping": "cpu_offload"}, {"stepping": "in_backward"}], ids=str)
+def test_gradients_that_leave_a_card_are_summed_by_way_of_pinned_memory(choices: dict[str, str | Knob]) -> None:
+    """So with several parts a card's host holds more, by what the parameters of one shape take at most."""
+    of_card, of_cpu = (
+        trace(PROBLEMS["resnet"], knobs_of(accum="x2", **choices), 8, target).sums() for target in (A100, Target())
+    )
+    assert of_cpu.host_bytes < of_card.host_bytes < 2 * of_cpu.host_bytes
 
 
 def test_a_plan_leaves_the_process_as_it_was() -> None:

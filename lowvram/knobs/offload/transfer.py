@@ -219,4 +219,4 @@ class Streams(Transfer):
 
 
 def transfer_for(device: torch.device, in_flight: int) -> Transfer:
-    return Streams(device, in_flight) if device.type == "cuda" else Direct(device)
+    return Streams(device, in_flight) if host.copies_overlap(device) else Direct(device)

@@ -41,7 +41,7 @@ class Link(ABC):
 
 
 def link_to(device: torch.device) -> Link:
-    return CudaLink(device) if device.type == "cuda" else SameMemory()
+    return CudaLink(device) if host.copies_overlap(device) else SameMemory()
 
 
 @final
