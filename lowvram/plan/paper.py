@@ -28,8 +28,10 @@ ROOT = Path(__file__).parents[1]
 # What runs a model, in whose lines no reason lies.
 MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in ("core", "plan", "modes")))
 
-DEVICE_OF, PROMOTED = torch.ops.prim.device.default, torch.ops.aten.promote_types.default
-NUMBER_OF = torch.ops.aten._local_scalar_dense.default
+ATEN = torch.ops.aten
+DEVICE_OF, PROMOTED = torch.ops.prim.device.default, ATEN.promote_types.default
+NUMBER_OF, CONSTANT = ATEN._local_scalar_dense.default, ATEN.lift_fresh.default
+FILLS = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 
 
 class CantPlan(Exception):
@@ -79,7 +81,8 @@ def reason(error: Exception) -> str:
 
 class Answers(TorchDispatchMode):
     """An optimizer that asks for the value of a number, as Adafactor does, is told 1: sizes don't depend on it. Whoever
-    else asks gets no answer. Devices and number formats torch asks for so often that they are answered here."""
+    else asks gets no answer. Devices and number formats, for which torch asks often, are answered here, and nothing is
+    filled with values."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -113,12 +116,14 @@ class Answers(TorchDispatchMode):
             return self.promoted[args]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then it comes again, for the tensors that this rank holds
+        if func in FILLS and isinstance(args[0], FakeTensor):
+            return args[0]  # there is nothing to fill
         if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
         out = func(*args, **(kwargs or {}))
         if func is PROMOTED:
             self.promoted[args] = out
-        elif self.see is not None:
+        elif self.see is not None and (func is CONSTANT or not func.is_view):  # a view has no memory of its own
             self.see(func, out)
         return out
 

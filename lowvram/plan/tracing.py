@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.config import Incompatible
+from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.rig import Rig, assemble
@@ -43,6 +44,8 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
         Incompatible: the knobs conflict, with each other or with the target.
         CantPlan: the model can't be traced; the message says which line of it.
     """
+    if found := conflicts(knobs, target.absent()):  # `assemble` asks too, but after it has made the model
+        raise Incompatible("; ".join(found))
     scribe = Scribe()
     with scribe.at_work(), paper(target, scribe.book.see):
         rig = assemble(problem, {name: on_paper(knob) for name, knob in knobs.items()}, CPU, absent=target.absent())
