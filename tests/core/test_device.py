@@ -9,7 +9,7 @@ import torch
 
 from lowvram.config import BadInput
 from lowvram.core import device as device_module
-from lowvram.core.device import absent_facts, choose_device
+from lowvram.core.device import Card, absent_facts, absent_from, choose_device
 from lowvram.core.knob import Fact
 from tests.laboratory import CPU, needs_gpu
 
@@ -90,24 +90,14 @@ def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Fact.C_COMPILER not in absent_facts(CPU)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], *, has_bf16: bool) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
     """A card of this kind."""
-
-    class Current:
-        def __init__(self, _: object) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
-
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "device", Current)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
-    )
 
 
 def test_a_card_of_2018_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "Tesla T4", (7, 5), has_bf16=False)
+    pretend(monkeypatch, "Tesla T4", (7, 5))
     absent = absent_facts(torch.device("cuda"))
     assert absent[Fact.BF16] == "Tesla T4 only emulates it: use precision=fp16"
     assert absent[Fact.TF32] == "Tesla T4 has compute capability 7.5, it takes 8.0: use precision=fp32"
@@ -117,7 +107,7 @@ def test_a_card_of_2018_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_newer_card_lacks_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "NVIDIA A100", (8, 0), has_bf16=True)
+    pretend(monkeypatch, "NVIDIA A100", (8, 0))
     absent = absent_facts(torch.device("cuda"))
     assert absent.keys().isdisjoint({Fact.BF16, Fact.TF32, Fact.CUDA})
     assert absent[Fact.FP8] == "NVIDIA A100 has compute capability 8.0, it takes 8.9: use precision=bf16"
@@ -125,8 +115,23 @@ def test_a_newer_card_lacks_neither(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
 def test_the_newest_cards_multiply_in_fp8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    pretend(monkeypatch, "a card", capability, has_bf16=True)
+    pretend(monkeypatch, "a card", capability)
     assert Fact.FP8 not in absent_facts(torch.device("cuda"))
+
+
+def test_a_card_that_is_not_here_can_be_described() -> None:
+    absent = absent_from(Card("Tesla V100", (7, 0)), 2, "a V100")
+    assert absent.keys() == {Fact.CPU, Fact.TF32, Fact.BF16, Fact.FP8, Fact.ONE_RANK}
+    assert absent[Fact.CPU] == "it is a V100 here"
+    assert absent[Fact.BF16] == "Tesla V100 only emulates it: use precision=fp16"
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+def test_what_a_card_says_of_bf16_is_what_torch_says() -> None:
+    with torch.cuda.device(device := choose_device("auto")):
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert (Fact.BF16 not in absent_facts(device)) is has_bf16
 
 
 @pytest.mark.gpu
