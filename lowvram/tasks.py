@@ -46,8 +46,8 @@ class Problem(Task):
     def criterion(self, outputs: Tensor, part: Part) -> Tensor:
         """Sum of the cross-entropies in nats. outputs (..., classes); targets (...), `IGNORE` where nothing counts."""
         dtype = torch.promote_types(outputs.dtype, torch.float32)
-        # Not cross_entropy on a copy in fp32: on CUDA, log_softmax writes fp32 from fp16 logits in one go. (Of bf16 ones
-        # torch 2.13 makes that copy itself; plain cross_entropy would spare it, and round probabilities to bf16.)
+        # Not cross_entropy on a copy in fp32: on CUDA, log_softmax writes fp32 from fp16 logits in one go. Of bf16 ones
+        # torch (2.13) makes that copy itself; plain cross_entropy would spare it, but round probabilities to bf16.
         log_probabilities = F.log_softmax(outputs, -1, dtype=dtype).flatten(0, -2)
         return F.nll_loss(log_probabilities, part.targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
