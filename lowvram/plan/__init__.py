@@ -1,0 +1,1 @@
+"""Planning: what a point will need, before it runs."""
