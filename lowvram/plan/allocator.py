@@ -7,7 +7,7 @@ github.com/pytorch/pytorch. The rules were read in two states of the .cpp, one o
 replayed to the byte, where some were recorded.
 
 As it comes, that is: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no private pools (of
-CUDA graphs). Expandable segments are on from the start or never.
+CUDA graphs). Expandable segments are on from the start or never. Imports no torch.
 """
 
 from __future__ import annotations

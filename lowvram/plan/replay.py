@@ -1,4 +1,5 @@
-"""What a sequence of allocations does to the caching allocator: its peaks, and the least memory that it runs in."""
+"""What a sequence of allocations does to the caching allocator: its peaks, and the least memory in which it fits.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def least_limit_bytes(events: Sequence[Event], *, expandable: bool = False) -> i
     2 MiB, by which everything is reserved.
 
     By bisection: what fits under a limit fits under a larger one but for rare accidents of best fit, so a still lower
-    limit may do. The limit that is returned was tried.
+    limit may do. Under the one that is returned they do fit.
     """
 
     def fits(step: int) -> bool:
