@@ -1,10 +1,10 @@
 """torch's CUDA caching allocator, replayed without CUDA: what it would reserve for a sequence of allocations.
 
 After c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) and c10/core/AllocatorConfig.h of
-github.com/pytorch/pytorch. The rules were read in two states of the .cpp, one of torch 2.10 and one of the time of 2.11
-(with `large_segment_size`, pull request 172056); they say the same, and pull request 193400 quotes the same of August
-2026. The constants stand in the header that torch 2.13.0 installs. docs/results/ holds traces of real devices that are
-replayed to the byte, where some were recorded.
+github.com/pytorch/pytorch. The rules were read in two states of the .cpp, before and after pull request 172056 (January
+2026, which made the size of large segments a setting); they say the same. The constants stand in the header that torch
+2.13.0 installs. docs/results holds what the allocators of real devices did, where it was recorded, and a test replays
+that to the byte (lowvram/plan/recorded.py).
 
 As it comes, that is: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no private pools (of
 CUDA graphs). Expandable segments are on from the start or never. Imports no torch.

@@ -100,5 +100,4 @@ def least_limit_bytes(events: Sequence[Event], *, expandable: bool = False) -> i
     # segment below the limit, even if fewer pages will do.
     lowest = max(0, free.allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES
     highest = (free.reserved_peak_bytes + (largest_bytes if expandable else 0)) // ROUND_LARGE_BYTES
-    steps = range(lowest, highest)
-    return steps.start * ROUND_LARGE_BYTES + bisect_left(steps, True, key=fits) * ROUND_LARGE_BYTES
+    return (lowest + bisect_left(range(lowest, highest), True, key=fits)) * ROUND_LARGE_BYTES

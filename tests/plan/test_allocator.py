@@ -45,8 +45,8 @@ def test_one_allocation(asked: int, allocated: int, reserved: int, reserved_expa
 
 def test_up_to_a_mebibyte_is_left_at_the_end_of_a_large_block() -> None:
     default, expandable = CachingAllocator(), CachingAllocator(expandable=True)
-    assert default.malloc(15 * MIB).num_bytes == 16 * MIB
-    assert expandable.malloc(15 * MIB).num_bytes == 15 * MIB
+    assert default.malloc(19 * MIB).num_bytes == 20 * MIB
+    assert expandable.malloc(19 * MIB).num_bytes == 19 * MIB
 
 
 def test_a_cublas_workspace_as_seen_on_a_device() -> None:
@@ -134,6 +134,12 @@ def test_free_segments_are_given_back_before_memory_runs_out() -> None:
     assert limited.reserved_peak_bytes == 30 * MIB
 
 
+def test_the_peak_stays_when_memory_is_given_back() -> None:
+    events = [Event(0, 38 * MIB), Event(0, FREE), Event(1, 20 * MIB, stream=1)]
+    done = replay(events, limit_bytes=40 * MIB)
+    assert (done.reserved_bytes[-1], done.reserved_peak_bytes, done.allocated_peak_bytes) == (20 * MIB, *[38 * MIB] * 2)
+
+
 @pytest.mark.parametrize("limit", ["limit_bytes", "device_bytes"])
 @both
 def test_where_memory_ran_out(expandable: bool, limit: str) -> None:
@@ -149,6 +155,7 @@ def test_under_a_limit_expandable_segments_ask_for_more_than_they_need() -> None
     events = [Event(0, 3 * MIB // 2), Event(1, 38 * MIB)]
     assert replay(events, expandable=True).reserved_peak_bytes == 40 * MIB
     assert replay(events, expandable=True, device_bytes=40 * MIB).oom is None
+    assert replay(events, expandable=True, device_bytes=40 * MIB - 1).oom is not None
     assert replay(events, expandable=True, limit_bytes=40 * MIB).oom is not None
     assert least_limit_bytes(events, expandable=True) == 58 * MIB
     assert least_limit_bytes(events) == 58 * MIB

@@ -164,6 +164,8 @@ def acted(text: str) -> list[Action]:
 def test_segments_given_back_when_asked_to() -> None:
     asked = acted("A 0 20, a 0 4, f 0 4, c 0 4, F 0 20, A 100 20, a 100 4, f 100 4, c 100 4, F 100 20")
     assert first_difference(recording(asked)) is None
+    asked = acted("A 0 20, a 0 4, A 40 30, a 40 30, f 40 30, c 40 30, F 40 30, f 0 4, c 0 4")
+    assert first_difference(recording(asked, limit_bytes=60 * MIB)) is None
 
 
 def test_segments_given_back_for_want_of_memory() -> None:
