@@ -24,6 +24,8 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_: the same of a large pool
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on an allocation gets a segment of its own size,
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
 
+UNLIMITED_BYTES = 2**60
+
 
 class OutOfMemory(Exception):
     """The allocator found no room, even after it gave back what it kept."""
@@ -59,7 +61,7 @@ class Block:
         after = self.after
         return self.num_bytes + (after.num_bytes if after is not None and not after.is_mapped else 0)
 
-    def is_whole_segment(self) -> bool:
+    def is_alone(self) -> bool:
         return self.before is None and self.after is None
 
 
@@ -127,8 +129,8 @@ class CachingAllocator:
         address_of: Callable[[int], int] | None = None,
     ) -> None:
         self.expandable = expandable
-        self.limit_bytes = 2**60 if limit_bytes is None else limit_bytes
-        self.device_bytes = 2**60 if device_bytes is None else device_bytes
+        self.limit_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
+        self.device_bytes = UNLIMITED_BYTES if device_bytes is None else device_bytes
         self.address_of = self.next_address if address_of is None else address_of
         self.pools: dict[tuple[bool, int], Pool] = {}  # by (whether it is small, stream)
         self.allocated_bytes = self.allocated_peak_bytes = 0
@@ -144,9 +146,7 @@ class CachingAllocator:
         """
         num_bytes = rounded_up(num_bytes, MIN_BLOCK_BYTES)
         is_small = num_bytes <= SMALL_BYTES
-        pool = self.pools.get((is_small, stream))
-        if pool is None:
-            pool = self.pools[is_small, stream] = Pool(is_small)
+        pool = self.pools.get((is_small, stream)) or self.pools.setdefault((is_small, stream), Pool(is_small))
         block = self._best_fit(pool, num_bytes) or self._grow(pool, num_bytes) or self._retry(pool, num_bytes)
         rest_bytes = block.num_bytes - num_bytes
         if rest_bytes > SMALL_BYTES or (rest_bytes and (is_small or self.expandable)):
@@ -176,7 +176,7 @@ class CachingAllocator:
             for *_, block in list(pool.free):
                 if self.expandable:
                     self._unmap(block)
-                elif block.is_whole_segment():
+                elif block.is_alone():
                     pool.take(block)
                     self.reserved_bytes -= block.num_bytes
 
@@ -280,7 +280,7 @@ class CachingAllocator:
         pages.is_mapped = False
         pool.settle(pages)
         self.reserved_bytes -= end - begin
-        if pages.is_whole_segment():
+        if pages.is_alone():
             pool.take(pages)
 
     def _reserve(self, num_bytes: int) -> None:
