@@ -124,8 +124,8 @@ ROWS: list[Row] = [
             "NCCL",
             None,
             False,
-            "unknown: by channels, algorithms and links; 544 MiB were seen for 2 A100s, 688 MiB for 4 "
-            "(github.com/NVIDIA/nccl/issues/964)",
+            "unknown: by channels, algorithms and links; 544 MB were seen for a group of 2 A100s, 688 MB for larger "
+            "ones (github.com/NVIDIA/nccl/issues/964)",
         ),
         least_ranks=2,
     ),
