@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from lowvram import identity, sweeper
 from lowvram.config import require
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
+from lowvram.planning import Plans, is_plan, request_for
 from lowvram.point import CHILDS_OWN, Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
@@ -109,6 +110,7 @@ class Program:
         self.mistake: Exception | None = None
         self.resumed = Resumed(words)
         self.num_signals = 0
+        self.plans = Plans(self.server, self.progress, self.stop_signals)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._count_signal)  # only counts, so nothing is torn in the middle
 
@@ -167,6 +169,8 @@ class Program:
             raise KeyboardInterrupt
         if refused:
             raise Refused(refused[0])
+        points = enumerate((plain(one), chosen(one.hydra.runtime.choices)) for one in configs)
+        self.plans.expected = {place: request_for(*point) for place, point in points if is_plan(point[1])}
 
     def stop_signals(self) -> int:
         """How often somebody asked to stop so far."""
@@ -183,11 +187,18 @@ class Program:
             self.kept.add(earlier["id"])
             self.rows.append(earlier)
             return
-        self.rows.append(run_point(point, self.server, self.progress, self.stop_signals))
-        if point.sweep:
-            self.tell_point(point, self.rows[-1])
+        row = self.plans.row(point) if is_plan(point.choices) else self.run_point(point)
+        if row is not None:
+            self.rows.append(row)
         if self.num_signals:
             raise KeyboardInterrupt
+
+    def run_point(self, point: Point) -> Row:
+        """Run one, and tell it."""
+        row = run_point(point, self.server, self.progress, self.stop_signals)
+        if point.sweep:
+            self.tell_point(point, row)
+        return row
 
     def make_point(self, config: DictConfig) -> Point:
         """What Hydra composed, as a point. Raises BadInput for what the root doesn't know."""
@@ -257,6 +268,7 @@ class Program:
 
     def close_sweep(self, folder: Path) -> None:
         """The table, where it lies, how to upload the runs and how to go on."""
+        table.save(folder, table.collect(folder))
         print(table.render(self.rows, sys.stdout, kept=self.kept))
         print(f"results: {shown_path(folder)} (table.md, table.csv, rows.jsonl)")
         if any(folder.glob("*/wandb/offline-run-*")):

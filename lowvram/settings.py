@@ -78,6 +78,17 @@ class MeasureSettings:
 
 
 @dataclass(frozen=True)
+class PlanSettings:
+    """`plan.*`"""
+
+    device: str
+    margin: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.margin < 10, "plan.margin", self.margin, "a share from 0 (none) to below 10, such as 0.1")
+
+
+@dataclass(frozen=True)
 class SnapshotSettings:
     """`snapshot.*`"""
 
@@ -127,6 +138,7 @@ class Settings:
     root: RootSettings
     train: TrainSettings
     measure: MeasureSettings
+    plan: PlanSettings
     snapshot: SnapshotSettings
     groups: dict[str, Any]
 
@@ -136,7 +148,7 @@ class Settings:
         return parse_bytes("vram", self.root.vram)
 
 
-SECTIONS = {"train": TrainSettings, "measure": MeasureSettings, "snapshot": SnapshotSettings}
+SECTIONS = {"train": TrainSettings, "measure": MeasureSettings, "plan": PlanSettings, "snapshot": SnapshotSettings}
 ROOT_KEYS = (*RootSettings.__dataclass_fields__, *SECTIONS)
 
 

@@ -20,9 +20,9 @@ MAY_IMPORT = {
 }
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
-    "lowvram": "cli config identity mistakes point resume runs settings start sweeper table verdict",
+    "lowvram": "cli config identity mistakes planning point resume runs settings start sweeper table verdict",
     "lowvram.plan": "allocator devices hidden recorded replay",
-    "lowvram.results": "advice columns row table terminal wandb",
+    "lowvram.results": "advice columns planned row table terminal wandb",
     "lowvram.process": "client crew launch orders server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}

@@ -20,6 +20,8 @@ import torch
 
 from lowvram import job
 from lowvram.endings import Interrupted, ending, is_of_a_peer
+from lowvram.modes.plan import Planner
+from lowvram.plan.store import Store
 from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
@@ -114,7 +116,7 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
     stop, meeting, about = Stop(), Meeting(way, request), {"rank": way.rank}
     try:
         stop.listen()
-        fields = check(request["check"]) if "check" in request else run_point(request, events, stop, meeting)
+        fields = work(request, events, stop, meeting)
     except BaseException as error:  # the last net: a point always tells how it ended
         stop.settle()
         fields, of_a_peer = ending(error), is_of_a_peer(error)
@@ -144,10 +146,27 @@ def as_stream(spoken: Any) -> Any:
     return spoken
 
 
+def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+    """What the request asks for; returns its part of a row."""
+    if "check" in request:
+        return check(request["check"])
+    if "plan" in request:
+        return plan(request["plan"], events)
+    return run_point(request, events, stop, meeting)
+
+
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the objects of every configuration of a sweep; the first mistake is raised."""
     for config in configs:
         settings(config)
+    return {"status": "ok"}
+
+
+def plan(points: list[dict[str, Any]], events: Events) -> dict[str, Any]:
+    """Plan point after point, and tell each as it is known."""
+    planner = Planner(Store())
+    for index, point in enumerate(points):
+        events("planned", index=index, fields=planner.fields(settings(point["config"]), point["choices"]))
     return {"status": "ok"}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lowvram.results.columns import Column, number_column, number_texts, value_at, words_column
-from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, read, size_text, to_json, write_text
+from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, read, to_json, write_text
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
@@ -79,6 +79,9 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
         sizes(peak, "memory.peak_bytes", min if is_comparable else None),
         words_column("memory source", () if is_comparable else sources),
         sizes(f"planned {unit}", "plan.allocated_bytes", min),
+        sizes(f"planned reserved {unit}", "plan.reserved_bytes", min),
+        sizes(f"planned host {unit}", "plan.host_bytes", min),
+        sizes(f"least vram {unit}", "plan.least_vram_bytes", min),
         words_column("fits", (_fits(row) for row in rows)),
         sizes(f"activations {unit}", "memory.by_kind_max.activations", min),
         sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min),
@@ -124,8 +127,6 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
         name = label(row)
         if row["status"] != Status.OK:
             yield _one_line(f"{name}: {row['status'] or 'unfinished'}: {row['reason'] or 'no reason is known'}")
-        if _fits(row) == "no" and row["plan"].get("least_vram_bytes"):
-            yield f"{name}: does not fit: needs at least {size_text(row['plan']['least_vram_bytes'])}"
         if retries := row["memory"]["alloc_retries"]:
             yield f"{name}: {retries} allocations succeeded only after free memory was returned to the driver"
         if row["disturbed"]:

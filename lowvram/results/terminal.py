@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from lowvram.results.planned import plan_lines
 from lowvram.results.row import GIB, Row, is_final, size_text
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         _parts(": ", row["name"], row["status"], row["reason"]),
         _memory(row),
         _titled("moved", _traffic(row)),
-        _plan(row),
+        *plan_lines(row["plan"]),
         _titled("speed", _speeds(row)),
         _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
         _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
@@ -211,14 +212,6 @@ def _traffic(row: Row) -> list[str | None]:
         return []
     waited = None if waited_ms is None else f"waited {waited_ms:.3g} ms"
     return [f"{size_text(out)} to the host", f"{size_text(back)} back a step", waited]
-
-
-def _plan(row: Row) -> str:
-    plan = row["plan"] or {}
-    planned, least = plan.get("allocated_bytes"), plan.get("least_vram_bytes")
-    verdict = {None: None, True: "fits", False: "does not fit"}[plan.get("fits")]
-    need = None if least is None else f"needs at least {size_text(least)}"
-    return _titled("plan", [None if planned is None else size_text(planned), verdict, need])
 
 
 def _speeds(row: Row) -> list[str | None]:

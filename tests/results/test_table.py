@@ -87,7 +87,15 @@ def test_only_columns_with_a_value_are_there():
     ]
     shown = [c.title for c in build(rows).shown]
     assert shown == [
-        *("name", "status", "peak GiB (tensor bytes on CPU)", "planned GiB", "fits", "activations GiB"),
+        *(
+            "name",
+            "status",
+            "peak GiB (tensor bytes on CPU)",
+            "planned GiB",
+            "least vram GiB",
+            "fits",
+            "activations GiB",
+        ),
         *(
             "samples/s",
             "tokens/s",
@@ -99,7 +107,7 @@ def test_only_columns_with_a_value_are_there():
             "perplexity",
         ),
     ]
-    assert build(rows).notes == ("a: does not fit: needs at least 2.000 GiB",)
+    assert column(build(rows), "fits") == ["no"]
 
 
 def test_small_sizes_are_in_mib_all_of_them():

@@ -1,0 +1,52 @@
+"""A plan in words, for the end of a single run. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowvram.results.row import size_text
+
+NUM_LARGEST = 3
+Plan = Mapping[str, Any]
+
+
+def plan_lines(plan: Plan | None) -> list[str]:
+    """What is planned, whether it fits, what it is made of and what it doesn't know."""
+    if plan is None or plan.get("allocated_bytes") is None:
+        return []
+    return [line for line in (_sizes(plan), _verdict(plan), _kinds(plan), _largest(plan), _unknown(plan)) if line]
+
+
+def _sizes(plan: Plan) -> str:
+    sizes = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "on the host": "host_bytes"}
+    texts = [f"{size_text(plan[name])} {what}" for what, name in sizes.items() if plan.get(name)]
+    target = f" for {plan['device']}" if plan.get("device") else ""
+    return f"plan{target}: {', '.join(texts)}{', as if not compiled' if plan.get('is_eager_equivalent') else ''}"
+
+
+def _verdict(plan: Plan) -> str | None:
+    least, budget = plan.get("least_vram_bytes"), plan.get("budget_bytes")
+    if least is None:
+        return None
+    needs = f"needs at least {size_text(least)}"
+    if plan.get("fits") is None or budget is None:
+        return needs
+    fits = "fits" if plan["fits"] else "does not fit"
+    return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe"
+
+
+def _kinds(plan: Plan) -> str | None:
+    kinds = sorted(plan.get("by_kind", {}).items(), key=lambda item: -item[1])
+    texts = [f"{kind} {size_text(num_bytes)}" for kind, num_bytes in kinds if num_bytes and kind != "host"]
+    return f"at the peak: {', '.join(texts)}" if texts else None
+
+
+def _largest(plan: Plan) -> str | None:
+    texts = [f"{size_text(one['bytes'])} {one['name']}" for one in plan.get("largest", [])[:NUM_LARGEST]]
+    return f"largest: {', '.join(texts)}" if texts else None
+
+
+def _unknown(plan: Plan) -> str | None:
+    names = [line["name"] for line in plan.get("lines", []) if line["bytes"] is None]
+    return f"not known, so not counted: {', '.join(names)}" if names else None
