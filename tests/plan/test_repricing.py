@@ -54,7 +54,6 @@ CHOICES: list[tuple[dict[str, str | Knob], str]] = [
     ({"precision": "bf16", "ckpt": "every2"}, "transformer_dropout"),
     ({"precision": "fp16", "stepping": "in_backward"}, "resnet"),
     ({"sharding": "fsdp", "stepping": "cpu_offload"}, "resnet"),
-    ({"offload": "parameters", "ckpt": "selective"}, "resnet"),
 ]
 
 
@@ -86,11 +85,10 @@ def test_what_changes_with_the_batch_is_traced_for_itself() -> None:
     knobs = without_accum(logits=ChunkedLogits(chunk_tokens=256))
     pricer = Pricer(PROBLEMS["transformer"], H100)
     assert pricer.price(knobs, 1, 2).why_direct is None
-    for batch_size in (34, 40):
-        priced = pricer.price(knobs, 1, batch_size)
-        assert priced.is_direct
-        assert priced.why_direct == "other tensors are made at another batch size"
-        assert priced.trace.sums() == traced(PROBLEMS["transformer"], knobs, 1, batch_size).sums()
+    priced = pricer.price(knobs, 1, 34)
+    assert priced.is_direct
+    assert priced.why_direct == "other tensors are made at another batch size"
+    assert priced.trace.sums() == traced(PROBLEMS["transformer"], knobs, 1, 34).sums()
 
 
 @pytest.mark.parametrize(("parts", "batch_size", "why"), [(1, 1, "dimensions of one"), (3, 10, "equal parts")])
@@ -104,8 +102,8 @@ def test_small_and_uneven_batches_are_traced_for_themselves(parts: int, batch_si
 
 
 def test_a_price_takes_milliseconds() -> None:
-    """At half the depth of GPT-2 XL; width costs nothing on paper."""
-    problem = Auto().pose(TransformerConfig(24, 16, 2, 8), DataSpec(Modality.TOKENS, 11, (8,)))
+    """At the depth of GPT-2; width costs nothing on paper."""
+    problem = Auto().pose(TransformerConfig(12, 16, 2, 8), DataSpec(Modality.TOKENS, 11, (8,)))
     pricer, knobs = Pricer(problem, H100), without_accum(precision="bf16")
     for batch_size in (8, 16):
         pricer.price(knobs, 1, batch_size)
@@ -113,7 +111,7 @@ def test_a_price_takes_milliseconds() -> None:
     for batch_size in range(17, 37):
         assert not pricer.price(knobs, 1, batch_size).is_direct
         pricer.price(knobs, 1, batch_size).trace.sums()
-    assert (time.process_time() - began) / 20 < 0.015
+    assert (time.process_time() - began) / 20 < 0.0075
 
 
 def test_a_store_spares_the_next_process_the_trace(tmp_path: Path, num_traced: Callable[[], int]) -> None:
