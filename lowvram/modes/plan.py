@@ -12,7 +12,7 @@ from torch import nn
 
 from lowvram.config import BadInput, Incompatible
 from lowvram.core.device import Card, card_of, choose_device
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.data.spec import DataSpec
 from lowvram.job import check_batch_size, open_data
 from lowvram.plan.devices import DeviceSpec, find_device, load_device
@@ -23,6 +23,7 @@ from lowvram.plan.replay import Event, Replay, least_limit_bytes, replay
 from lowvram.plan.repricing import Pricer
 from lowvram.plan.store import Store
 from lowvram.plan.target import Target
+from lowvram.plan.tracing import is_equivalent
 from lowvram.settings import KNOB_GROUPS, Settings
 from lowvram.tasks import Problem
 
@@ -74,8 +75,7 @@ class Planner:
         about = self.about_model(problem, list(knobs.values()))
         is_expandable = choices["allocator"] == "expandable"
         told = needs(priced.trace, device, target, is_expandable)
-        is_compiled = all(Fact.COMPILED not in knob.breaks() for knob in knobs.values())
-        about_plan = {"device": name, "is_eager_equivalent": is_compiled}
+        about_plan = {"device": name, "is_eager_equivalent": is_equivalent(knobs)}
         return {**about, "plan": {**about_plan, **told, **verdict(told, settings, device)}}
 
     def problem(self, settings: Settings) -> Problem:
