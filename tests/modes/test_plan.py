@@ -1,0 +1,129 @@
+"""The planner: rows of plans from checked configurations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lowvram.cli import chosen, plain
+from lowvram.identity import CONF, register_resolvers
+from lowvram.modes.plan import Fields, Planner
+from lowvram.plan.store import Store
+from lowvram.settings import Settings, settings
+from tests.calls import TINY, TINY_RESNET
+
+MIB = 2**20
+CARD = "plan.device=rtx3060"
+
+
+def composed(*words: str) -> tuple[Settings, dict[str, str]]:
+    """A configuration as the command line makes it."""
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", ["mode=plan", *words], return_hydra_config=True)
+    return settings(plain(config)), chosen(config.hydra.runtime.choices)
+
+
+def planned(*words: str, planner: Planner | None = None) -> Fields:
+    fields = (planner or Planner()).fields(*composed(*words))
+    assert fields["status"] == "ok", fields
+    return fields["plan"]
+
+
+@pytest.mark.parametrize("words", [TINY, TINY_RESNET], ids=["transformer", "resnet"])
+def test_what_is_asked_of_a_card_is_its_tensors_and_its_libraries(words: tuple[str, ...]) -> None:
+    plan = planned(*words, CARD)
+    libraries = sum(line["bytes"] or 0 for line in plan["lines"])
+    assert libraries > 8 * MIB  # a workspace for the forward pass, one for the backward pass
+    tensors = sum(num_bytes for kind, num_bytes in plan["by_kind"].items() if kind != "host")
+    assert plan["allocated_bytes"] == tensors + libraries
+    assert plan["allocated_bytes"] <= plan["reserved_bytes"]
+    assert max(plan["by_phase"].values()) == tensors
+    assert plan["largest"][0]["bytes"] >= plan["largest"][1]["bytes"]
+
+
+def test_a_cpu_is_planned_as_its_ledger_counts() -> None:
+    plan = planned(*TINY, "plan.device=cpu")
+    assert plan["reserved_bytes"] is None
+    assert plan["lines"] == []
+    assert plan["allocated_bytes"] == sum(plan["by_kind"].values()) == plan["least_vram_bytes"]
+    assert plan["fits"] is None  # nobody has named a budget
+    assert planned(*TINY, "device=cpu")["device"] == "cpu"
+
+
+def test_a_price_is_that_of_a_direct_trace() -> None:
+    """The third batch size lies between two that were traced."""
+    planner = Planner()
+    for batch_size in (4, 32):
+        planned(*TINY, CARD, f"train.batch_size={batch_size}", planner=planner)
+    (pricer,) = planner.pricers.values()
+    num_traces = sum(len(known.traces) for known in pricer.known.values())
+    priced = planned(*TINY, CARD, "train.batch_size=16", planner=planner)
+    assert sum(len(known.traces) for known in pricer.known.values()) == num_traces
+    assert priced == planned(*TINY, CARD, "train.batch_size=16")
+
+
+def test_margin_and_budget_decide_what_fits() -> None:
+    least = planned(*TINY, CARD)["least_vram_bytes"] / MIB
+    assert planned(*TINY, CARD, "plan.margin=0", f"vram={least}MiB")["fits"] is True
+    assert planned(*TINY, CARD, "plan.margin=0.1", f"vram={least}MiB")["fits"] is False
+    assert planned(*TINY, CARD, "plan.margin=0.1", f"vram={least * 1.11}MiB")["fits"] is True
+    assert planned(*TINY, CARD)["budget_bytes"] > 10_000 * MIB  # the card's own
+
+
+def test_host_memory_is_named_where_a_knob_takes_it() -> None:
+    assert planned(*TINY, CARD)["host_bytes"] is None
+    assert planned(*TINY, CARD, "offload=activations", "offload.min_bytes=1")["host_bytes"] > 0
+
+
+def test_expandable_segments_are_replayed_as_such() -> None:
+    words = (*TINY, CARD, "model.width=512", "data.sequence_length=200", "train.batch_size=32")
+    assert planned(*words)["reserved_bytes"] != planned(*words, "allocator=expandable")["reserved_bytes"]
+
+
+def test_compiled_points_say_how_they_were_planned() -> None:
+    assert planned(*TINY, CARD, "compile=blocks")["is_eager_equivalent"] is True
+    assert planned(*TINY, CARD)["is_eager_equivalent"] is False
+
+
+def test_what_does_not_go_together_is_incompatible() -> None:
+    fields = Planner().fields(*composed(*TINY, CARD, "optimizer=adafactor", "offload=parameters"))
+    assert fields["status"] == "incompatible"
+    assert "optimizer=adafactor needs that every parameter is whole" in fields["reason"]
+    fields = Planner().fields(*composed(*TINY, CARD, "accum=x8"))
+    assert "train.batch_size=4: must be a multiple of accum.parts=8" in fields["reason"]
+
+
+def test_a_model_that_cannot_be_planned_is_an_error_and_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, choices = composed(*TINY, CARD)
+    task = whole.groups["task"].pose
+
+    def looking(model: object, spec: object) -> object:
+        problem = task(model, spec)
+        criterion = problem.criterion
+        problem.criterion = lambda outputs, part: criterion(outputs, part) * float(outputs.sum() > 0)
+        return problem
+
+    class Looks:
+        pose = staticmethod(looking)
+
+    fields = Planner().fields(replace(whole, groups={**whole.groups, "task": Looks()}), choices)
+    assert fields["status"] == "error"
+    assert fields["reason"].startswith("can't plan this model: ")
+    assert "depends on the values of a tensor" in fields["reason"]
+    assert "plan" not in fields
+
+
+def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*TINY, CARD)
+    first = planned(*words, planner=Planner(Store(tmp_path)))
+    assert list(tmp_path.iterdir())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr("lowvram.plan.repricing.trace", refuse)
+    assert planned(*words, planner=Planner(Store(tmp_path))) == first
