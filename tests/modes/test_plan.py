@@ -80,7 +80,7 @@ def test_host_memory_is_named_where_a_knob_takes_it() -> None:
 
 
 def test_expandable_segments_are_replayed_as_such() -> None:
-    words = (*TINY, CARD, "model.width=512", "data.sequence_length=200", "train.batch_size=32")
+    words = (*TINY, CARD, "model.width=512", "data.sequence_length=100", "train.batch_size=32")
     assert planned(*words)["reserved_bytes"] != planned(*words, "allocator=expandable")["reserved_bytes"]
 
 
