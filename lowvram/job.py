@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 
 from lowvram.config import BadInput
 from lowvram.core import ranks
-from lowvram.core.device import absent_facts, card_of, choose_device
-from lowvram.core.knob import Knob, conflicts
+from lowvram.core.device import card_of, choose_device
+from lowvram.core.knob import Fact, Knob, conflicts
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
@@ -77,16 +77,17 @@ def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
     return {"allocated_bytes": peak.peak_bytes, "by_kind": by_kind}
 
 
-def can_replace(settings: Settings, choices: dict[str, str]) -> Callable[[str, str], bool]:
-    """Tells whether an option can take the place of the one that its group has here, and makes a difference."""
-    device, num_ranks = choose_device(settings.root.device), ranks.num_ranks()
-    absent = absent_facts(device)
+def can_replace(
+    settings: Settings, choices: Mapping[str, str], absent: Mapping[Fact, str], num_ranks: int
+) -> Callable[[str, str], bool]:
+    """Tells whether an option can take the place of the one that its group has, and makes a difference, on a device
+    that lacks the facts `absent`."""
 
     def answer(group: str, option: str) -> bool:
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
-        knobs = {f"{name}={(choices | {group: option})[name]}": groups[name] for name in KNOB_GROUPS}
+        knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
         is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
-        helps = device.type != "cpu" or (group, option) not in TO_HOST
+        helps = Fact.CUDA not in absent or (group, option) not in TO_HOST
         return helps and is_whole and not conflicts(knobs, absent)
 
     return answer

@@ -14,7 +14,7 @@ from lowvram.config import BadInput, Incompatible
 from lowvram.core.device import Card, card_of, choose_device
 from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.data.spec import DataSpec
-from lowvram.job import check_batch_size, open_data
+from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.plan.devices import DeviceSpec, find_device, load_device
 from lowvram.plan.events import Phase, Sums, Trace
 from lowvram.plan.hidden import Line, hidden_lines
@@ -24,6 +24,7 @@ from lowvram.plan.repricing import Pricer
 from lowvram.plan.store import Store
 from lowvram.plan.target import Target
 from lowvram.plan.tracing import is_equivalent
+from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import KNOB_GROUPS, Settings
 from lowvram.tasks import Problem
 
@@ -76,7 +77,10 @@ class Planner:
         is_expandable = choices["allocator"] == "expandable"
         told = needs(priced.trace, device, target, is_expandable)
         about_plan = {"device": name, "is_eager_equivalent": is_equivalent(knobs)}
-        return {**about, "plan": {**about_plan, **told, **verdict(told, settings, device)}}
+        plan = {**about_plan, **told, **verdict(told, settings, device)}
+        is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
+        advice = out_of_memory_advice(plan["by_kind"], choices, is_possible) if plan["fits"] is False else None
+        return {**about, "plan": {**plan, "advice": advice}}
 
     def problem(self, settings: Settings) -> Problem:
         """The problem of a point; its data are opened once."""

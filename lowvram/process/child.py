@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from lowvram import job
+from lowvram.core.device import absent_facts, choose_device
+from lowvram.core.ranks import num_ranks
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.modes.plan import Planner
 from lowvram.plan.store import Store
@@ -200,7 +202,8 @@ def after_out_of_memory(request: dict[str, Any], reason: str) -> dict[str, Any]:
     try:
         whole, choices = settings(request["config"]), request["choices"]
         plan = job.trace(whole, choices)
-        is_possible = job.can_replace(whole, choices)
+        absent = absent_facts(choose_device(whole.root.device))
+        is_possible = job.can_replace(whole, choices, absent, num_ranks())
         advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, whole.vram_bytes)
         return {"plan": plan, "reason": f"{reason}; {advice}"}
     except Exception as error:

@@ -33,7 +33,8 @@ def _verdict(plan: Plan) -> str | None:
     if plan.get("fits") is None or budget is None:
         return needs
     fits = "fits" if plan["fits"] else "does not fit"
-    return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe"
+    advice = f"; {plan['advice']}" if plan.get("advice") else ""
+    return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe{advice}"
 
 
 def _kinds(plan: Plan) -> str | None:

@@ -34,7 +34,9 @@ def test_a_budget_that_is_too_small_is_no_failure(call: Call) -> None:
     outcome = call(*PLAN, "plan.device=t4", "vram=1MiB")
     assert outcome.code == 0
     assert outcome.row["plan"]["fits"] is False
-    assert "does not fit into 1.00 MiB" in outcome.out
+    assert "does not fit into 1.00 MiB: needs at least" in outcome.out
+    assert outcome.row["plan"]["advice"] in outcome.out
+    assert " % of the peak: try " in outcome.row["plan"]["advice"]
 
 
 def test_a_sweep_of_plans_is_one_table(call: Call) -> None:
