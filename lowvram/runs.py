@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from lowvram import identity
 from lowvram.cli import chosen, plain
+from lowvram.planning import Plans, request_for
 from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Server
 from lowvram.results.row import Row
@@ -50,6 +52,24 @@ class Runs:
         point = self._point(name, words)
         point.folder.mkdir(parents=True)
         return run_point(point, self._server, QuietProgress(sys.stderr), lambda: 0)
+
+    def plan(self, points: Mapping[str, list[str]]) -> list[Row]:
+        """The rows of what points would hold, by name: all planned in one process, and none of them runs.
+
+        Raises:
+            BadInput: as `run`.
+        """
+        composed = [self._point(name, ["mode=plan", *words]) for name, words in points.items()]
+        asked = {point.index: request_for(point.config, point.choices) for point in composed}
+        plans = Plans(self._server, QuietProgress(sys.stderr), lambda: 0)
+        plans.ask(asked)
+        for point in composed:
+            point.folder.mkdir(parents=True)
+        return [row for point in composed if (row := plans.row(point)) is not None]
+
+    def settings_of(self, words: list[str]) -> dict[str, Any]:
+        """The configuration that `words` compose, as `lowvram.settings.settings` takes it."""
+        return plain(compose("config", [*words, "logger=none"], return_hydra_config=True))
 
     def _point(self, name: str, words: list[str]) -> Point:
         config = compose("config", [*words, "logger=none"], return_hydra_config=True)

@@ -154,7 +154,7 @@ def needs(trace: Trace, device: DeviceSpec, target: Target, is_expandable: bool)
     lines = hidden_lines(device, torch.__version__, target.num_ranks)
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
-        **(on_card(trace, lines, is_expandable) if device.is_cuda else on_cpu(sums)),
+        **(on_card(trace, lines, is_expandable) if device.is_cuda else on_cpu(trace, lines)),
         "host_bytes": sums.host_bytes or None,
         "by_kind": named(sums.by_kind),
         "by_kind_max": named(sums.by_kind_max),
@@ -166,8 +166,14 @@ def needs(trace: Trace, device: DeviceSpec, target: Target, is_expandable: bool)
     }
 
 
-def on_cpu(sums: Sums) -> Fields:
-    return {"allocated_bytes": sums.peak_bytes, "reserved_bytes": None, "least_vram_bytes": sums.peak_bytes}
+def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
+    """A CPU is its own host, and its process holds what tensors hold at any time in the whole run, and more."""
+    outside = sum(line.num_bytes or 0 for line in lines)
+    return {
+        "allocated_bytes": trace.sums(is_steady=True).peak_bytes,
+        "reserved_bytes": None,
+        "least_vram_bytes": trace.sums().with_host_bytes + outside,
+    }
 
 
 def on_card(trace: Trace, lines: list[Line], is_expandable: bool) -> Fields:

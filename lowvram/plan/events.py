@@ -39,6 +39,7 @@ class Sums:
     by_kind_max: dict[Kind, int]  # each kind's own largest moment
     by_phase: dict[Phase, int]  # the device's largest moment in each
     host_bytes: int  # the host's own largest moment
+    with_host_bytes: int  # the largest moment of device and host together
 
 
 class Large(NamedTuple):
@@ -77,6 +78,7 @@ class Trace:
             dict(zip(KINDS, most, strict=True)),
             self._by_phase(total[1:], self.phases[first:]),
             most[KINDS.index(Kind.HOST)],
+            int(live.sum(0).amax()),
         )
 
     def _by_phase(self, total: Tensor, phases: Tensor) -> dict[Phase, int]:

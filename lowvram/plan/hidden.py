@@ -133,14 +133,40 @@ ROWS: list[Row] = [
 ]
 
 
+PAGES = "pages of libraries that are read for the first time, and Python objects"
+ON_CPU: list[Row] = [
+    Row(
+        Line(
+            PAGES,
+            36 * MIB,
+            False,
+            "measured on an x86-64 CPU with torch 2.13.0+cpu: growth of a Transformer with 0.4 MiB of tensors, of which "
+            "34 MiB are file pages, most of libtorch_cpu.so (docs/planning.md)",
+        ),
+        torch=Span((2, 13), (2, 14)),
+    ),
+    Row(Line(PAGES, None, False, "unknown for this version of torch: 36 MiB with 2.13.0+cpu on an x86-64 CPU")),
+    Row(
+        Line(
+            "code of less common operators, buffers and weights in other layouts of oneDNN and MKL",
+            None,
+            False,
+            "unknown: 4 to 16 MiB were seen with recomputation, muon, bf16, and more with convolutions "
+            "(docs/planning.md)",
+        )
+    ),
+]
+
+
 def hidden_lines(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Line]:
-    """What a process on `device` may take beside its tensors; nothing is known of a CPU, so nothing is listed.
+    """What a process on `device` may take beside its tensors.
 
     Args:
         torch_version: such as "2.13.0+cu130".
         num_ranks: processes with a device each.
     """
-    return [] if device.capability is None else list(_lines(parsed(torch_version), device.capability, num_ranks))
+    rows = ON_CPU if device.capability is None else ROWS
+    return list(_lines(rows, parsed(torch_version), device.capability or (0, 0), num_ranks))
 
 
 def parsed(version: str) -> Version:
@@ -149,9 +175,9 @@ def parsed(version: str) -> Version:
     return int(major), int(minor)
 
 
-def _lines(torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Line]:
+def _lines(rows: list[Row], torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Line]:
     names = set()
-    for row in ROWS:
+    for row in rows:
         holds = row.torch.has(torch_version) and row.capability.has(capability) and num_ranks >= row.least_ranks
         if holds and row.line.name not in names:
             names.add(row.line.name)

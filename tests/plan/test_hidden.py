@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowvram.plan.devices import DeviceSpec, device_names, load_device
-from lowvram.plan.hidden import ROWS, Line, hidden_lines, parsed
+from lowvram.plan.hidden import ON_CPU, PAGES, ROWS, Line, hidden_lines, parsed
 
 MIB = 2**20
 VERSIONS = ["2.11.0", "2.12.1", "2.13.0+cu130", "2.14.0", "2.15.0.dev20260905"]
@@ -55,8 +55,12 @@ def test_one_rank_talks_to_nobody() -> None:
     assert not lines("9.0", num_ranks=2)["NCCL"].is_in_allocator
 
 
-def test_nothing_is_known_of_a_processor() -> None:
-    assert hidden_lines(load_device("cpu"), "2.13.0+cpu") == []
+def test_of_a_processor_the_pages_of_libraries_are_known_for_one_version() -> None:
+    known, unknown = hidden_lines(load_device("cpu"), "2.13.0+cpu")
+    assert (known.name, known.num_bytes, known.is_in_allocator) == (PAGES, 36 * MIB, False)
+    assert unknown.num_bytes is None
+    for other in ("2.12.1", "2.14.0"):
+        assert [line.num_bytes for line in hidden_lines(load_device("cpu"), other)] == [None, None]
 
 
 @pytest.mark.parametrize("torch_version", VERSIONS)
@@ -67,7 +71,7 @@ def test_every_device_has_the_same_lines(name: str, torch_version: str) -> None:
 
 
 def test_every_line_has_its_source_and_says_what_is_unknown() -> None:
-    for row in ROWS:
+    for row in [*ROWS, *ON_CPU]:
         assert row.line.source
         assert (row.line.num_bytes is None) == row.line.source.startswith("unknown"), row.line
 
