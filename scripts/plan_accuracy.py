@@ -1,0 +1,321 @@
+"""How far plans lie from what points really take: predictions are frozen to a file first, then every point is measured.
+
+    scripts/python scripts/plan_accuracy.py [FOLDER] [only=transformer,convolution,compiled] [most=N] [print]
+
+Every point (scripts/plan_accuracy_points.py) is planned with mode=plan, and then runs two updates in a fresh process
+with mode=measure. On CUDA allocated and reserved bytes are held against the allocator's; on a CPU the least memory that
+the plan asks for against the growth of the process with allocator=tight, never against the ledger that plans share.
+Simple ways to predict stand beside it. FOLDER (default: outputs/plan_accuracy) keeps predictions.jsonl and
+measured.jsonl: what is measured there isn't measured again. `most=N` measures no more than N points, `print` none. The
+report is a Markdown page on standard output. About 15 minutes on 2 quiet cores.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from lowvram.config import BadInput
+from lowvram.core.device import choose_device
+from lowvram.core.rig import assemble
+from lowvram.core.step import step
+from lowvram.identity import device_name, git_state
+from lowvram.job import open_data
+from lowvram.plan.paper import example
+from lowvram.results.accuracy import Errors, Pair, errors_of, verdicts_of
+from lowvram.results.row import Row, Status, to_json
+from lowvram.runs import Runs
+from lowvram.settings import KNOB_GROUPS, Settings, settings
+from scripts.plan_accuracy_points import COMPILED, CONVOLUTION, FAMILIES, TRANSFORMER, Spec, cpu_points, cuda_points
+
+BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments
+SHARES = (0.9, 1.1, 1.25)  # budgets, as shares of what was measured
+MARGINS = (0.0, 0.1)
+COMMON = ["data=synthetic", "data.eval_samples=1"]
+MEASURED = ["mode=measure", "measure.warmup_steps=1", "measure.steps=1", "timeout_s=600"]
+ON_CPU = ["device=cpu", "allocator=tight"]
+Line = dict[str, Any]
+
+
+class Quantity(NamedTuple):
+    """What is planned and measured of a point: where it is found in `plan` and in `memory`."""
+
+    name: str
+    planned: str
+    measured: str
+
+
+CPU_QUANTITIES = [Quantity("process growth", "least_vram_bytes", "process_peak_bytes")]
+CUDA_QUANTITIES = [
+    Quantity("allocated", "allocated_bytes", "peak_bytes"),
+    Quantity("reserved", "reserved_bytes", "reserved_bytes"),
+]
+BASELINES = {
+    "tensors alone (the plan without its lines and the host)": "allocated_bytes",
+    f"{BYTES_PER_PARAMETER} bytes per parameter": "sixteen_bytes",
+    "torch's MemTracker on a CPU's fake tensors": "mem_tracker_bytes",
+}
+NOT_YET = "Not yet: external models (GPT-2, BERT and Llama of Hugging Face come with model=hf)."
+
+
+@dataclass(frozen=True)
+class Book:
+    """A file of JSON lines, one for each point; a torn last line counts as not written."""
+
+    path: Path
+
+    def read(self) -> dict[str, Line]:
+        """By the key of the point; the last line of each."""
+        found: dict[str, Line] = {}
+        for text in self.path.read_text().splitlines() if self.path.exists() else ():
+            try:
+                line = json.loads(text)
+                found[line["key"]] = line
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def add(self, line: Line) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        is_torn = self.path.exists() and not self.path.read_text().endswith(("\n", ""))
+        with self.path.open("a") as file:
+            file.write(("\n" if is_torn else "") + to_json(line) + "\n")
+
+
+def key_of(spec: Spec) -> str:
+    """What makes a point the same: its words and the versions that it ran with."""
+    return " ".join([*spec.words, f"torch={torch.__version__}", f"on={device_name()}"])
+
+
+def freeze(book: Book, specs: Sequence[Spec], runs: Runs, fixed: list[str], device: str) -> None:
+    """Predict what is not predicted yet. Nothing of it is measured before the file is written."""
+    known = book.read()
+    missing = [spec for spec in specs if key_of(spec) not in known]
+    words = {spec.name: [*fixed, *spec.words] for spec in missing}
+    target = [f"plan.device={device}"]
+    rows = runs.plan({name: [*each, *target] for name, each in words.items()}) if missing else []
+    for number, (spec, row) in enumerate(zip(missing, rows, strict=True), start=1):
+        say(f"predict {number} of {len(missing)}: {spec.name}")
+        book.add({**about(spec), **predicted(row), "mem_tracker_bytes": tracked(runs, words[spec.name])})
+
+
+def about(spec: Spec) -> Line:
+    sha, is_dirty = git_state()
+    time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"key": key_of(spec), "name": spec.name, "time": time_utc, "git_sha": sha, "dirty": is_dirty}
+
+
+def predicted(row: Row) -> Line:
+    """Of the plan what is compared; and the size that follows from the number of parameters."""
+    plan, parameters = row["plan"] or {}, row["model"]["parameters"]
+    sizes = {name: plan.get(name) for name in ("allocated_bytes", "reserved_bytes", "least_vram_bytes")}
+    sixteen = parameters and parameters * BYTES_PER_PARAMETER
+    return {"status": row["status"], "reason": row["reason"], **sizes, "sixteen_bytes": sixteen}
+
+
+def tracked(runs: Runs, words: list[str]) -> int | None:
+    """The peak that torch's MemTracker sees; None where it can't follow."""
+    whole = settings(runs.settings_of(words))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return tracked_bytes(whole)
+    except Exception as error:  # whatever it can't do, in whatever way it ends
+        say(f"MemTracker can't: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}")
+        return None
+
+
+def tracked_bytes(whole: Settings) -> int:
+    """Two steps on fake tensors of the CPU as it is, without what a plan knows of devices."""
+    cpu = torch.device("cpu")
+    problem = whole.groups["task"].pose(whole.groups["model"], open_data(whole).spec)
+    knobs = {group: whole.groups[group] for group in KNOB_GROUPS if group != "allocator"}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rig = assemble(problem, knobs, cpu, whole.root.seed)
+        tracker = MemTracker()
+        tracker.track_external(rig.model)
+        with tracker:
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                step(rig, example(problem.spec, whole.train.batch_size))
+        return int(tracker.get_tracker_snapshot("peak")[cpu]["Total"])
+
+
+def measure(book: Book, specs: Iterable[Spec], runs: Runs, fixed: list[str], most: int | None) -> None:
+    """Run what has not come to an end yet, each in a fresh process."""
+    known = book.read()
+    missing = [spec for spec in specs if not is_done(known.get(key_of(spec)))][:most]
+    for number, spec in enumerate(missing, start=1):
+        say(f"measure {number} of {len(missing)}: {spec.name}")
+        row = runs.run(spec.name, [*MEASURED, *fixed, *spec.words])
+        memory = {name: row["memory"][name] for name in ("peak_bytes", "reserved_bytes", "process_peak_bytes")}
+        more = {"threads": row["provenance"]["threads"], "total_s": row["time"]["total_s"]}
+        book.add({**about(spec), "status": row["status"], "reason": row["reason"], **memory, **more})
+
+
+def is_done(line: Line | None) -> bool:
+    """Whether a measurement stands: one that was ended from outside is made again."""
+    return line is not None and Status(line["status"]).is_final
+
+
+@dataclass(frozen=True)
+class Report:
+    """Predicted beside measured, as a page of Markdown."""
+
+    specs: Sequence[Spec]
+    predictions: Mapping[str, Line]
+    measured: Mapping[str, Line]
+    quantities: Sequence[Quantity]
+    baselines: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        text = [f"{len(self.specs)} points, {sum(map(self.is_compared, self.specs))} of them planned and measured."]
+        text += [NOT_YET, *self.late(), ""]
+        for family in FAMILIES:
+            specs = [spec for spec in self.specs if spec.family == family and self.is_compared(spec)]
+            text += [f"## {family}", "", *self.summary(specs), "", *self.table(specs), ""] if specs else []
+        return [*text, *self.failures()]
+
+    def is_compared(self, spec: Spec) -> bool:
+        return all(self.pair(spec, quantity.planned, quantity.measured) for quantity in self.quantities)
+
+    def pair(self, spec: Spec, planned: str, measured: str) -> Pair | None:
+        """None where one of the two is missing."""
+        one, other = self.predictions.get(key_of(spec), {}), self.measured.get(key_of(spec), {})
+        is_whole = other.get("status") == "ok" and one.get(planned) and other.get(measured)
+        return Pair(one[planned], other[measured]) if is_whole else None
+
+    def pairs(self, specs: Iterable[Spec], planned: str, measured: str) -> list[Pair]:
+        return [pair for spec in specs if (pair := self.pair(spec, planned, measured))]
+
+    def summary(self, specs: Sequence[Spec]) -> list[str]:
+        head = "| | points | median | p95 | largest | signed median |"
+        rows = [(each.name, each.planned, each.measured) for each in self.quantities]
+        measured = self.quantities[0].measured
+        rows += [(f"baseline: {name}", planned, measured) for name, planned in self.baselines.items()]
+        errors = [(name, errors_of(self.pairs(specs, *keys))) for name, *keys in rows]
+        told = [error_line(name, each) for name, each in errors]
+        return [head, "|---|---:|---:|---:|---:|---:|", *told, "", *self.budgets(specs)]
+
+    def budgets(self, specs: Sequence[Spec]) -> list[str]:
+        last = self.quantities[-1]
+        pairs, shares = self.pairs(specs, last.planned, last.measured), ", ".join(f"{share:g}" for share in SHARES)
+        told = [
+            f"{one.false_fits} false fits and {one.false_refusals} false refusals in {one.num_budgets} with a margin of "
+            f"{margin:.0%}"
+            for margin in MARGINS
+            for one in [verdicts_of(pairs, SHARES, margin)]
+        ]
+        return [f"Budgets of {shares} times the measured {last.name}: {'; '.join(told)}."]
+
+    def table(self, specs: Sequence[Spec]) -> list[str]:
+        """A row a point, the largest error first."""
+        names = [f"planned {each.name} | measured | error" for each in self.quantities]
+        head = [f"| point | {' | '.join(names)} |", f"|---|{'---:|---:|---:|' * len(names)}"]
+        first = self.quantities[0]
+        sized = {spec.name: self.pairs([spec], first.planned, first.measured)[0] for spec in specs}
+        ordered = sorted(specs, key=lambda spec: -abs(sized[spec.name].error))
+        return [*head, *(self.row(spec) for spec in ordered)]
+
+    def row(self, spec: Spec) -> str:
+        pairs = [self.pairs([spec], each.planned, each.measured)[0] for each in self.quantities]
+        sizes = [f"{mib(one.planned_bytes)} | {mib(one.measured_bytes)} | {one.error:+.1%}" for one in pairs]
+        return f"| `{spec.name}` | {' | '.join(sizes)} |"
+
+    def failures(self) -> list[str]:
+        """What is not in the tables, and why."""
+        told = [f"- `{spec.name}`: {self.why_not(spec)}" for spec in self.specs if not self.is_compared(spec)]
+        return ["## Not compared", "", *told] if told else ["Every point could be planned and ran."]
+
+    def why_not(self, spec: Spec) -> str:
+        planned, measured = self.predictions.get(key_of(spec)), self.measured.get(key_of(spec))
+        if planned is None or planned["status"] != "ok":
+            return f"not planned: {planned['reason'] if planned else 'nobody asked'}"
+        return "not measured yet" if measured is None else f"{measured['status']}: {measured['reason']}"
+
+    def late(self) -> list[str]:
+        """A prediction that is younger than its measurement is no test."""
+        keys = [key for key in map(key_of, self.specs) if key in self.predictions and key in self.measured]
+        late = sum(self.predictions[key]["time"] > self.measured[key]["time"] for key in keys)
+        return [f"{late} predictions are younger than their measurements, and so no test."] if late else []
+
+
+def error_line(name: str, errors: Errors | None) -> str:
+    if errors is None:
+        return f"| {name} | 0 | – | – | – | – |"
+    sizes = f"{errors.median:.1%} | {errors.p95:.1%} | {errors.largest:.1%} | {errors.signed:+.1%}"
+    return f"| {name} | {errors.num_points} | {sizes} |"
+
+
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Asked(NamedTuple):
+    """What was typed."""
+
+    folder: Path
+    families: tuple[str, ...]
+    most: int | None  # points that are measured
+
+
+def asked(words: Sequence[str]) -> Asked:
+    """Raises BadInput for what is not known."""
+    folder, families, most = Path("outputs/plan_accuracy"), FAMILIES, None
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word == "print":
+            most = 0
+        elif key == "only" and equals:
+            families = tuple(value.split(","))
+            if unknown := set(families) - set(FAMILIES):
+                raise BadInput("only", ", ".join(sorted(unknown)), f"some of {', '.join(FAMILIES)}, with commas")
+        elif key == "most" and equals:
+            if not value.isdigit():
+                raise BadInput("most", value, "a number of points, 0 or more")
+            most = int(value)
+        elif equals:
+            raise BadInput(key, value, "only=…, most=…, print, or a folder")
+        else:
+            folder = Path(word)
+    return Asked(folder, families, most)
+
+
+def main() -> None:
+    try:
+        given = asked(sys.argv[1:])
+    except BadInput as error:
+        raise SystemExit(str(error)) from None
+    is_cuda = choose_device("auto").type == "cuda"
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    specs = [spec for spec in (cuda_points() if is_cuda else cpu_points(has_bf16)) if spec.family in given.families]
+    fixed, target = (COMMON, "auto") if is_cuda else ([*COMMON, *ON_CPU], "cpu")
+    predictions, measured = (Book(given.folder / f"{name}.jsonl") for name in ("predictions", "measured"))
+    with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
+        freeze(predictions, specs, runs, fixed, target)
+        measure(measured, specs, runs, fixed, given.most)
+    baselines = {name: key for name, key in BASELINES.items() if not (is_cuda and key == "allocated_bytes")}
+    quantities = CUDA_QUANTITIES if is_cuda else CPU_QUANTITIES
+    report = Report(specs, predictions.read(), measured.read(), quantities, baselines)
+    command = " ".join(["scripts/python scripts/plan_accuracy.py", *sys.argv[1:]])
+    print(f"# Planned beside measured\n\n`{command}`: torch {torch.__version__}, {device_name()}; MiB.\n")
+    print("\n".join(report.lines()))
+
+
+if __name__ == "__main__":
+    main()
