@@ -16,7 +16,7 @@ from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.data.spec import DataSpec
 from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.plan.devices import DeviceSpec, find_device, load_device
-from lowvram.plan.events import Phase, Sums, Trace
+from lowvram.plan.events import Phase, Trace
 from lowvram.plan.hidden import Line, hidden_lines
 from lowvram.plan.paper import CantPlan
 from lowvram.plan.replay import Event, Replay, least_limit_bytes, replay

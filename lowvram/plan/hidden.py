@@ -140,8 +140,8 @@ ON_CPU: list[Row] = [
             PAGES,
             36 * MIB,
             False,
-            "measured on an x86-64 CPU with torch 2.13.0+cpu: growth of a Transformer with 0.4 MiB of tensors, of which "
-            "34 MiB are file pages, most of libtorch_cpu.so (docs/planning.md)",
+            "measured on an x86-64 CPU with torch 2.13.0+cpu: growth of a Transformer with 0.4 MiB of tensors, of "
+            "which 34 MiB are file pages, most of libtorch_cpu.so (docs/planning.md)",
         ),
         torch=Span((2, 13), (2, 14)),
     ),
