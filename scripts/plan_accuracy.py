@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,28 +33,17 @@ from lowvram.core.step import step
 from lowvram.identity import device_name, git_state
 from lowvram.job import open_data
 from lowvram.plan.paper import example
-from lowvram.results.accuracy import Errors, Pair, errors_of, verdicts_of
 from lowvram.results.row import Row, Status, to_json
 from lowvram.runs import Runs
 from lowvram.settings import KNOB_GROUPS, Settings, settings
 from scripts.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points
+from scripts.plan_accuracy_report import Line, Quantity, Report
 
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments
 TRACKED_EVERY = 6  # MemTracker looks at each so many-th point: it takes up to half a minute
-SHARES = (0.9, 1.1, 1.25)  # budgets, as shares of what was measured
-MARGINS = (0.0, 0.1)
 COMMON = ["data=synthetic", "data.eval_samples=1"]
 MEASURED = ["mode=measure", "measure.warmup_steps=1", "measure.steps=1", "timeout_s=600"]
 ON_CPU = ["device=cpu", "allocator=tight"]
-Line = dict[str, Any]
-
-
-class Quantity(NamedTuple):
-    """What is planned and measured of a point: where it is found in `plan` and in `memory`."""
-
-    name: str
-    planned: str
-    measured: str
 
 
 CPU_QUANTITIES = [Quantity("process growth", "least_vram_bytes", "process_peak_bytes")]
@@ -67,7 +56,6 @@ BASELINES = {
     f"{BYTES_PER_PARAMETER} bytes per parameter": "sixteen_bytes",
     "torch's MemTracker on a CPU's fake tensors": "mem_tracker_bytes",
 }
-NOT_YET = "Not yet: external models (GPT-2, BERT and Llama of Hugging Face come with model=hf)."
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class Book:
 
     def add(self, line: Line) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_torn = self.path.exists() and not self.path.read_text().endswith(("\n", ""))
+        is_torn = self.path.exists() and not f"\n{self.path.read_text()}".endswith("\n")
         with self.path.open("a") as file:
             file.write(("\n" if is_torn else "") + to_json(line) + "\n")
 
@@ -167,102 +155,15 @@ def measure(book: Book, specs: Iterable[Spec], runs: Runs, fixed: list[str], mos
         book.add({**about(spec), "status": row["status"], "reason": row["reason"], **memory, **more})
 
 
+def by_name(specs: Iterable[Spec], book: Book) -> dict[str, Line]:
+    """What the book says of points, on this machine and with this torch."""
+    lines = book.read()
+    return {spec.name: lines[key_of(spec)] for spec in specs if key_of(spec) in lines}
+
+
 def is_done(line: Line | None) -> bool:
     """Whether a measurement stands: one that was ended from outside is made again."""
     return line is not None and Status(line["status"]).is_final
-
-
-@dataclass(frozen=True)
-class Report:
-    """Predicted beside measured, as a page of Markdown."""
-
-    specs: Sequence[Spec]
-    predictions: Mapping[str, Line]
-    measured: Mapping[str, Line]
-    quantities: Sequence[Quantity]
-    baselines: Mapping[str, str]
-
-    def lines(self) -> list[str]:
-        text = [f"{len(self.specs)} points, {sum(map(self.is_compared, self.specs))} of them planned and measured."]
-        text += [NOT_YET, *self.late(), ""]
-        for family in FAMILIES:
-            specs = [spec for spec in self.specs if spec.family == family and self.is_compared(spec)]
-            text += [f"## {family}", "", *self.summary(specs), "", *self.table(specs), ""] if specs else []
-        return [*text, *self.failures()]
-
-    def is_compared(self, spec: Spec) -> bool:
-        return all(self.pair(spec, quantity.planned, quantity.measured) for quantity in self.quantities)
-
-    def pair(self, spec: Spec, planned: str, measured: str) -> Pair | None:
-        """None where one of the two is missing."""
-        one, other = self.predictions.get(key_of(spec), {}), self.measured.get(key_of(spec), {})
-        is_whole = other.get("status") == "ok" and one.get(planned) and other.get(measured)
-        return Pair(one[planned], other[measured]) if is_whole else None
-
-    def pairs(self, specs: Iterable[Spec], planned: str, measured: str) -> list[Pair]:
-        return [pair for spec in specs if (pair := self.pair(spec, planned, measured))]
-
-    def summary(self, specs: Sequence[Spec]) -> list[str]:
-        head = "| | points | median | p95 | largest | signed median |"
-        rows = [(each.name, each.planned, each.measured) for each in self.quantities]
-        measured = self.quantities[0].measured
-        rows += [(f"baseline: {name}", planned, measured) for name, planned in self.baselines.items()]
-        errors = [(name, errors_of(self.pairs(specs, *keys))) for name, *keys in rows]
-        told = [error_line(name, each) for name, each in errors]
-        return [head, "|---|---:|---:|---:|---:|---:|", *told, "", *self.budgets(specs)]
-
-    def budgets(self, specs: Sequence[Spec]) -> list[str]:
-        last = self.quantities[-1]
-        pairs, shares = self.pairs(specs, last.planned, last.measured), ", ".join(f"{share:g}" for share in SHARES)
-        told = [
-            f"{one.false_fits} false fits and {one.false_refusals} false refusals in {one.num_budgets} with a margin "
-            f"of {margin:.0%}"
-            for margin in MARGINS
-            for one in [verdicts_of(pairs, SHARES, margin)]
-        ]
-        return [f"Budgets of {shares} times the measured {last.name}: {'; '.join(told)}."]
-
-    def table(self, specs: Sequence[Spec]) -> list[str]:
-        """A row a point, the largest error first."""
-        names = [f"planned {each.name} | measured | error" for each in self.quantities]
-        head = [f"| point | {' | '.join(names)} |", f"|---|{'---:|---:|---:|' * len(names)}"]
-        first = self.quantities[0]
-        sized = {spec.name: self.pairs([spec], first.planned, first.measured)[0] for spec in specs}
-        ordered = sorted(specs, key=lambda spec: -abs(sized[spec.name].error))
-        return [*head, *(self.row(spec) for spec in ordered)]
-
-    def row(self, spec: Spec) -> str:
-        pairs = [self.pairs([spec], each.planned, each.measured)[0] for each in self.quantities]
-        sizes = [f"{mib(one.planned_bytes)} | {mib(one.measured_bytes)} | {one.error:+.1%}" for one in pairs]
-        return f"| `{spec.name}` | {' | '.join(sizes)} |"
-
-    def failures(self) -> list[str]:
-        """What is not in the tables, and why."""
-        told = [f"- `{spec.name}`: {self.why_not(spec)}" for spec in self.specs if not self.is_compared(spec)]
-        return ["## Not compared", "", *told] if told else ["Every point could be planned and ran."]
-
-    def why_not(self, spec: Spec) -> str:
-        planned, measured = self.predictions.get(key_of(spec)), self.measured.get(key_of(spec))
-        if planned is None or planned["status"] != "ok":
-            return f"not planned: {planned['reason'] if planned else 'nobody asked'}"
-        return "not measured yet" if measured is None else f"{measured['status']}: {measured['reason']}"
-
-    def late(self) -> list[str]:
-        """A prediction that is younger than its measurement is no test."""
-        keys = [key for key in map(key_of, self.specs) if key in self.predictions and key in self.measured]
-        late = sum(self.predictions[key]["time"] > self.measured[key]["time"] for key in keys)
-        return [f"{late} predictions are younger than their measurements, and so no test."] if late else []
-
-
-def error_line(name: str, errors: Errors | None) -> str:
-    if errors is None:
-        return f"| {name} | 0 | – | – | – | – |"
-    sizes = f"{errors.median:.1%} | {errors.p95:.1%} | {errors.largest:.1%} | {errors.signed:+.1%}"
-    return f"| {name} | {errors.num_points} | {sizes} |"
-
-
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}"
 
 
 def say(text: str) -> None:
@@ -314,7 +215,7 @@ def main() -> None:
         measure(measured, specs, runs, fixed, given.most)
     baselines = {name: key for name, key in BASELINES.items() if not (is_cuda and key == "allocated_bytes")}
     quantities = CUDA_QUANTITIES if is_cuda else CPU_QUANTITIES
-    report = Report(specs, predictions.read(), measured.read(), quantities, baselines)
+    report = Report(specs, by_name(specs, predictions), by_name(specs, measured), quantities, baselines)
     command = " ".join(["scripts/python scripts/plan_accuracy.py", *sys.argv[1:]])
     print(f"# Planned beside measured\n\n`{command}`: torch {torch.__version__}, {device_name()}; MiB.\n")
     print("\n".join(report.lines()))

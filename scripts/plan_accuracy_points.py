@@ -28,7 +28,7 @@ def shape(layers: int, width: int, vocabulary: int, batch: int, length: int) -> 
 CPU_SHAPES = {
     "wide": shape(6, 768, 32000, 4, 64),  # parameters and optimizer state
     "deep": shape(20, 320, 4096, 4, 256),  # activations of many blocks
-    "long": shape(6, 320, 256, 2, 1024),  # activations of few, long samples
+    "long": shape(12, 320, 256, 2, 1024),  # activations of few, long samples
     "logits": shape(2, 192, 50257, 4, 256),  # logits
     "gpt2": ["model=gpt2", "train.batch_size=2", "data.sequence_length=64"],
 }
@@ -62,7 +62,7 @@ CPU_VARIANTS = {
         ["ckpt=every2", "stepping=in_backward", "logits=chunked"],
     ],
     "long": [
-        ["ckpt=every2"],
+        ["ckpt=every2", "train.batch_size=4"],
         ["accum=x2", "train.batch_size=4"],
         ["data.sequence_length=512", "train.batch_size=4"],
         ["data.sequence_length=256", "train.batch_size=8"],
