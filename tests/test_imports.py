@@ -22,7 +22,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "lowvram": "cli config identity mistakes planning point resume runs settings start sweeper table verdict",
     "lowvram.plan": "allocator devices hidden recorded replay",
-    "lowvram.results": "advice columns planned row table terminal wandb",
+    "lowvram.results": "accuracy advice columns planned row table terminal wandb",
     "lowvram.process": "client crew launch orders server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}

@@ -58,8 +58,8 @@ def measured(name: str, num_bytes: int | None, **more: Any) -> dict[str, Any]:
 
 
 def report(predictions: Iterable[dict[str, Any]], rows: Iterable[dict[str, Any]], specs: list[Spec] = SPECS) -> str:
-    books = ({line["name"]: line for line in lines} for lines in (predictions, rows))
-    return "\n".join(Report(specs, *books, CPU_QUANTITIES, {"tracker": "mem_tracker_bytes"}).lines())
+    planned, found = ({line["name"]: line for line in lines} for lines in (predictions, rows))
+    return "\n".join(Report(specs, planned, found, CPU_QUANTITIES, {"tracker": "mem_tracker_bytes"}).lines())
 
 
 def test_the_report_has_each_point_and_the_largest_error_first() -> None:
