@@ -64,13 +64,14 @@ class Bench:
     words: list[str]
 
     def table(self, options: list[Option], rounds: int) -> Iterator[str]:
-        """A row for each option."""
+        """A row for the baseline, then one for each option."""
         seen: dict[Option, list[Seen]] = {option: [] for option in options}
         for number in range(rounds):
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
             for option, one in self.round(options):
                 seen[option].append(one)
-        return (self.line(option, seen[option]) for option in options)
+        yield f"| baseline | | | | | 1 | {self.gradient_error(None):.1e} |"
+        yield from (self.line(option, seen[option]) for option in options)
 
     def round(self, options: list[Option]) -> Iterator[tuple[Option, Seen]]:
         before = self.timed(None)
@@ -91,17 +92,21 @@ class Bench:
         return f"| `{name}` | {memory(option, last.found, last.plain[0])} | {spread} | {error} |"
 
     def timed(self, option: Option | None) -> Row:
-        return self.runs.run("=".join(option or ("baseline",)), [*TIMED, *self.words, *words_of(option)])
+        return self.runs.run(name_of(option), [*TIMED, *self.words, *words_of(option)])
 
-    def gradient_error(self, option: Option) -> float:
+    def gradient_error(self, option: Option | None) -> float:
         """Of the first step's gradients, relative to fp64 at the same weights."""
-        row = self.runs.run(f"{'='.join(option)}: gradients", [*ONE_STEP, *self.words, *words_of(option)])
+        row = self.runs.run(f"{name_of(option)}: gradients", [*ONE_STEP, *self.words, *words_of(option)])
         if row["status"] != "ok":
             return float("nan")
         before, wanted = in_double(row)
         after = dict(load(self.runs.folder / row["id"] / "model").named_parameters())
         difference = sum(((before[n] - after[n].detach().double()) / RATE - wanted[n]).square().sum() for n in wanted)
         return float((difference / sum(gradient.square().sum() for gradient in wanted.values())) ** 0.5)
+
+
+def name_of(option: Option | None) -> str:
+    return "=".join(option or ("baseline",))
 
 
 def words_of(option: Option | None) -> list[str]:
