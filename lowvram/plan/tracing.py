@@ -150,6 +150,7 @@ class Scribe:
     def begin_step(self) -> None:
         self.mark(BETWEEN)
         self.steps.append(len(self.book.lines))
+        self.clerk.begin()
 
     def mark(self, label: str) -> None:
         self.marks.append((len(self.book.lines), Phase(label)))

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lowvram.core import host
-from lowvram.plan.cuda import is_beside
 from lowvram.plan.events import PHASES, Phase
 
 ATEN = torch.ops.aten
@@ -44,7 +43,6 @@ class Lane(Enum):
     HOST = "host"  # its processor
     TO_HOST = "to host"
     TO_DEVICE = "to device"
-    WAITED = "waited"  # a copy in either direction that computing stands still for
 
 
 LANES = list(Lane)
@@ -78,6 +76,7 @@ PICKING = {
     ATEN.scatter_add_,
 }
 OVERWRITING = {ATEN.copy_, ATEN._foreach_copy_, ATEN.fill_, ATEN.zero_, ATEN._foreach_zero_}  # they don't read it
+UNREAD = {ATEN.nll_loss_backward: "self"}  # is there for its shape alone
 COPIES = {ATEN.copy_, ATEN._foreach_copy_}
 CONVOLUTIONS = {ATEN.convolution, ATEN.convolution_backward}
 ATTENTION = {
@@ -98,7 +97,8 @@ class Recipe:
     """How an operator's work is found from its arguments."""
 
     reads: list[tuple[int, str, int]]  # arguments of tensors: place, name, how often each byte is read or written
-    new: int  # the same of what it makes
+    written: int | None  # place of the first one that it writes into
+    new: int  # how often each byte of what it makes is read or written
     count_flops: Callable[..., int] | None  # None: it is no product
     is_copy: bool
     is_convolution: bool
@@ -113,15 +113,18 @@ def recipe_of(operator: Any) -> Recipe | None:
     if packet in FREE or not (writes or makes):
         return None
     reads: list[tuple[int, str, int]] = []
+    written: int | None = None
     for place, argument in enumerate(schema.arguments):
         if "Tensor" in str(argument.type):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
+            written = place if is_written and written is None else written
             is_read = not (argument.is_out or (is_written and packet in OVERWRITING))
-            reads.append((place, argument.name, is_written + is_read))
+            if argument.name != UNREAD.get(packet):
+                reads.append((place, argument.name, is_written + is_read))
     if packet in PICKING:
         reads = [(place, name, 2 * times * (place > 0)) for place, name, times in reads]
     new = int(makes) * (2 if packet in PICKING else 1)
-    return Recipe(reads, new, flops_formula(packet), packet in COPIES, packet in CONVOLUTIONS)
+    return Recipe(reads, written, new, flops_formula(packet), packet in COPIES, packet in CONVOLUTIONS)
 
 
 def flops_formula(packet: Any) -> Callable[..., int] | None:
@@ -155,14 +158,23 @@ class Clerk:
         self.lines: list[tuple[int, ...]] = []  # by `Column`
         self.place = (0, PHASES.index(Phase.BETWEEN))  # part and phase
         self.num_before_update = 0
+        self.traffic = (0, 0)  # as far as it is written down
+
+    def begin(self) -> None:
+        """A step starts here."""
+        self.traffic = traffic_so_far()
 
     def mark(self, phase: Phase) -> None:
         """From here on it is another phase; each forward pass is another part of the batch."""
+        self.note_traffic()
         self.place = (self.place[0] + (phase is Phase.FORWARD), PHASES.index(phase))
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         recipe = recipe_of(operator)
         if recipe is None:
+            return
+        lane = lane_of(recipe, args) if host.is_anything_marked() else Lane.DEVICE
+        if lane is None:
             return
         given = len(args)
         num_bytes = recipe.new * size(out) if recipe.new else 0
@@ -173,12 +185,15 @@ class Clerk:
         if recipe.count_flops is not None:
             flops = recipe.count_flops(*args, **named, out_val=out)
             number_format = format_of((args, named), recipe.is_convolution)
-        lane = Lane.DEVICE
-        if host.is_anything_marked():
-            lane = lane_of(recipe, args)
-            if lane not in (Lane.DEVICE, Lane.HOST):
-                num_bytes = size(args[1])
         self.line(lane, number_format, flops, num_bytes)
+
+    def note_traffic(self) -> None:
+        """Write down what has travelled in the phase that ends."""
+        now = traffic_so_far()
+        for lane, before, after in zip((Lane.TO_HOST, Lane.TO_DEVICE), self.traffic, now, strict=True):
+            if after > before:
+                self.line(lane, NO_PRODUCT, 0, after - before)
+        self.traffic = now
 
     def line(self, lane: Lane, number_format: str, flops: int, num_bytes: int) -> None:
         codes = (LANES.index(lane), FORMATS.index(number_format))
@@ -201,6 +216,7 @@ class Clerk:
 
     def work(self) -> Tensor:
         """(operators, columns) int64."""
+        self.note_traffic()
         return torch.tensor(self.lines, dtype=torch.int64).view(-1, len(Column))
 
 
@@ -243,16 +259,22 @@ def multiplies_in_tf32(is_convolution: bool) -> bool:
     return backend.fp32_precision == "tf32"
 
 
-def lane_of(recipe: Recipe, args: tuple[Any, ...]) -> Lane:
-    """By where the first tensor lies; of a copy, by both ends."""
+def traffic_so_far() -> tuple[int, int]:
+    """Bytes to the host and to the device."""
+    return host.traffic.to_host_bytes, host.traffic.to_device_bytes
+
+
+def lane_of(recipe: Recipe, args: tuple[Any, ...]) -> Lane | None:
+    """The host computes where it says so, and what is written into its memory. None: a copy between the two, which
+    `host.traffic` knows of."""
     if host.is_computing():
         return Lane.HOST
-    is_here = not is_on_host(args[0]) if args else True
-    if not recipe.is_copy or is_here != is_on_host(args[1]):
-        return Lane.DEVICE if is_here else Lane.HOST
-    if not is_beside():
-        return Lane.WAITED
-    return Lane.TO_DEVICE if is_here else Lane.TO_HOST
+    if recipe.written is None or recipe.written >= len(args):
+        return Lane.DEVICE
+    is_host = is_on_host(args[recipe.written])
+    if recipe.is_copy and is_host != is_on_host(args[1]):
+        return None
+    return Lane.HOST if is_host else Lane.DEVICE
 
 
 def is_on_host(value: Any) -> bool:
