@@ -77,6 +77,7 @@ PICKING = {
 }
 OVERWRITING = {ATEN.copy_, ATEN._foreach_copy_, ATEN.fill_, ATEN.zero_, ATEN._foreach_zero_}  # they don't read it
 UNREAD = {ATEN.nll_loss_backward: "self"}  # is there for its shape alone
+SCALED = "grads"  # fused optimizers write into them only where a scale is given, and none is
 COPIES = {ATEN.copy_, ATEN._foreach_copy_}
 CONVOLUTIONS = {ATEN.convolution, ATEN.convolution_backward}
 ATTENTION = {
@@ -116,7 +117,8 @@ def recipe_of(operator: Any) -> Recipe | None:
     written: int | None = None
     for place, argument in enumerate(schema.arguments):
         if "Tensor" in str(argument.type):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            may_write = argument.alias_info is not None and argument.alias_info.is_write
+            is_written = may_write and argument.name != SCALED
             written = place if is_written and written is None else written
             is_read = not (argument.is_out or (is_written and packet in OVERWRITING))
             if argument.name != UNREAD.get(packet):

@@ -89,7 +89,7 @@ def test_bytes_are_those_counted_by_hand() -> None:
 
 
 def test_an_update_reads_and_writes_weights_and_state_once() -> None:
-    """AdamW: a gradient is read; a weight and two moments are read and written. So it is with moments of a byte each,
+    """AdamW: a gradient is read, once more for the norm; a weight and two moments are read and written. So it is with moments of a byte each,
     though their kernel is compiled and isn't run on paper."""
     problem = transformer(1)
     num_weights = sum(weight.numel() for weight in problem.make_model().parameters())
@@ -97,7 +97,7 @@ def test_an_update_reads_and_writes_weights_and_state_once() -> None:
         work = traced(problem, optimizer=option).work
         update = work[work[:, Column.PART] == 1][:, [Column.PHASE, Column.BYTES]]
         update = int(update[update[:, 0] == 3, 1].sum())
-        assert update == pytest.approx(num_weights * (4 + 2 * 4 + 2 * 2 * per_moment), rel=0.03)
+        assert update == pytest.approx(num_weights * (4 + 4 + 2 * 4 + 2 * 2 * per_moment), rel=0.03)
 
 
 def test_products_run_in_the_format_of_their_precision() -> None:
@@ -116,10 +116,12 @@ def test_twice_the_layers_take_twice_the_time() -> None:
     assert two / one == pytest.approx(2, rel=0.1)
 
 
-def test_recomputing_every_block_adds_about_a_third() -> None:
+def test_recomputing_every_block_adds_almost_a_third() -> None:
+    """The forward pass of each block, but for its last product (a third of its weights), which nobody asks for."""
     plain, again = (traced(transformer(), ckpt=option) for option in ("none", "every1"))
-    assert flops_of(again) / flops_of(plain) == pytest.approx(4 / 3, rel=0.05)
-    assert time_on("a100", again).step_ms / time_on("a100", plain).step_ms == pytest.approx(4 / 3, rel=0.1)
+    weights, attention = 2 * NUM_SAMPLES * LENGTH * 8 * WIDTH**2, 2 * NUM_SAMPLES * LENGTH**2 * WIDTH
+    assert flops_of(again) - flops_of(plain) == 4 * (weights + attention)
+    assert 1.2 < time_on("a100", again).step_ms / time_on("a100", plain).step_ms < 4 / 3
 
 
 def test_fewer_bits_are_faster_on_tensor_cores() -> None:
@@ -168,7 +170,7 @@ def test_copies_cost_only_what_computing_does_not_hide() -> None:
     free = time_on(replace(device, pcie_bytes_per_s=1e15), found)
     slow = time_on(replace(device, pcie_bytes_per_s=1e9), found)
     assert free.copies_ms == 0
-    travelling_ms = 1e3 * bytes_on(found, Lane.TO_HOST) / (timing.PCIE_EFFICIENCY * 1e9)
+    travelling_ms = 1e3 * (bytes_on(found, Lane.TO_HOST) + bytes_on(found, Lane.TO_DEVICE)) / (timing.PCIE_EFFICIENCY * 1e9)
     assert 0 < travelling_ms - slow.copies_ms < slow.step_ms
     assert slow.step_ms - slow.copies_ms == pytest.approx(free.step_ms)
 
@@ -187,7 +189,7 @@ def test_no_time_is_made_up_where_rates_are_not_known(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("problem", "choices"),
-    [("transformer", {"precision": "bf16"}), ("resnet", {"offload": "activations"})],
+    [("transformer", {"precision": "bf16"}), ("resnet", {"precision": "fp16", "stepping": "in_backward"})],
     ids=str,
 )
 def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], tmp_path: Path) -> None:
@@ -196,11 +198,11 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
     del knobs["accum=none"]
     for _ in range(2):
         pricer = Pricer(PROBLEMS[problem], A100, Store(tmp_path))
-        for parts, batch_sizes in ((1, (4, 16, 12)), (5, (20, 80, 60))):
+        for parts, batch_sizes in ((1, (8, 24, 16)), (5, (40, 120, 80))):
             *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in batch_sizes)
             assert not priced.is_direct
             direct = trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
             assert flops_of(priced.trace) == flops_of(direct)
             for lane in LANES:
                 assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=1e-3)
-            assert time_on("a100", priced.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=1e-3)
+            assert time_on("a100", priced.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=5e-3)
