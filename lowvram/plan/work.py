@@ -239,7 +239,9 @@ def inner_size(tensors: list[Tensor]) -> int:
 def format_of(arguments: Any, is_convolution: bool) -> str:
     """The narrowest of a product's factors, and how a card multiplies it now."""
     tensors = [part for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) for part in parts_of(leaf)]
-    narrowest = min((tensor.dtype for tensor in tensors if tensor.is_floating_point()), key=lambda dtype: dtype.itemsize)
+    narrowest = min(
+        (tensor.dtype for tensor in tensors if tensor.is_floating_point()), key=lambda dtype: dtype.itemsize
+    )
     if narrowest.itemsize == FP8_BYTES:
         return "fp8"
     if narrowest is torch.float32:

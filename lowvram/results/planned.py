@@ -16,7 +16,11 @@ def plan_lines(plan: Plan | None) -> list[str]:
     """What is planned, whether it fits, what it is made of and what it doesn't know."""
     if plan is None or plan.get("allocated_bytes") is None:
         return []
-    return [line for line in (_sizes(plan), _verdict(plan), _time(plan), _kinds(plan), _largest(plan), _unknown(plan)) if line]
+    return [
+        line
+        for line in (_sizes(plan), _verdict(plan), _time(plan), _kinds(plan), _largest(plan), _unknown(plan))
+        if line
+    ]
 
 
 def _sizes(plan: Plan) -> str:

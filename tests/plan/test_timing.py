@@ -89,8 +89,8 @@ def test_bytes_are_those_counted_by_hand() -> None:
 
 
 def test_an_update_reads_and_writes_weights_and_state_once() -> None:
-    """AdamW: a gradient is read, once more for the norm; a weight and two moments are read and written. So it is with moments of a byte each,
-    though their kernel is compiled and isn't run on paper."""
+    """AdamW: a gradient is read, and before that for the norm; a weight and two moments are read and written. So it is
+    with moments of a byte each, though their kernel is compiled and isn't run on paper."""
     problem = transformer(1)
     num_weights = sum(weight.numel() for weight in problem.make_model().parameters())
     for option, per_moment in (("adamw", 4), ("adamw_8bit", 1)):
@@ -170,7 +170,9 @@ def test_copies_cost_only_what_computing_does_not_hide() -> None:
     free = time_on(replace(device, pcie_bytes_per_s=1e15), found)
     slow = time_on(replace(device, pcie_bytes_per_s=1e9), found)
     assert free.copies_ms == 0
-    travelling_ms = 1e3 * (bytes_on(found, Lane.TO_HOST) + bytes_on(found, Lane.TO_DEVICE)) / (timing.PCIE_EFFICIENCY * 1e9)
+    travelling_ms = (
+        1e3 * (bytes_on(found, Lane.TO_HOST) + bytes_on(found, Lane.TO_DEVICE)) / (timing.PCIE_EFFICIENCY * 1e9)
+    )
     assert 0 < travelling_ms - slow.copies_ms < slow.step_ms
     assert slow.step_ms - slow.copies_ms == pytest.approx(free.step_ms)
 
@@ -204,5 +206,5 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
             direct = trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
             assert flops_of(priced.trace) == flops_of(direct)
             for lane in LANES:
-                assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=1e-3)
+                assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=1e-2)
             assert time_on("a100", priced.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=5e-3)
