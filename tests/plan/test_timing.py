@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ def transformer(num_layers: int = 4) -> Problem:
     return Auto().pose(config, DataSpec(Modality.TOKENS, VOCABULARY, (LENGTH,)))
 
 
-def traced(problem: Problem, target: Target = A100, num_samples: int = NUM_SAMPLES, **choices: str | Knob) -> Trace:
-    return trace(problem, knobs_of(**choices), num_samples, target)
+def traced(problem: Problem, on: Target = A100, /, **choices: Any) -> Trace:
+    return trace(problem, knobs_of(**choices), NUM_SAMPLES, on)
 
 
 def time_on(device: str | DeviceSpec, found: Trace) -> StepTime:
@@ -206,5 +207,5 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
             direct = trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
             assert flops_of(priced.trace) == flops_of(direct)
             for lane in LANES:
-                assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=1e-2)
+                assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=2e-2)
             assert time_on("a100", priced.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=5e-3)
