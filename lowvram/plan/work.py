@@ -137,7 +137,8 @@ def flops_formula(packet: Any) -> Callable[..., int] | None:
 
         def count(*args: Any, out_val: Any, **named: Any) -> int:
             is_causal = named.get("is_causal", args[causal] if len(args) > causal else False)
-            return attention_flops(*args[is_backward : is_backward + 3], is_backward, is_causal)
+            query, key, value = args[is_backward : is_backward + 3]
+            return attention_flops(query, key, value, is_backward, is_causal)
 
         return count
     return flop_registry.get(packet)
