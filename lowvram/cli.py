@@ -236,7 +236,7 @@ class Program:
 
     def close(self) -> int:
         """Print what was found; returns the exit code."""
-        if self.last is None:
+        if self.last is None or not self.rows:
             return EXIT_INTERRUPTED if self.num_signals else 0
         if self.last.sweep:
             self.close_sweep(self.last.folder.parent)

@@ -97,6 +97,11 @@ def is_marked(storage: torch.UntypedStorage) -> bool:
     return storage._cdata in _storages
 
 
+def is_anything_marked() -> bool:
+    """Whether there is any such memory."""
+    return bool(_storages)
+
+
 @contextmanager
 def computing() -> Iterator[None]:
     """The host computes for itself inside the block: what is born there is its memory, on a CPU device too."""

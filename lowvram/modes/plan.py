@@ -23,6 +23,7 @@ from lowvram.plan.replay import Event, Replay, least_limit_bytes, replay
 from lowvram.plan.repricing import Pricer
 from lowvram.plan.store import Store
 from lowvram.plan.target import Target
+from lowvram.plan.timing import SOURCE, step_time
 from lowvram.plan.tracing import is_equivalent
 from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import KNOB_GROUPS, Settings
@@ -161,9 +162,17 @@ def needs(trace: Trace, device: DeviceSpec, target: Target, is_expandable: bool)
         "by_phase": named(sums.by_phase),
         "largest": [{"name": one.maker, "kind": one.kind.value, "bytes": one.num_bytes} for one in largest],
         "lines": [{"name": line.name, "bytes": line.num_bytes, "source": line.source} for line in lines],
-        "step_ms": None,
+        **times(trace, device, target),
         "error": None,
     }
+
+
+def times(trace: Trace, device: DeviceSpec, target: Target) -> Fields:
+    """Null where the device's rates are not known, and for several ranks: nothing is known of the way between them."""
+    found = step_time(trace.work, device) if target.num_ranks == 1 else None
+    if found is None:
+        return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
+    return {"step_ms": found.step_ms, "step_ms_source": SOURCE, "step_ms_of": found.by_name()}
 
 
 def on_cpu(trace: Trace, lines: list[Line]) -> Fields:

@@ -61,6 +61,7 @@ class Trace:
     kinds: Tensor  # (storages,) int64: index into `KINDS`
     makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
     second_step: int  # the first event of the second step: by then the optimizer's state exists
+    work: Tensor  # (operators, columns) int64: of the second step, by lowvram.plan.work.Column
 
     def sums(self, is_steady: bool = False) -> Sums:
         """Of the whole, as an allocator's peak that is never reset tells; or of the second step alone."""

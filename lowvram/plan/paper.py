@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,20 @@ NUMBER_OF, CONSTANT = ATEN._local_scalar_dense.default, ATEN.lift_fresh.default
 FILLS = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 
 
+See = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
+
+
 class CantPlan(Exception):
     """A model does what can't be known without its numbers. The message says where."""
 
 
 @contextmanager
-def paper(target: Target | None = None, see: Callable[[Any, Any], None] | None = None) -> Iterator[None]:
+def paper(target: Target | None = None, see: See | None = None) -> Iterator[None]:
     """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as those
     of this CPU and its ranks.
 
     Args:
-        see: is told of every operator that runs inside, and what it made.
+        see: is told of every operator that runs inside, its arguments by place and by name, and what it made.
 
     Raises:
         CantPlan: what is run inside asks for a number that isn't there, or can't be run in this way.
@@ -88,7 +91,7 @@ class Answers(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled on paper, and guarding against it takes time
 
-    def __init__(self, see: Callable[[Any, Any], None] | None) -> None:
+    def __init__(self, see: See | None) -> None:
         super().__init__()
         self.see = see
         self.num_updates = 0  # that are under way
@@ -124,7 +127,7 @@ class Answers(TorchDispatchMode):
         if func is PROMOTED:
             self.promoted[args] = out
         elif self.see is not None and (func is CONSTANT or not func.is_view):  # a view has no memory of its own
-            self.see(func, out)
+            self.see(func, args, kwargs or {}, out)
         return out
 
 

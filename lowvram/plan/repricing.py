@@ -24,9 +24,11 @@ from lowvram.plan.events import KINDS, PHASES, Phase, Trace
 from lowvram.plan.store import Store, key_of
 from lowvram.plan.target import Target
 from lowvram.plan.tracing import trace
+from lowvram.plan.work import Column
 from lowvram.tasks import Problem
 
 MOST_PARTS = 3  # that are traced
+MIDDLE_PART = 2  # of three; parts are counted from 1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless something beyond was asked for
 LOSS_BYTES = 4  # of a part: an fp32 number
 
@@ -116,9 +118,12 @@ class Line:
     trace: Trace
     samples: int  # of `trace`
     slope: torch.Tensor  # (events,) int64: bytes for each sample more
+    work_slope: torch.Tensor  # (operators, columns) int64: the same of their work
 
     def at(self, samples: int) -> Trace:
-        return replace(self.trace, num_bytes=self.trace.num_bytes + self.slope * (samples - self.samples))
+        more = samples - self.samples
+        num_bytes, work = self.trace.num_bytes + self.slope * more, self.trace.work + self.work_slope * more
+        return replace(self.trace, num_bytes=num_bytes, work=work)
 
 
 def line_through(traced: Mapping[int, Trace]) -> Line | str:
@@ -128,11 +133,20 @@ def line_through(traced: Mapping[int, Trace]) -> Line | str:
         return "other tensors are made at another batch size"
     if not torch.equal(one.storages, other.storages) or not torch.equal(one.phases, other.phases):
         return "tensors live and die in another order at another batch size"
-    growth = other.num_bytes - one.num_bytes
-    slope = growth.div(second - first, rounding_mode="floor")
-    if not torch.equal(slope * (second - first), growth):
+    if not torch.equal(one.work[:, : Column.FLOPS], other.work[:, : Column.FLOPS]):
+        return "other operators run at another batch size"
+    slope = even_slope(one.num_bytes, other.num_bytes, second - first)
+    work_slope = even_slope(one.work, other.work, second - first)
+    if slope is None or work_slope is None:
         return "sizes don't grow evenly with the batch"
-    return Line(one, first, slope)
+    return Line(one, first, slope, work_slope)
+
+
+def even_slope(one: torch.Tensor, other: torch.Tensor, distance: int) -> torch.Tensor | None:
+    """By how much each number grows with every sample; None where that is no whole number."""
+    growth = other - one
+    slope = growth.div(distance, rounding_mode="floor")
+    return slope if torch.equal(slope * distance, growth) else None
 
 
 def with_parts(trace: Trace, parts: int) -> Trace:
@@ -142,7 +156,9 @@ def with_parts(trace: Trace, parts: int) -> Trace:
         return trace
     is_batch = trace.kinds[trace.storages] == KINDS.index(Kind.INPUTS)
     num_bytes = torch.where(is_batch, trace.num_bytes // MOST_PARTS * parts, trace.num_bytes)
-    trace = replace(trace, num_bytes=num_bytes)
+    work = trace.work.clone()
+    work[work[:, Column.PART] == MIDDLE_PART, Column.TIMES] += more
+    trace = replace(trace, num_bytes=num_bytes, work=work)
     for start, end in reversed(last_parts(trace)):
         trace = with_losses(trace, start, end, more)
     return trace

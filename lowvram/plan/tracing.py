@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowvram.config import Incompatible
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
@@ -25,6 +26,7 @@ from lowvram.core.step import step
 from lowvram.plan.events import KINDS, PHASES, Phase, Trace
 from lowvram.plan.paper import example, paper
 from lowvram.plan.target import Target
+from lowvram.plan.work import Clerk
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -47,7 +49,7 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     if found := conflicts(knobs, target.absent()):  # `assemble` asks too, but after it has made the model
         raise Incompatible("; ".join(found))
     scribe = Scribe()
-    with scribe.at_work(), paper(target, scribe.book.see):
+    with scribe.at_work(), paper(target, scribe.see):
         rig = assemble(problem, {name: on_paper(knob) for name, knob in knobs.items()}, CPU, absent=target.absent())
         scribe.meet(rig)
         for _ in range(2):
@@ -100,6 +102,7 @@ class Scribe:
 
     def __init__(self) -> None:
         self.book = Ledger(CPU.type, self.witness)
+        self.clerk = Clerk()
         self.book.born = Kind.OTHER  # what is drawn to become a weight
         self.marks: list[tuple[int, Phase]] = [(0, Phase.BUILD)]  # the first event of each phase
         self.steps: list[int] = []  # the first event of each step
@@ -111,6 +114,8 @@ class Scribe:
         hooks = [
             register_module_forward_pre_hook(self.module_begins),
             register_module_forward_hook(self.module_ends, always_call=True),
+            register_optimizer_step_pre_hook(self.clerk.begin_update),
+            register_optimizer_step_post_hook(self.end_update),
         ]
         try:
             with self.book.followed():
@@ -128,12 +133,29 @@ class Scribe:
             for serial in self.book.note(tensor, Kind.PARAMETERS):
                 self.book.testimonies[serial] = name
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is the second step."""
+        return len(self.steps) > 1
+
+    def see(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
+        self.book.see(operator, out)
+        if self.is_steady:
+            self.clerk.note(operator, args, named, out)
+
+    def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.is_steady:
+            self.clerk.end_update(optimizer)
+
     def begin_step(self) -> None:
         self.mark(BETWEEN)
         self.steps.append(len(self.book.lines))
+        self.clerk.begin()
 
     def mark(self, label: str) -> None:
         self.marks.append((len(self.book.lines), Phase(label)))
+        if self.is_steady:
+            self.clerk.mark(Phase(label))
 
     @contextmanager
     def lap(self, label: str) -> Iterator[None]:
@@ -167,6 +189,7 @@ class Scribe:
             torch.tensor(kinds),
             [self.book.testimonies.get(serial, "") for serial in range(len(kinds))],
             self.steps[1],
+            self.clerk.work(),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from lowvram.results.row import size_text
 
 NUM_LARGEST = 3
+LEAST_SHARE = 0.01  # of a step's time that is worth a word
 Plan = Mapping[str, Any]
 
 
@@ -15,7 +16,11 @@ def plan_lines(plan: Plan | None) -> list[str]:
     """What is planned, whether it fits, what it is made of and what it doesn't know."""
     if plan is None or plan.get("allocated_bytes") is None:
         return []
-    return [line for line in (_sizes(plan), _verdict(plan), _kinds(plan), _largest(plan), _unknown(plan)) if line]
+    return [
+        line
+        for line in (_sizes(plan), _verdict(plan), _time(plan), _kinds(plan), _largest(plan), _unknown(plan))
+        if line
+    ]
 
 
 def _sizes(plan: Plan) -> str:
@@ -35,6 +40,19 @@ def _verdict(plan: Plan) -> str | None:
     fits = "fits" if plan["fits"] else "does not fit"
     advice = f"; {plan['advice']}" if plan.get("advice") else ""
     return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe{advice}"
+
+
+def _time(plan: Plan) -> str | None:
+    if plan.get("step_ms") is None:
+        return None
+    of = sorted(plan.get("step_ms_of", {}).items(), key=lambda item: -item[1])
+    shares = [f"{name} {ms / plan['step_ms']:.0%}" for name, ms in of if ms >= LEAST_SHARE * plan["step_ms"]]
+    return f"about {_ms_text(plan['step_ms'])} ms a step, {plan['step_ms_source']}: {', '.join(shares)}"
+
+
+def _ms_text(milliseconds: float) -> str:
+    """Of three digits: no more is known."""
+    return f"{float(f'{milliseconds:.3g}'):g}"
 
 
 def _kinds(plan: Plan) -> str | None:

@@ -83,6 +83,7 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
         sizes(f"planned host {unit}", "plan.host_bytes", min),
         sizes(f"least vram {unit}", "plan.least_vram_bytes", min),
         words_column("fits", (_fits(row) for row in rows)),
+        numbers("planned step ms", "plan.step_ms", min),
         sizes(f"activations {unit}", "memory.by_kind_max.activations", min),
         sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min),
         sizes(f"to host {unit}/step", "traffic.to_host_bytes", min),

@@ -1,0 +1,99 @@
+"""How long a step would take on a device: the roofline of each of its operators, and what the host adds.
+
+Williams et al., "Roofline" (2009): an operator takes as long as its arithmetic at the device's peak rate, or as moving
+what it reads and writes, whichever is longer; neither peak is ever reached. Copies to the host and back, and what the
+host's processor computes, go on beside that: each phase of each part of the batch takes as long as the slowest of them.
+
+The efficiencies are assumed, not measured. They rank points; a prediction may be wrong by as much as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lowvram.plan.devices import DeviceSpec
+from lowvram.plan.events import PHASES
+from lowvram.plan.work import FORMATS, LANES, NO_PRODUCT, UNKNOWN, Column, Lane
+
+SOURCE = "assumed efficiencies"  # of all constants below
+PRODUCT_EFFICIENCY = 0.6  # of the peak rate: large GEMMs reach 60 to 80 %
+BANDWIDTH_EFFICIENCY = 0.8  # of memory: what a large copy reaches
+PCIE_EFFICIENCY = 0.8  # of pinned copies
+LAUNCH_S = 4e-6  # of a kernel: between its call and its first work, and at its end
+HOST_BYTES_PER_S = 25e9  # about half the peak of two channels of DDR4-3200
+
+
+@final
+@dataclass(frozen=True)
+class StepTime:
+    """A step's time and what it is made of, in ms."""
+
+    products_ms: float  # operators that arithmetic bounds
+    memory_ms: float  # operators that the device's memory bounds
+    launches_ms: float
+    copies_ms: float  # that the device waits for
+    host_ms: float  # that the device waits for the host's processor, such as its updates
+
+    @property
+    def step_ms(self) -> float:
+        return sum(vars(self).values())
+
+    def by_name(self) -> dict[str, float]:
+        """What it is made of."""
+        return {name.removesuffix("_ms"): milliseconds for name, milliseconds in vars(self).items()}
+
+
+def step_time(work: Tensor, device: DeviceSpec) -> StepTime | None:
+    """Of `Trace.work` on one device; None where a rate that it needs is not known."""
+    lane, times = work[:, Column.LANE], work[:, Column.TIMES]
+    is_device = lane == LANES.index(Lane.DEVICE)
+    arithmetic_s = work[:, Column.FLOPS] / product_rates(device)[work[:, Column.FORMAT]]
+    moving_s = work[:, Column.BYTES] / bandwidths(device)[lane]
+    if (arithmetic_s.isnan() | moving_s.isnan()).any():
+        return None
+    is_product = arithmetic_s > moving_s
+    taken_s = torch.maximum(arithmetic_s, moving_s) * times
+    waiting_s = excess_s(work, taken_s + LAUNCH_S * times * is_device)
+    return StepTime(
+        1e3 * float(taken_s[is_device & is_product].sum()),
+        1e3 * float(taken_s[is_device & ~is_product].sum()),
+        1e3 * LAUNCH_S * int(times[is_device].sum()),
+        1e3 * waiting_s[Lane.TO_HOST],
+        1e3 * waiting_s[Lane.HOST],
+    )
+
+
+def product_rates(device: DeviceSpec) -> Tensor:
+    """(formats,) FLOP/s that are reached; NaN where that is not known."""
+    peaks = device.peak_flops_per_s | {NO_PRODUCT: float("inf"), UNKNOWN: None}
+    return PRODUCT_EFFICIENCY * known([peaks[name] for name in FORMATS])
+
+
+def bandwidths(device: DeviceSpec) -> Tensor:
+    """(lanes,) bytes/s that are reached; NaN where that is not known."""
+    pcie = None if device.pcie_bytes_per_s is None else PCIE_EFFICIENCY * device.pcie_bytes_per_s
+    memory = None if device.bandwidth_bytes_per_s is None else BANDWIDTH_EFFICIENCY * device.bandwidth_bytes_per_s
+    rates = {Lane.DEVICE: memory, Lane.HOST: HOST_BYTES_PER_S}
+    return known([rates.get(lane, pcie) for lane in LANES])
+
+
+def known(rates: list[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if rate is None else rate for rate in rates], dtype=torch.float64)
+
+
+def excess_s(work: Tensor, taken_s: Tensor) -> dict[Lane, float]:
+    """How long the device waits for what goes on beside it, over all phases of all parts: for the host, or for copies
+    in either direction (under `Lane.TO_HOST`)."""
+    place = work[:, Column.PART] * len(PHASES) + work[:, Column.PHASE]
+    num_places = int(place.max()) + 1 if len(place) else 0
+    by_lane = torch.zeros(len(LANES), num_places, dtype=torch.float64)
+    by_lane.view(-1).scatter_add_(0, work[:, Column.LANE] * num_places + place, taken_s)
+    busy = dict(zip(LANES, by_lane, strict=True))
+    copies = torch.maximum(busy[Lane.TO_HOST], busy[Lane.TO_DEVICE])
+    missing = (torch.maximum(copies, busy[Lane.HOST]) - busy[Lane.DEVICE]).clamp(min=0)
+    is_host = busy[Lane.HOST] > copies
+    return {Lane.HOST: float(missing[is_host].sum()), Lane.TO_HOST: float(missing[~is_host].sum())}
