@@ -48,8 +48,9 @@ def test_what_is_asked_of_a_card_is_its_tensors_and_its_libraries(words: tuple[s
 def test_a_cpu_is_planned_as_its_ledger_counts() -> None:
     plan = planned(*TINY, "plan.device=cpu")
     assert plan["reserved_bytes"] is None
-    assert plan["lines"] == []
-    assert plan["allocated_bytes"] == sum(plan["by_kind"].values()) == plan["least_vram_bytes"]
+    assert plan["allocated_bytes"] == sum(plan["by_kind"].values())
+    libraries = sum(line["bytes"] or 0 for line in plan["lines"])
+    assert plan["least_vram_bytes"] >= plan["allocated_bytes"] + libraries  # the build's own peak may be higher
     assert plan["fits"] is None  # nobody has named a budget
     assert planned(*TINY, "device=cpu")["device"] == "cpu"
 
