@@ -12,20 +12,20 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lowvram import identity, sweeper
-from lowvram.config import require
+from lowvram.composed import chosen, config_path, container, output_folder, plain
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
-from lowvram.planning import Plans, is_plan, request_for
-from lowvram.point import CHILDS_OWN, Point, check_own, remove_folder, run_point
+from lowvram.planning import Plans, beside, is_plan, request_for
+from lowvram.point import Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.process.orders import Orders
@@ -42,7 +42,7 @@ from lowvram.results.terminal import (
 )
 from lowvram.results.wandb import sync_command
 from lowvram.resume import Resumed, check_new, has_snapshots, holds_run, with_resumed
-from lowvram.settings import GROUPS, check_root
+from lowvram.settings import check_root
 from lowvram.start import EXIT_INTERRUPTED
 
 EXIT_FAILED, EXIT_REFUSED = 1, 3
@@ -163,14 +163,14 @@ class Program:
         for config in configs:
             check_root(config)
             check_own(config)
-        request = {"check": [{key: plain(config)[key] for key in CHILDS_OWN} for config in configs]}
-        self.server.run(request, on_event, Orders(None, self.stop_signals))
+        requests = [request_for(plain(config), chosen(config.hydra.runtime.choices)) for config in configs]
+        check = {"check": [request["config"] for request in requests]}
+        self.server.run(check, on_event, Orders(None, self.stop_signals))
         if self.num_signals:
             raise KeyboardInterrupt
         if refused:
             raise Refused(refused[0])
-        points = enumerate((plain(one), chosen(one.hydra.runtime.choices)) for one in configs)
-        self.plans.expected = {place: request_for(*point) for place, point in points if is_plan(point[1])}
+        self.plans.expect(requests, [identity.point_name(list(words), self.swept) for words in batch])
 
     def stop_signals(self) -> int:
         """How often somebody asked to stop so far."""
@@ -194,8 +194,9 @@ class Program:
             raise KeyboardInterrupt
 
     def run_point(self, point: Point) -> Row:
-        """Run one, and tell it."""
-        row = run_point(point, self.server, self.progress, self.stop_signals)
+        """Run one beside its plan, and tell it."""
+        point = replace(point, plan=beside(self.plans.of(point)))
+        row = self.plans.skipped(point) or run_point(point, self.server, self.progress, self.stop_signals)
         if point.sweep:
             self.tell_point(point, row)
         return row
@@ -273,34 +274,8 @@ class Program:
         print(f"results: {shown_path(folder)} (table.md, table.csv, rows.jsonl)")
         if any(folder.glob("*/wandb/offline-run-*")):
             print(f"to upload: {sync_command(folder)}")
-        if not all(rows.is_final(row) for row in self.rows) or self.num_signals:
+        if any(rows.is_missing(row) for row in self.rows) or self.num_signals:
             words = [word for word in self.words if not word.startswith("hydra.sweep.dir=")]
             print(
                 f"to run what is missing: {command_line(*words, f'hydra.sweep.dir={hydra_quoted(shown_path(folder))}')}"
             )
-
-
-def chosen(choices: Mapping[str, Any]) -> dict[str, str]:
-    """Group -> option, as Hydra tells it."""
-    for group in GROUPS:
-        require(choices.get(group) is not None, group, None, f"one option of the group {group}, not a list of them")
-    return {group: choices[group] for group in (*GROUPS, "logger")}
-
-
-def output_folder() -> Path:
-    """Of the point that Hydra has composed."""
-    return Path(HydraConfig.get().runtime.output_dir)
-
-
-def config_path() -> str:
-    """Where Hydra finds the configuration."""
-    return "pkg://lowvram.conf" if identity.INSTALLED_CONF.is_dir() else str(identity.CONF)
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """Resolved and free of Hydra's own part, as JSON can hold it."""
-    return {str(key): container(config[key]) for key in config if key != "hydra"}
-
-
-def container(node: Any, resolve: bool = True) -> Any:
-    return OmegaConf.to_container(node, resolve=resolve, enum_to_str=True) if OmegaConf.is_config(node) else node

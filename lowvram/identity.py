@@ -21,7 +21,8 @@ from lowvram.settings import ROOT_KEYS, check_name
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED_CONF = Path(__file__).resolve().parent / "conf"  # the installed package carries its own
 CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
-NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name")  # they don't change a result
+# They don't change a result.
+NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip")
 
 
 def register_resolvers() -> None:
@@ -32,14 +33,18 @@ def register_resolvers() -> None:
 
 def point_id(*, _root_: DictConfig) -> str:
     """16 hex digits: the same point on the same device with the same versions gets the same ones."""
-    config = {
-        str(key): OmegaConf.to_container(node) if OmegaConf.is_config(node := _root_[key]) else node
-        for key in _root_
-        if key not in NOT_IDENTITY
-    }
+    config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
     where = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
     text = json.dumps([config, where], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def identity_of(key: str, node: Any) -> Any:
+    """What of a root key's value changes a result."""
+    value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if f"{key}.{name}" not in NOT_IDENTITY}
 
 
 def run_name(*, _root_: DictConfig) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from lowvram.config import BadInput
 from lowvram.core import ranks
-from lowvram.core.device import card_of, choose_device
+from lowvram.core.device import choose_device
 from lowvram.core.knob import Fact, Knob, conflicts
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
@@ -20,10 +20,8 @@ from lowvram.modes import fields
 from lowvram.modes.compiling import compile_fields
 from lowvram.modes.fields import status_bytes
 from lowvram.modes.session import Events, Session, Stop
-from lowvram.modes.trace import peak_on_paper
 from lowvram.modes.utilisation import mfu
 from lowvram.options import knob_of
-from lowvram.plan.target import Target
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.process.meeting import Meeting
 from lowvram.results.row import held_by_another_process
@@ -63,18 +61,6 @@ def chosen(request: dict[str, Any]) -> dict[str, Any]:
     config = request["config"]
     fields = {f"{group}.{name}": value for group in GROUPS for name, value in config[group].items()}
     return {group: request["choices"][group] for group in GROUPS} | fields
-
-
-def trace(settings: Settings, choices: dict[str, str]) -> dict[str, Any]:
-    """The plan of a point that ran out of memory: what it would have held, by kind, at its peak."""
-    spec = open_data(settings).spec
-    problem = settings.groups["task"].pose(settings.groups["model"], spec)
-    device = choose_device(settings.root.device)
-    target = Target(card_of(device)) if device.type == "cuda" else Target()
-    knobs = named_knobs(settings, choices, device)
-    peak = peak_on_paper(problem, knobs, settings.train.batch_size, target)
-    by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}
-    return {"allocated_bytes": peak.peak_bytes, "by_kind": by_kind}
 
 
 def can_replace(

@@ -1,19 +1,21 @@
-"""Plans, in the parent: all those of a sweep come from one child, and none of them runs. Imports no torch."""
+"""Plans, in the parent: all those of a sweep come from one child, before anything runs. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from lowvram.point import CHILDS_OWN, Point
 from lowvram.process.client import Event, Server
+from lowvram.process.launch import Launch, as_request
 from lowvram.process.orders import Orders
 from lowvram.results import row as rows
-from lowvram.results.row import Row, Status
+from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import Progress
 
 MODE = "plan"  # conf/mode/plan.yaml
+FAR_OFF = 1.25  # what needs so many times its budget is told before it runs, and can be skipped
 Planned = dict[str, Any]  # the part of a row that the child knows
 Request = dict[str, Any]
 
@@ -23,9 +25,10 @@ def is_plan(choices: Mapping[str, str]) -> bool:
     return choices["mode"] == MODE
 
 
-def request_for(config: Mapping[str, Any], choices: dict[str, str]) -> Request:
+def request_for(config: Mapping[str, Any], choices: dict[str, str], launch: Launch | None = None) -> Request:
     """What the child is told of a point."""
-    return {"config": {key: config[key] for key in CHILDS_OWN}, "choices": choices}
+    about = {"is_real": not is_plan(choices), "launch": as_request(launch)}
+    return {"config": {key: config[key] for key in CHILDS_OWN}, "choices": choices, **about}
 
 
 @final
@@ -37,18 +40,39 @@ class Plans:
     progress: Progress
     stop_signals: Callable[[], int]
     expected: Mapping[int, Request] = field(default_factory=dict)  # of a sweep, by the place of the point
+    names: Sequence[str] = ()  # the same
     told: dict[int, Planned] = field(default_factory=dict)
 
+    def expect(self, requests: Sequence[Request], names: Sequence[str]) -> None:
+        """A sweep will come to these points."""
+        self.expected, self.names = dict(enumerate(requests)), names
+
     def row(self, point: Point) -> Row | None:
-        """Leave the row of a point in its folder. None: somebody asked to stop before it was known."""
-        if point.index not in self.told:
-            self.ask(self.expected or {point.index: request_for(point.config, point.choices)})
-        if point.index not in self.told:
+        """Leave the row of a point that is only planned. None: somebody asked to stop before it was known."""
+        planned = self.of(point)
+        if planned is None:
             return None
-        row = rows.merge(point.first_row(), self.told[point.index])
+        row = rows.merge(point.first_row(), planned)
         if point.sweep or row["status"] != Status.INCOMPATIBLE:
             rows.write(point.folder, row)
         return row
+
+    def skipped(self, point: Point) -> Row | None:
+        """Leave the row of a point that is not worth running: `plan.skip` says so."""
+        if not point.config["plan"]["skip"] or not is_far_off(point.plan):
+            return None
+        assert point.plan is not None
+        reason = f"planned to need {needed_text(point.plan)}, more than plan.skip=true lets run"
+        row = rows.merge(point.first_row(), {"status": Status.SKIPPED.value, "reason": reason})
+        rows.write(point.folder, row)
+        return row
+
+    def of(self, point: Point) -> Planned | None:
+        """What is planned of a point, with all others that are expected. None: somebody asked to stop before."""
+        if point.index not in self.told:
+            later = {place: request for place, request in self.expected.items() if place >= point.index}
+            self.ask(later or {point.index: request_for(point.config, point.choices, point.launch)})
+        return self.told.get(point.index)
 
     def ask(self, points: Mapping[int, Request]) -> None:
         """Have all of them planned."""
@@ -66,8 +90,45 @@ class Plans:
 
         if len(points) > 1:
             self.progress.start(MODE, len(points))
-        self.server.run({"plan": list(points.values())}, on_event, Orders(None, self.stop_signals))
+        orders = Orders(time_for(points.values()), self.stop_signals)
+        self.server.run({"plan": list(points.values())}, on_event, orders)
         self.progress.stop()
         if not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}
             self.told = dict.fromkeys(places, unknown) | self.told
+            self._warn([place for place, point in points.items() if point["is_real"]])
+
+    def _warn(self, places: Sequence[int]) -> None:
+        """Of points that are to run and can't fit by far."""
+        plans = {place: self.told[place].get("plan") for place in places}
+        texts = [
+            f"{self.names[place] if self.names else 'it'} needs {needed_text(plan)}"
+            for place, plan in plans.items()
+            if plan and is_far_off(plan)
+        ]
+        if texts:
+            self.progress.say(f"can't fit by far, as planned (plan.skip=true skips it): {'; '.join(texts)}")
+
+
+def time_for(points: Iterable[Request]) -> float | None:
+    """Planning takes no longer than running may; what is only planned takes as long as it likes."""
+    limits = [point["config"]["timeout_s"] for point in points if point["is_real"]]
+    return sum(limits) if limits and None not in limits else None
+
+
+def beside(planned: Planned | None) -> Mapping[str, Any] | None:
+    """A plan as the row of a point holds it that runs as well. What can't run is told by the point itself."""
+    if planned is None or planned["status"] == Status.INCOMPATIBLE:
+        return None
+    return planned["plan"] if planned["status"] == Status.OK else {"reason": planned["reason"]}
+
+
+def is_far_off(plan: Mapping[str, Any] | None) -> bool:
+    """Whether a point can't fit its budget by a wide margin."""
+    if not plan or not plan.get("budget_bytes"):
+        return False
+    return plan["least_vram_bytes"] > FAR_OFF * plan["budget_bytes"]
+
+
+def needed_text(plan: Mapping[str, Any]) -> str:
+    return f"{size_text(plan['least_vram_bytes'])} of {size_text(plan['budget_bytes'])}"

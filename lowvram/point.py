@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,7 @@ class Point:
     provenance: dict[str, Any]
     is_resumed: bool = False
     launch: Launch | None = None  # if torchrun has started this program
+    plan: Mapping[str, Any] | None = None  # what it is expected to hold
 
     @property
     def first_rank(self) -> int:
@@ -81,7 +82,7 @@ class Point:
 
     def first_row(self) -> Row:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
-        return rows.merge(rows.empty_row(), {**known, "provenance": self.provenance})
+        return rows.merge(rows.empty_row(), {**known, "plan": self.plan, "provenance": self.provenance})
 
 
 def run_point(point: Point, server: Server, progress: Progress, stop_signals: Callable[[], int]) -> Row:
@@ -156,8 +157,6 @@ class Recording:
         if end.status == Status.ERROR and blamed is not None:
             for line in blamed.trace.splitlines():
                 self.progress.say(line)
-        if blamed is not None and "plan" in blamed.fields:
-            self.add({"plan": blamed.fields["plan"]})
         is_late = around.orders.is_timed_out and end.status != Status.OK
         self.end(*((Status.TIMEOUT, around.orders.how_late) if is_late else (end.status, end.reason)))
 
@@ -214,9 +213,10 @@ class Recording:
         return self.row
 
     def _advise(self) -> None:
-        status, choices = self.row["status"], self.row["choices"]
-        if status == Status.OOM and self.row["plan"] is None:  # else the child has told it, which knows more
-            self.add({"reason": f"{self.row['reason']}; {out_of_memory_advice(None, choices)}"})
+        choices, plan = self.row["choices"], self.row["plan"] or {}
+        if self.row["status"] == Status.OOM:
+            advice = plan["advice"] if "advice" in plan else out_of_memory_advice(None, choices)
+            self.add({"reason": f"{self.row['reason']}; {advice}"})
         if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
             self.progress.say(advice)
 

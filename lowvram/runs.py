@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -12,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from lowvram import identity
-from lowvram.cli import chosen, plain
-from lowvram.planning import Plans, request_for
+from lowvram.composed import chosen, plain
+from lowvram.planning import Plans, beside, is_plan, request_for
 from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Server
 from lowvram.results.row import Row
@@ -50,6 +51,10 @@ class Runs:
             BadInput: a key or a value of the root that is not known.
         """
         point = self._point(name, words)
+        if is_plan(point.choices):
+            (row,) = self._planned([point])
+            return row
+        point = replace(point, plan=beside(self._plans().of(point)))
         point.folder.mkdir(parents=True)
         return run_point(point, self._server, QuietProgress(sys.stderr), lambda: 0)
 
@@ -59,17 +64,21 @@ class Runs:
         Raises:
             BadInput: as `run`.
         """
-        composed = [self._point(name, ["mode=plan", *words]) for name, words in points.items()]
-        asked = {point.index: request_for(point.config, point.choices) for point in composed}
-        plans = Plans(self._server, QuietProgress(sys.stderr), lambda: 0)
-        plans.ask(asked)
-        for point in composed:
-            point.folder.mkdir(parents=True)
-        return [row for point in composed if (row := plans.row(point)) is not None]
+        return self._planned([self._point(name, ["mode=plan", *words]) for name, words in points.items()])
 
     def settings_of(self, words: list[str]) -> dict[str, Any]:
         """The configuration that `words` compose, as `lowvram.settings.settings` takes it."""
         return plain(compose("config", [*words, "logger=none"], return_hydra_config=True))
+
+    def _plans(self) -> Plans:
+        return Plans(self._server, QuietProgress(sys.stderr), lambda: 0)
+
+    def _planned(self, points: list[Point]) -> list[Row]:
+        plans = self._plans()
+        plans.ask({point.index: request_for(point.config, point.choices) for point in points})
+        for point in points:
+            point.folder.mkdir(parents=True)
+        return [row for point in points if (row := plans.row(point)) is not None]
 
     def _point(self, name: str, words: list[str]) -> Point:
         config = compose("config", [*words, "logger=none"], return_hydra_config=True)

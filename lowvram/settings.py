@@ -83,6 +83,7 @@ class PlanSettings:
 
     device: str
     margin: float
+    skip: bool
 
     def __post_init__(self) -> None:
         require(0 <= self.margin < 10, "plan.margin", self.margin, "a share from 0 (none) to below 10, such as 0.1")

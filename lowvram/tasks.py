@@ -31,6 +31,11 @@ class Problem(Task):
     def __init__(self, model: ModelConfig, spec: DataSpec) -> None:
         self.model, self.spec = model, spec
 
+    @property
+    def description(self) -> str:
+        """All that it is made of: two problems of one description are the same."""
+        return repr((type(self).__qualname__, self.model, self.spec))
+
     def make_model(self) -> nn.Module:
         return self.model.make(self.spec)
 

@@ -26,6 +26,7 @@ from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 
 # Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))
+os.environ.setdefault("LOWVRAM_CACHE", str(ROOT / ".pytest_cache" / "lowvram"))  # the same of traces
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,9 @@ from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.options import all_options, knob_of, neutral_options, options_of
+from lowvram.plan.events import Sums
+from lowvram.plan.target import Target
+from lowvram.plan.tracing import trace
 from lowvram.tasks import Auto, Problem
 
 torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long
@@ -245,3 +248,9 @@ def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) ->
 
 def square_sum(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
+
+
+def peak_on_paper(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Sums:
+    """What the plan of a CPU says of a step whose optimizer has its state. What a CPU can't play is left out."""
+    playable = {name: knob for name, knob in knobs.items() if not knob.needs() & Target().absent().keys()}
+    return trace(problem, playable, batch_size, Target()).sums(is_steady=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowvram.core.knob import Knob
 from lowvram.core.ranks import summed
+from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
 from lowvram.data.spec import Modality
 from lowvram.modes.evaluate import Evaluation
@@ -31,23 +34,29 @@ def merged(*fragments: Fields) -> Fields:
 
 def common(session: Session) -> Fields:
     """The model, and what the knobs did to the numbers."""
-    parameters = list(session.rig.model.parameters())
-    caveats = [knob.caveat(session.rig.model) for knob in session.knobs.values()]
     state = session.rig.stepper.state_dict()
     return {
-        "model": {
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            "blocks": described_blocks(session),
-        },
+        **about_model(session.problem, session.rig.model, session.knobs.values()),
         "precision": {"skipped_steps": state.get("skipped_steps", 0), "scale": state.get("scale")},
-        "semantics_changed": "; ".join(filter(None, caveats)) or None,
     }
 
 
-def described_blocks(session: Session) -> str:
+def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
+    """The model, as far as it is known before it runs, and what knobs change of what it computes."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return {
+        "model": {
+            "parameters": sum(size for size, _ in sizes),
+            "trainable": sum(size for size, is_trainable in sizes if is_trainable),
+            "blocks": described_blocks(task.blocks(model)),
+        },
+        "semantics_changed": "; ".join(filter(None, (knob.caveat(model) for knob in knobs))) or None,
+    }
+
+
+def described_blocks(blocks: Iterable[nn.Module]) -> str:
     """Such as "4 Block"."""
-    counted = Counter(class_name(block) for block in session.problem.blocks(session.rig.model))
+    counted = Counter(map(class_name, blocks))
     return ", ".join(f"{count} {name}" for name, count in counted.items())
 
 

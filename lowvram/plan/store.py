@@ -62,8 +62,7 @@ class Store:
 
 def key_of(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> str | None:
     """The name of a trace: a hash of all that it depends on. None: something has no description."""
-    model = (type(problem).__qualname__, problem.model, problem.spec)
-    about = repr((model, list(knobs.values()), batch_size, target, torch.__version__, sources()))
+    about = repr((problem.description, list(knobs.values()), batch_size, target, torch.__version__, sources()))
     return None if NAMELESS in about else hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
 
 

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 
 from lowvram import job
-from lowvram.core.device import absent_facts, choose_device
-from lowvram.core.ranks import num_ranks
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.modes.plan import Planner
 from lowvram.plan.store import Store
@@ -28,7 +26,6 @@ from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting, way_of
-from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -128,8 +125,6 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
             about |= {"trace": traceback.format_exc()}
     stop.settle()
     lift()
-    if fields["status"] == "oom":
-        fields |= after_out_of_memory(request, fields["reason"])
     if "choices" in request:
         fields |= {"choices": request["choices"]}  # a cap has changed one of them
     spoken.flush()
@@ -168,8 +163,16 @@ def plan(points: list[dict[str, Any]], events: Events) -> dict[str, Any]:
     """Plan point after point, and tell each as it is known."""
     planner = Planner(Store())
     for index, point in enumerate(points):
-        events("planned", index=index, fields=planner.fields(settings(point["config"]), point["choices"]))
+        events("planned", index=index, fields=planned(planner, point))
     return {"status": "ok"}
+
+
+def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
+    """What a plan says in the row of one point."""
+    whole, launch = settings(point["config"]), point["launch"]
+    if not point["is_real"]:
+        return planner.fields(whole, point["choices"])
+    return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
 
 
 def run_point(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
@@ -195,17 +198,3 @@ def write_proc(name: str, text: str) -> None:
     """Best effort: where a sandbox forbids it, a figure is less sharp."""
     with suppress(OSError):
         Path(f"/proc/self/{name}").write_text(text)
-
-
-def after_out_of_memory(request: dict[str, Any], reason: str) -> dict[str, Any]:
-    """What the point would have held at its peak, traced on tensors without memory, and what can be done about it."""
-    try:
-        whole, choices = settings(request["config"]), request["choices"]
-        plan = job.trace(whole, choices)
-        absent = absent_facts(choose_device(whole.root.device))
-        is_possible = job.can_replace(whole, choices, absent, num_ranks())
-        advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, whole.vram_bytes)
-        return {"plan": plan, "reason": f"{reason}; {advice}"}
-    except Exception as error:
-        print(f"note: the memory that it needs can't be traced ({type(error).__name__}: {error})")
-        return {}

@@ -72,6 +72,14 @@ class Way(ABC):
         """Whether no fork server of ours sees how the other ranks end."""
 
 
+def wanted_ranks(sharding: Sharding, device: torch.device) -> int:
+    """How many ranks a point asks for: with `auto` one for each CUDA device, if it is spread at all."""
+    if sharding.ranks != "auto":
+        return int(sharding.ranks)
+    is_spread = device.type == "cuda" and device.index is None and Fact.ONE_RANK not in sharding.needs()
+    return torch.cuda.device_count() if is_spread else 1
+
+
 @final
 class Calling(Way):
     """The first rank of a point: it holds the store and calls the others."""
@@ -82,10 +90,7 @@ class Calling(Way):
         self._call = place.call
 
     def count(self, sharding: Sharding, device: torch.device) -> int:
-        if sharding.ranks != "auto":
-            return int(sharding.ranks)
-        is_spread = device.type == "cuda" and device.index is None and Fact.ONE_RANK not in sharding.needs()
-        return torch.cuda.device_count() if is_spread else 1
+        return wanted_ranks(sharding, device)
 
     def num_local(self, num_ranks: int) -> int:
         return num_ranks

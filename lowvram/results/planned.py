@@ -14,8 +14,10 @@ Plan = Mapping[str, Any]
 
 def plan_lines(plan: Plan | None) -> list[str]:
     """What is planned, whether it fits, what it is made of and what it doesn't know."""
-    if plan is None or plan.get("allocated_bytes") is None:
+    if plan is None:
         return []
+    if plan.get("allocated_bytes") is None:
+        return [plan["reason"]] if plan.get("reason") else []
     return [
         line
         for line in (_sizes(plan), _verdict(plan), _time(plan), _kinds(plan), _largest(plan), _unknown(plan))
@@ -38,7 +40,7 @@ def _verdict(plan: Plan) -> str | None:
     if plan.get("fits") is None or budget is None:
         return needs
     fits = "fits" if plan["fits"] else "does not fit"
-    advice = f"; {plan['advice']}" if plan.get("advice") else ""
+    advice = f"; {plan['advice']}" if plan.get("advice") and not plan["fits"] else ""
     return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe{advice}"
 
 

@@ -54,6 +54,7 @@ class Status(StrEnum):
     KILLED = "killed", False, 1, 1
     ERROR = "error", False, 1, 1
     INTERRUPTED = "interrupted", False, 75, 75
+    SKIPPED = "skipped", False, 1, 0
 
 
 def empty_row() -> Row:
@@ -168,6 +169,11 @@ def is_final(row: Row) -> bool:
     status = Status(row["status"])
     crowded = status is Status.OOM and _HELD_MEMORY in (row["disturbed"] or "")
     return status.is_final and not crowded
+
+
+def is_missing(row: Row) -> bool:
+    """Whether a re-run brings something: what was skipped would only be skipped again."""
+    return not is_final(row) and row["status"] != Status.SKIPPED
 
 
 def held_by_another_process(num_bytes: int) -> str:

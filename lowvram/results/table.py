@@ -73,17 +73,20 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
 
     numbers = partial(number_column, rows)
     sizes = partial(number_column, rows, divisor=num_unit_bytes)
+    # Beside what was measured one planned number is enough, unless there is a budget.
+    is_plan = not any(row["memory"]["peak_bytes"] for row in rows)
+    has_budget = is_plan or any(row["config"].get("vram") for row in rows)
     columns = (
         words_column("name", map(label, rows)),
         words_column("status", (row["status"] for row in rows)),
         sizes(peak, "memory.peak_bytes", min if is_comparable else None),
         words_column("memory source", () if is_comparable else sources),
         sizes(f"planned {unit}", "plan.allocated_bytes", min),
-        sizes(f"planned reserved {unit}", "plan.reserved_bytes", min),
-        sizes(f"planned host {unit}", "plan.host_bytes", min),
-        sizes(f"least vram {unit}", "plan.least_vram_bytes", min),
-        words_column("fits", (_fits(row) for row in rows)),
-        numbers("planned step ms", "plan.step_ms", min),
+        sizes(f"planned reserved {unit}", "plan.reserved_bytes", min, is_shown=is_plan),
+        sizes(f"planned host {unit}", "plan.host_bytes", min, is_shown=is_plan),
+        sizes(f"least vram {unit}", "plan.least_vram_bytes", min, is_shown=has_budget),
+        words_column("fits", (_fits(row) for row in rows) if has_budget else ()),
+        numbers("planned step ms", "plan.step_ms", min, is_shown=is_plan),
         sizes(f"activations {unit}", "memory.by_kind_max.activations", min),
         sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min),
         sizes(f"to host {unit}/step", "traffic.to_host_bytes", min),
@@ -128,6 +131,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
         name = label(row)
         if row["status"] != Status.OK:
             yield _one_line(f"{name}: {row['status'] or 'unfinished'}: {row['reason'] or 'no reason is known'}")
+        if (row["plan"] or {}).get("reason"):
+            yield _one_line(f"{name}: {row['plan']['reason']}")
         if retries := row["memory"]["alloc_retries"]:
             yield f"{name}: {retries} allocations succeeded only after free memory was returned to the driver"
         if row["disturbed"]:

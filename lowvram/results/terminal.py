@@ -169,7 +169,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         _parts(": ", row["name"], row["status"], row["reason"]),
         _memory(row),
         _titled("moved", _traffic(row)),
-        *plan_lines(row["plan"]),
+        *(plan_lines(row["plan"]) if row["memory"]["peak_bytes"] is None else []),
         _titled("speed", _speeds(row)),
         _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
         _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
@@ -199,7 +199,9 @@ def _memory(row: Row) -> str:
     if num_bytes is None:
         return ""
     fragmented, retries = row["memory"]["fragmentation_bytes"], row["memory"]["alloc_retries"]
+    planned = (row["plan"] or {}).get("allocated_bytes")
     extra = [
+        f"planned {size_text(planned)}" if planned else (row["plan"] or {}).get("reason"),
         f"{size_text(fragmented)} of fragmentation" if fragmented else None,
         f"{retries} allocations tried again" if retries else None,
     ]

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from lowvram.cli import chosen
+from lowvram.composed import chosen
 from lowvram.config import BadInput
 from lowvram.mistakes import ELSEWHERE, Refused, quoted, sentence, sorted_words, unknown_flag
 from lowvram.resume import with_resumed

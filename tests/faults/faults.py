@@ -109,12 +109,12 @@ def arm() -> None:
     from lowvram import job
     from lowvram.modes.session import Session
 
-    opened, updated, steps = job.open_data, Session.update, [0]
+    named, updated, steps = job.named_knobs, Session.update, [0]
 
-    @functools.wraps(opened)
-    def open_data(settings: Any) -> Any:
+    @functools.wraps(named)
+    def named_knobs(settings: Any, *args: Any) -> Any:
         act(settings.root, 0, Path())
-        return opened(settings)
+        return named(settings, *args)
 
     @functools.wraps(updated)
     def update(session: Session, *args: Any) -> Any:
@@ -122,7 +122,7 @@ def arm() -> None:
         act(session.settings.root, steps[0], session.folder)
         return updated(session, *args)
 
-    job.open_data = open_data
+    job.named_knobs = named_knobs
     Session.update = update  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -21,9 +21,9 @@ from lowvram.knobs.optimizer import AdamW, AdamW4bit, AdamW8bit, low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step, contiguous
 from lowvram.knobs.optimizer.widened import Landing
 from lowvram.models.transformer import TransformerConfig
-from lowvram.modes.trace import paper, peak_on_paper
+from lowvram.plan.paper import paper
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch
+from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, peak_on_paper
 
 KNOBS = {"8bit": AdamW8bit(), "4bit": AdamW4bit()}
 

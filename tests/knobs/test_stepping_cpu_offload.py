@@ -21,9 +21,18 @@ from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.stepping import CpuOffload, CpuOffloadStepper
 from lowvram.knobs.stepping import cpu_offload as module
-from lowvram.modes.trace import peak_on_paper
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, IMAGES, RESNET, TOKENS, TRANSFORMER, knobs_of, make_batch, relative_error
+from tests.laboratory import (
+    CPU,
+    IMAGES,
+    RESNET,
+    TOKENS,
+    TRANSFORMER,
+    knobs_of,
+    make_batch,
+    peak_on_paper,
+    relative_error,
+)
 
 WIDE = {
     "transformer": Auto().pose(replace(TRANSFORMER, num_layers=4, width=64), TOKENS),

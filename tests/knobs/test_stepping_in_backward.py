@@ -21,7 +21,6 @@ from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, Norm
-from lowvram.modes.trace import peak_on_paper
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -33,6 +32,7 @@ from tests.laboratory import (
     InDouble,
     knobs_of,
     make_batch,
+    peak_on_paper,
     relative_error,
     train,
 )

@@ -78,7 +78,7 @@ def session_in(
         root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None),
         train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
         measure=MeasureSettings(warmup_steps=1, steps=3, max_seconds=60.0, largest_tensors=False),
-        plan=PlanSettings(device="auto", margin=0.1),
+        plan=PlanSettings(device="auto", margin=0.1, skip=False),
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model},
     )

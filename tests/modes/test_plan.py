@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lowvram.cli import chosen, plain
+from lowvram.composed import chosen, plain
 from lowvram.identity import CONF, register_resolvers
 from lowvram.modes.plan import Fields, Planner
 from lowvram.plan.store import Store

@@ -14,9 +14,9 @@ from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
-from lowvram.modes.trace import model_flops, peak_on_paper
+from lowvram.modes.trace import model_flops
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, KNOBS, NEUTRAL, PROBLEMS, fitting, knobs_of, make_batch, missing_here
+from tests.laboratory import CPU, KNOBS, NEUTRAL, PROBLEMS, fitting, knobs_of, make_batch, missing_here, peak_on_paper
 
 BATCH_SIZE = 4
 OF_EACH_CLASS = {type(knob): pair for pair, knob in KNOBS.items() if NEUTRAL[pair[0]] != pair[1]}

@@ -50,6 +50,7 @@ MATRIX = {
     "killed": (False, 1, 1),
     "error": (False, 1, 1),
     "interrupted": (False, 75, 75),
+    "skipped": (False, 1, 0),
 }
 
 

@@ -78,7 +78,8 @@ def test_only_columns_with_a_value_are_there():
         point(
             "a",
             memory={"peak_bytes": GIB, "source": "tensor_ledger", "by_kind_max": {"activations": GIB // 2}},
-            plan={"allocated_bytes": GIB, "fits": False, "least_vram_bytes": 2 * GIB},
+            config={"vram": "1GiB"},
+            plan={"allocated_bytes": GIB, "fits": False, "least_vram_bytes": 2 * GIB, "step_ms": 5.0},
             throughput={"samples_per_s": 3.0, "tokens_per_s": 300.0},
             time={"step_ms_p50": 10.0, "step_ms_p05": 9.0, "step_ms_p95": 12.0},
             loss={"last": 2.0, "eval": 2.5},
@@ -108,6 +109,21 @@ def test_only_columns_with_a_value_are_there():
         ),
     ]
     assert column(build(rows), "fits") == ["no"]
+
+
+def test_beside_what_was_measured_one_planned_number_is_enough_without_a_budget():
+    plan = {"allocated_bytes": GIB, "fits": True, "least_vram_bytes": 2 * GIB, "reserved_bytes": GIB}
+    measured = build([point("a", memory={"peak_bytes": GIB, "source": "tensor_ledger"}, plan=plan)])
+    assert [one.title for one in measured.shown if "plan" in one.title or "fit" in one.title] == ["planned GiB"]
+    assert "planned reserved GiB" in [one.title for one in measured.columns]  # in the CSV
+    planned = build([point("a", None, plan=plan)])
+    shown = [one.title for one in planned.shown]
+    assert shown[-4:] == ["planned GiB", "planned reserved GiB", "least vram GiB", "fits"]
+
+
+def test_what_could_not_be_planned_is_noted():
+    table = build([point("a", 1.0, plan={"reason": "can't plan this model: it looks"})])
+    assert "a: can't plan this model: it looks" in table.notes
 
 
 def test_small_sizes_are_in_mib_all_of_them():

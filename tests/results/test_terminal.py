@@ -165,9 +165,7 @@ def test_the_summary_of_a_point_that_went_well(tmp_path: Path, monkeypatch: pyte
     }
     assert summary(merge(empty_row(), fields), tmp_path / "outputs/run") == [
         "bf16: ok",
-        "memory: 0.123 GiB peak of live tensor bytes on CPU",
-        "plan: 3.000 GiB allocated",
-        "needs at least 4.000 GiB",
+        "memory: 0.123 GiB peak of live tensor bytes on CPU, planned 3.000 GiB",
         "speed: 45.7 samples/s, 1,234 tokens/s, step 12.34 ms (11.9-13)",
         "loss: first 5.5, last 2.346, eval 2.5",
         "eval: accuracy 0.75",

@@ -1,0 +1,97 @@
+"""What is planned stands beside what is measured, and what can't fit by far need not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lowvram.planning import beside, is_far_off, time_for
+from tests.calls import TINY, TINY_RESNET, Outcome, read_row
+
+Call = Callable[..., Outcome]
+LARGE = [*TINY, "train.batch_size=256", "data.sequence_length=64"]
+
+
+@pytest.mark.parametrize("words", [TINY, TINY_RESNET], ids=["transformer", "resnet"])
+def test_a_run_has_its_plan_beside_it(call: Call, words: tuple[str, ...]) -> None:
+    outcome = call(*words, "device=cpu")
+    assert outcome.code == 0, outcome.said()
+    plan, memory = outcome.row["plan"], outcome.row["memory"]
+    assert plan["device"] == "cpu"
+    assert plan["allocated_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.01)
+    assert " of live tensor bytes on CPU, planned " in outcome.out
+    assert "plan for" not in outcome.out  # the whole plan is for those who ask for it
+
+
+def test_a_run_is_planned_for_where_it_runs(call: Call) -> None:
+    """Not for the device that plans are for."""
+    assert call(*TINY, "device=cpu", "plan.device=rtx3060").row["plan"]["device"] == "cpu"
+
+
+def test_a_sweep_is_planned_before_its_first_point(call: Call) -> None:
+    outcome = call("-m", *TINY, "mode=measure", "device=cpu", "ckpt=none,every1", "accum=none,x2")
+    assert outcome.code == 0, outcome.said()
+    rows = [read_row(folder) for folder in outcome.folders]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["plan"]["allocated_bytes"] == pytest.approx(row["memory"]["peak_bytes"], rel=0.01)
+    assert outcome.out.count("plan: started") == 1
+    assert "planned MiB" in outcome.out
+
+
+def test_ranks_are_planned_as_such(call: Call) -> None:
+    row = call(*TINY, "mode=measure", "device=cpu", "sharding=fsdp", "sharding.ranks=2").row
+    assert row["plan"]["allocated_bytes"] == pytest.approx(row["memory"]["peak_bytes"], rel=0.05)
+
+
+def test_what_cannot_fit_by_far_is_told_and_runs_all_the_same(call: Call) -> None:
+    outcome = call(*LARGE, "vram=24MiB")
+    assert outcome.row["status"] == "oom"
+    assert outcome.row["plan"]["fits"] is False
+    assert "can't fit by far, as planned (plan.skip=true skips it): it needs " in outcome.out
+
+
+def test_what_cannot_fit_by_far_is_skipped_on_demand(call: Call) -> None:
+    """And runs when the same sweep is called again without that."""
+    sweep = ["-m", *LARGE, "device=cpu", "vram=64MiB", "accum=none,x32", "hydra.sweep.dir=sweep"]
+    outcome = call(*sweep, "plan.skip=true")
+    assert outcome.code == 0, outcome.said()
+    assert outcome.statuses == {"none": "skipped", "x32": "ok"}
+    assert "of 64.00 MiB" in outcome.rows["none"]["reason"] or "of 0.062 GiB" in outcome.rows["none"]["reason"]
+    assert "to run what is missing" not in outcome.out
+    assert "none needs " in outcome.out
+    again = call(*sweep)
+    assert again.statuses == {"none": "oom", "x32": "ok"}
+    assert again.rows["x32"]["provenance"]["command"] == outcome.rows["x32"]["provenance"]["command"]  # kept
+
+
+def test_a_single_run_is_skipped_as_well(call: Call) -> None:
+    outcome = call(*LARGE, "vram=24MiB", "plan.skip=true")
+    assert outcome.code == 1
+    assert outcome.row["status"] == "skipped"
+    assert outcome.row["reason"].startswith("planned to need ")
+
+
+def test_far_off_is_far_beyond_the_margin() -> None:
+    assert is_far_off({"least_vram_bytes": 126, "budget_bytes": 100})
+    assert not is_far_off({"least_vram_bytes": 124, "budget_bytes": 100})
+    assert not is_far_off({"least_vram_bytes": 126, "budget_bytes": None})
+    assert not is_far_off({"reason": "can't plan this model"})
+    assert not is_far_off(None)
+
+
+def test_a_plan_that_fails_costs_no_point_its_row() -> None:
+    assert beside({"status": "ok", "plan": {"allocated_bytes": 3}}) == {"allocated_bytes": 3}
+    assert beside({"status": "error", "reason": "can't plan this model"}) == {"reason": "can't plan this model"}
+    assert beside({"status": "incompatible", "reason": "the point tells it itself"}) is None
+    assert beside(None) is None
+
+
+def test_planning_takes_no_longer_than_running_may() -> None:
+    def point(is_real: bool, timeout_s: float | None) -> dict[str, object]:
+        return {"config": {"timeout_s": timeout_s}, "is_real": is_real}
+
+    assert time_for([point(True, 3.0), point(True, 4.0)]) == 7.0
+    assert time_for([point(True, 3.0), point(True, None)]) is None
+    assert time_for([point(False, 3.0)]) is None
