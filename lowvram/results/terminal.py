@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lowvram.results.planned import plan_lines
-from lowvram.results.row import GIB, Row, is_final, size_text
+from lowvram.results.row import GIB, Row, attempts_text, is_final, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -167,6 +167,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
     """
     lines = [
         _parts(": ", row["name"], row["status"], row["reason"]),
+        _titled("parts", [attempts_text(row)]),
         _memory(row),
         _titled("moved", _traffic(row)),
         *(plan_lines(row["plan"]) if row["memory"]["peak_bytes"] is None else []),
