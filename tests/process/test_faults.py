@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,12 +80,17 @@ def test_no_process_stays(faulty_sweep: tuple[Outcome, Running]) -> None:
     faulty_sweep[1].wait_until_gone()
 
 
-def wandb_run(folder: Path) -> tuple[dict[str, str], int]:
-    """What W&B's own reader finds in a point's folder: the summary and the exit code."""
+def wandb_records(folder: Path) -> list[dict[str, Any]]:
+    """What W&B's own reader finds in a point's folder."""
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    records = [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def wandb_run(folder: Path) -> tuple[dict[str, str], int]:
+    """Of it: the summary and the exit code."""
+    records = wandb_records(folder)
     summary: dict[str, str] = {}
     for record in records:
         summary |= record.get("summary", {}).get("update", {})
