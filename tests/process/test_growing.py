@@ -13,6 +13,7 @@ from lowvram.results.row import Row
 from lowvram.runs import Runs
 from tests.calls import TINY, Outcome, history
 from tests.process.test_faults import wandb_records
+from tests.process.test_ranks import torchrun
 
 Call = Callable[..., Outcome]
 LARGE = (*TINY, "train.batch_size=64", "data.sequence_length=128", "device=cpu", "vram=24MiB")
@@ -117,6 +118,17 @@ def test_several_ranks_grow(call: Call) -> None:
     assert outcome.row["attempts"][0]["reason"].startswith("rank 1: out of memory")
     assert outcome.row["config"]["accum"]["parts"] == 2
     assert set(logged(outcome.folder)) == set(range(1, 7))
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_row_says_what_to_type(tmp_path: Path) -> None:
+    """Its ranks can't be started anew."""
+    (tmp_path / "torchrun").mkdir()
+    outcome = torchrun(AUTO, "name=out_of_memory@2", cwd=tmp_path / "torchrun")
+    assert outcome.code == 1
+    assert outcome.row["status"] == "oom"
+    assert outcome.row["reason"].endswith("torchrun's processes can't begin again with more parts: type accum.parts=2")
+    assert outcome.row["attempts"] is None
 
 
 def test_ctrl_c_between_two_attempts(call: Call) -> None:
