@@ -196,7 +196,8 @@ class Program:
     def run_point(self, point: Point) -> Row:
         """Run one beside its plan, and tell it."""
         point = replace(point, plan=beside(self.plans.of(point)))
-        row = self.plans.skipped(point) or run_point(point, self.server, self.progress, self.stop_signals)
+        about = (self.server, self.progress, self.stop_signals, self.plans.again)
+        row = self.plans.skipped(point) or run_point(point, *about)
         if point.sweep:
             self.tell_point(point, row)
         return row

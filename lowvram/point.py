@@ -101,24 +101,33 @@ class Point:
     def as_left(self) -> Point:
         """A run that goes on has the parts that it had grown to."""
         config, attempts = as_left(self.config, rows.read(self.folder) if self.is_resumed else None)
-        return replace(self, config=dict(config), attempts=attempts)
+        return self if attempts is None else replace(self, config=dict(config), attempts=attempts, plan=None)
 
     def in_parts(self, parts: int, row: Row) -> Point:
         """The next attempt, after one with `row` that ran out of memory."""
         config, is_resumed = with_parts(self.config, parts), has_snapshots(self.folder)
-        return replace(self, config=config, is_resumed=is_resumed, attempts=attempts_with(row))
+        return replace(self, config=config, is_resumed=is_resumed, attempts=attempts_with(row), plan=None)
 
 
-def run_point(point: Point, server: Server, progress: Progress, stop_signals: Callable[[], int]) -> Row:
+def run_point(
+    point: Point,
+    server: Server,
+    progress: Progress,
+    stop_signals: Callable[[], int],
+    plan_again: Callable[[Point], Mapping[str, Any] | None],
+) -> Row:
     """Run one point and leave its row.
 
     Args:
         stop_signals: how often somebody asked to stop so far.
+        plan_again: what the point is expected to hold in other parts than it was planned in.
     """
     server.wait_until_ready(Orders(None, stop_signals))
     recording, orders = Recording(point.as_left(), progress), Orders(point.config["timeout_s"], stop_signals)
     try:
         while True:
+            if recording.point.attempts:
+                recording.add({"plan": plan_again(recording.point)})
             around = Circumstances(point.folder, orders, num_oom_kills())
             recording.conclude(server.run(recording.point.request(), recording.on_event, orders), around)
             if not recording.begins_again(orders):

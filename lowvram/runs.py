@@ -54,9 +54,10 @@ class Runs:
         if is_plan(point.choices):
             (row,) = self._planned([point])
             return row
-        point = replace(point, plan=beside(self._plans().of(point)))
+        plans = self._plans()
+        point = replace(point, plan=beside(plans.of(point)))
         point.folder.mkdir(parents=True)
-        return run_point(point, self._server, QuietProgress(sys.stderr), lambda: 0)
+        return run_point(point, self._server, QuietProgress(sys.stderr), lambda: 0, plans.again)
 
     def plan(self, points: Mapping[str, list[str]]) -> list[Row]:
         """The rows of what points would hold, by name: all planned in one process, and none of them runs.

@@ -83,7 +83,8 @@ class Planner:
         plan = needs(priced.trace, place, choices["allocator"] == "expandable")
         is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
         advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, settings.vram_bytes)
-        about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs)}
+        grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
+        about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
         fit = verdict(plan["least_vram_bytes"], settings, place.device)
         return {
             **about_model(problem, self.model(problem), list(knobs.values())),
