@@ -200,12 +200,16 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
     each part before the first (its targets are counted) is as in a step of three parts: much, in models so small."""
     knobs = knobs_of(**choices)
     del knobs["accum=none"]
+    sizes = {1: (8, 24, 16), 5: (40, 120, 80)}  # of batches, by parts; the last is priced
+    directly = {
+        parts: trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
+        for parts, batch_sizes in sizes.items()
+    }
     for _ in range(2):
         pricer = Pricer(PROBLEMS[problem], A100, Store(tmp_path))
-        for parts, batch_sizes in ((1, (8, 24, 16)), (5, (40, 120, 80))):
-            *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in batch_sizes)
+        for parts, direct in directly.items():
+            *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in sizes[parts])
             assert not priced.is_direct
-            direct = trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
             assert flops_of(priced.trace) == flops_of(direct)
             for lane in LANES:
                 assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=2e-2)
