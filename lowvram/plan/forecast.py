@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from lowvram.core.knob import Kind
 from lowvram.plan.devices import DeviceSpec
 from lowvram.plan.events import Phase, Trace
 from lowvram.plan.hidden import Line, hidden_lines
-from lowvram.plan.replay import Event, Replay, least_limit_bytes, replay
+from lowvram.plan.replay import Event, least_limit_bytes, replay
 from lowvram.plan.target import Target
 from lowvram.plan.timing import SOURCE, step_time
 
@@ -75,13 +75,13 @@ def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
 
 def on_card(trace: Trace, lines: list[Line], is_expandable: bool) -> Fields:
     """As the caching allocator plays it."""
-    events = [*workspaces(lines), *(Event(*request) for request in requests(trace))]
-    played: Replay = replay(events, expandable=is_expandable)
+    events = [*workspaces(lines), *trace.requests()]
+    played = replay(events, expandable=is_expandable)
     outside = sum(line.num_bytes or 0 for line in lines if not line.is_in_allocator)
     return {
         "allocated_bytes": played.allocated_peak_bytes,
         "reserved_bytes": played.reserved_peak_bytes,
-        "least_vram_bytes": least_limit_bytes(events, expandable=is_expandable) + outside,
+        "least_vram_bytes": least_limit_bytes(events, expandable=is_expandable, free=played) + outside,
     }
 
 
@@ -89,11 +89,6 @@ def workspaces(lines: list[Line]) -> list[Event]:
     """What libraries take from the allocator and keep."""
     sizes = [line.num_bytes for line in lines if line.is_in_allocator and line.num_bytes]
     return [Event(-1 - number, size) for number, size in enumerate(sizes)]
-
-
-def requests(trace: Trace) -> Iterable[tuple[int, int]]:
-    """Deaths as the replay tells them: negative."""
-    return ((storage, num_bytes or -1) for storage, num_bytes in trace.requests())
 
 
 def named(sizes: Mapping[Kind, int] | Mapping[Phase, int]) -> dict[str, int]:
