@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core.knob import Kind
-from lowvram.core.ledger import ROUND_BYTES
+from lowvram.core.peak import ROUND_BYTES
 from lowvram.plan.replay import FREE, Event
 
 KINDS = list(Kind)
