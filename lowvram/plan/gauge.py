@@ -1,0 +1,272 @@
+"""Measures the rates of the device that is here, in a second or two: one operator of each family, in each format, at a
+few sizes. What each of them computes and moves is counted as in a trace, so rates and traces mean the same.
+
+Belongs into a process that may compute: the fork server never does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowvram.core.device import card_of
+from lowvram.plan.calibration import Calibration, Curve
+from lowvram.plan.devices import AMPERE
+from lowvram.plan.families import FAMILIES, PRODUCTS, Family
+from lowvram.plan.paper import settings_restored
+from lowvram.plan.work import FORMATS, Clerk, Column, Lane
+
+Run = Callable[[], Any]
+Stopwatch = Callable[[Run], float]  # the seconds that one call takes
+
+NUM_ROUNDS = 3  # through all that is measured; the fastest counts, as others disturb
+STRETCH_S = 6e-3  # that one measurement takes at least, and two calls
+SLOW_S = 0.05  # what takes longer is not tried at larger sizes
+FEATURES, HEADS, HEAD_WIDTH, KERNEL = 128, 4, 32, 3
+COPIED_BYTES = 2**25
+MOST_WAIT_S = 5e-5  # of one thread for another, at the end of an operator
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An operator that stands for its family. Sizes are powers of two, the smallest first."""
+
+    family: Family
+    make: Callable[[int, torch.dtype, torch.device], Run]
+    on_cpu: tuple[int, ...]
+    on_card: tuple[int, ...]
+
+
+@dataclass
+class Gauge:
+    """A sample in one format and one size, and the fastest call so far."""
+
+    family: Family
+    format: str
+    amount: int  # bytes or FLOPs of its family in one call
+    run: Run
+    taken_s: float
+
+
+def calibrate(
+    device: torch.device, samples: Sequence[Sample] | None = None, watch: Stopwatch | None = None
+) -> Calibration:
+    """Measure the rates of `device`; by default with the samples below and its own clock."""
+    is_card = device.type == "cuda"
+    watch = watch or (card_watch if is_card else host_watch)
+    with settings_restored(), torch.random.fork_rng([device] if is_card else []):
+        gauges = [gauge for sample in samples or SAMPLES for gauge in gauges_of(sample, device, watch)]
+        overheads = [overhead_s(device)]
+        for _ in range(NUM_ROUNDS - 1):
+            for gauge in gauges:
+                gauge.taken_s = min(gauge.taken_s, watch(gauge.run))
+            overheads.append(overhead_s(device))
+        return Calibration(curves_through(gauges), min(overheads), copies_of(device, watch) if is_card else None)
+
+
+def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterator[Gauge]:
+    """In each format, from the smallest size to the one that takes long. What a device can't do has none."""
+    for dtype, is_tf32 in formats_of(device, sample.family):
+        for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
+            with suppress(RuntimeError):  # no such kernel, or no memory for it
+                run = in_tf32(sample.make(2**size, dtype, device), is_tf32)
+                amount, name = counted(run, sample.family)
+                gauge = Gauge(sample.family, name, amount, run, watch(run))
+                yield gauge
+                if gauge.taken_s < SLOW_S:
+                    continue
+            break
+
+
+def formats_of(device: torch.device, family: Family) -> list[tuple[torch.dtype, bool]]:
+    """Number formats, and whether products of fp32 round their factors to TF32."""
+    plain = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    is_extra = device.type == "cuda" and family in PRODUCTS and card_of(device).capability >= AMPERE
+    return [*plain, (torch.float32, True)] if is_extra else plain
+
+
+def in_tf32(run: Run, is_tf32: bool) -> Run:
+    def set_and_run() -> Any:
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # pyright: ignore[reportAttributeAccessIssue]
+            backend.fp32_precision = "tf32" if is_tf32 else "ieee"
+        return run()
+
+    return set_and_run
+
+
+@final
+class Counting(TorchDispatchMode):
+    """Writes down the work of what runs inside, as a trace does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clerk = Clerk()
+        self.clerk.begin()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.clerk.note(func, args, kwargs or {}, out)
+        return out
+
+
+def counted(run: Run, family: Family) -> tuple[int, str]:
+    """Of one call: bytes or FLOPs of the family's operators, and their format."""
+    with Counting() as counting:
+        run()
+    work = counting.clerk.work()
+    work = work[work[:, Column.FAMILY] == FAMILIES.index(family)]
+    column = Column.FLOPS if family in PRODUCTS else Column.BYTES
+    return int(work[:, column].sum()), FORMATS[int(work[-1, Column.FORMAT])]
+
+
+def curves_through(gauges: Iterable[Gauge]) -> dict[str, dict[str, Curve]]:
+    curves: dict[str, dict[str, Curve]] = {}
+    for gauge in gauges:
+        curve = curves.setdefault(gauge.family.value, {}).setdefault(gauge.format, Curve([], []))
+        curve.amounts.append(float(gauge.amount))
+        curve.rates.append(gauge.amount / gauge.taken_s)
+    return curves
+
+
+def host_watch(run: Run) -> float:
+    """Seconds of the fastest call of a stretch. Where other processes take the cores, threads wait for each other much
+    longer than they work: of that wait little counts."""
+    end, least_s = time.perf_counter() + STRETCH_S, float("inf")
+    for num_calls in count(1):
+        start, start_busy = time.perf_counter(), time.thread_time()
+        run()
+        busy_s, passed_s = time.thread_time() - start_busy, time.perf_counter() - start
+        least_s = min(least_s, passed_s, busy_s + MOST_WAIT_S)
+        if num_calls > 1 and time.perf_counter() > end:
+            break
+    return least_s
+
+
+def card_watch(run: Run) -> float:
+    """Seconds of a call among many that the card is given at once, by its own clock."""
+    run()
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for num_calls in (2, 32):
+        before.record()
+        for _ in range(num_calls):
+            run()
+        after.record()
+        after.synchronize()
+        taken_s = before.elapsed_time(after) / 1e3
+        if taken_s > STRETCH_S:
+            break
+    return taken_s / num_calls
+
+
+def overhead_s(device: torch.device) -> float:
+    """What an operator of a training step takes by itself: a network of almost no work, forward and backward, with the
+    modules, views and gradients that real ones have; by operator, as traces count them."""
+    width, num_layers = 8, 6
+    layers = [nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, width)]).to(device) for _ in range(num_layers)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    start = torch.zeros(1, 2, width, device=device)
+
+    def run() -> None:
+        x = start
+        for norm, linear in layers:
+            x = x + F.gelu(linear(norm(x))).view(1, 2, 2, 4).transpose(1, 2).flatten(2).view_as(x)
+        torch.autograd.grad(x.sum(), weights)
+
+    with Counting() as counting:
+        run()
+    return host_watch(run) / len(counting.clerk.lines)
+
+
+def copies_of(device: torch.device, watch: Stopwatch) -> dict[str, float]:
+    """Bytes/s of copies between pinned memory and a card, and of what its host computes."""
+    there = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    numbers = torch.zeros(COPIED_BYTES // 4)
+    return {
+        Lane.TO_HOST.value: COPIED_BYTES / watch(lambda: here.copy_(there, non_blocking=True)),
+        Lane.TO_DEVICE.value: COPIED_BYTES / watch(lambda: there.copy_(here, non_blocking=True)),
+        Lane.HOST.value: 2 * COPIED_BYTES / host_watch(lambda: numbers.add_(1.0)),
+    }
+
+
+def moving(num: int, dtype: torch.dtype, device: torch.device) -> Run:
+    one, other = torch.ones(num, dtype=dtype, device=device), torch.ones(num, dtype=dtype, device=device)
+    return lambda: one + other
+
+
+def function(num: int, dtype: torch.dtype, device: torch.device) -> Run:
+    numbers = torch.randn(num, device=device).to(dtype)
+    return lambda: F.gelu(numbers, approximate="tanh")
+
+
+def norm(num: int, dtype: torch.dtype, device: torch.device) -> Run:
+    rows, weight = torch.randn(num // FEATURES, FEATURES, device=device).to(dtype), torch.ones(FEATURES, device=device)
+    weight = weight.to(dtype)
+    return lambda: F.layer_norm(rows, (FEATURES,), weight, weight)
+
+
+def product(side: int, dtype: torch.dtype, device: torch.device) -> Run:
+    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return lambda: one @ other
+
+
+def convolution(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
+    inputs, weight = convolved(num_samples, dtype, device)
+    return lambda: F.conv2d(inputs, weight, padding=1)
+
+
+def convolution_backward(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
+    inputs, weight = (tensor.requires_grad_() for tensor in convolved(num_samples, dtype, device))
+    return backward(F.conv2d(inputs, weight, padding=1), [inputs, weight])
+
+
+def convolved(num_samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A few channels on a CPU, as small models have; many on a card."""
+    channels, side = (128, 28) if device.type == "cuda" else (32, 16)
+    inputs = torch.randn(num_samples, channels, side, side, device=device).to(dtype)
+    return inputs, torch.randn(channels, channels, KERNEL, KERNEL, device=device).to(dtype)
+
+
+def attention(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
+    query, key, value = attended(num_samples, dtype, device)
+    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def attention_backward(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
+    inputs = [tensor.requires_grad_() for tensor in attended(num_samples, dtype, device)]
+    return backward(F.scaled_dot_product_attention(*inputs, is_causal=True), inputs)
+
+
+def attended(num_samples: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """(samples, heads, length, width): query, key and value."""
+    length, width = (1024, 64) if device.type == "cuda" else (128, 32)
+    shape = (num_samples, HEADS, length, width)
+    return [torch.randn(shape, device=device).to(dtype) for _ in range(3)]
+
+
+def backward(out: Tensor, inputs: list[Tensor]) -> Run:
+    """Gradients of the same result, again and again."""
+    gradient = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+SAMPLES = [
+    Sample(Family.MOVING, moving, (13, 17, 21), (18, 22, 25)),
+    Sample(Family.FUNCTION, function, (13, 17, 20), (18, 22, 25)),
+    Sample(Family.NORM, norm, (13, 17, 20), (18, 22, 25)),
+    Sample(Family.PRODUCT, product, (6, 8, 9), (8, 10, 12)),
+    Sample(Family.CONVOLUTION, convolution, (0, 3), (2, 6)),
+    Sample(Family.CONVOLUTION_BACKWARD, convolution_backward, (0, 3), (2, 6)),
+    Sample(Family.ATTENTION, attention, (0, 3), (2, 5)),
+    Sample(Family.ATTENTION_BACKWARD, attention_backward, (0, 3), (2, 5)),
+]
