@@ -29,9 +29,9 @@ Run = Callable[[], Any]
 Stopwatch = Callable[[Run], float]  # the seconds that one call takes
 
 NUM_ROUNDS = 3  # through all that is measured; the fastest counts, as others disturb
-STRETCH_S = 6e-3  # that one measurement takes at least, and two calls
-SLOW_S = 0.05  # what takes longer is not tried at larger sizes
-FEATURES, HEADS, HEAD_WIDTH, KERNEL = 128, 4, 32, 3
+STRETCH_S = 4e-3  # that one measurement takes at least, and two calls
+SLOW_S = 0.03  # what takes longer is not tried at larger sizes
+FEATURES, CHANNELS, HEADS, KERNEL = 128, 32, 4, 3
 COPIED_BYTES = 2**25
 MOST_WAIT_S = 5e-5  # of one thread for another, at the end of an operator
 
@@ -52,9 +52,10 @@ class Gauge:
 
     family: Family
     format: str
-    amount: int  # bytes or FLOPs of its family in one call
+    amount: float  # bytes or FLOPs of an operator
+    num_operators: int  # in one call
     run: Run
-    taken_s: float
+    taken_s: float  # of one call
 
 
 def calibrate(
@@ -67,7 +68,7 @@ def calibrate(
         gauges = [gauge for sample in samples or SAMPLES for gauge in gauges_of(sample, device, watch)]
         overheads = [overhead_s(device)]
         for _ in range(NUM_ROUNDS - 1):
-            for gauge in gauges:
+            for gauge in (each for each in gauges if each.taken_s < SLOW_S):
                 gauge.taken_s = min(gauge.taken_s, watch(gauge.run))
             overheads.append(overhead_s(device))
         return Calibration(curves_through(gauges), min(overheads), copies_of(device, watch) if is_card else None)
@@ -79,8 +80,8 @@ def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterato
         for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
             with suppress(RuntimeError):  # no such kernel, or no memory for it
                 run = in_tf32(sample.make(2**size, dtype, device), is_tf32)
-                amount, name = counted(run, sample.family)
-                gauge = Gauge(sample.family, name, amount, run, watch(run))
+                amount, num_operators, name = counted(run, sample.family)
+                gauge = Gauge(sample.family, name, amount, num_operators, run, watch(run))
                 yield gauge
                 if gauge.taken_s < SLOW_S:
                     continue
@@ -119,22 +120,22 @@ class Counting(TorchDispatchMode):
         return out
 
 
-def counted(run: Run, family: Family) -> tuple[int, str]:
-    """Of one call: bytes or FLOPs of the family's operators, and their format."""
+def counted(run: Run, family: Family) -> tuple[float, int, str]:
+    """Of one call: bytes or FLOPs of each of the family's operators on average, their number, and their format."""
     with Counting() as counting:
         run()
     work = counting.clerk.work()
     work = work[work[:, Column.FAMILY] == FAMILIES.index(family)]
     column = Column.FLOPS if family in PRODUCTS else Column.BYTES
-    return int(work[:, column].sum()), FORMATS[int(work[-1, Column.FORMAT])]
+    return float(work[:, column].double().mean()), len(work), FORMATS[int(work[-1, Column.FORMAT])]
 
 
 def curves_through(gauges: Iterable[Gauge]) -> dict[str, dict[str, Curve]]:
     curves: dict[str, dict[str, Curve]] = {}
     for gauge in gauges:
         curve = curves.setdefault(gauge.family.value, {}).setdefault(gauge.format, Curve([], []))
-        curve.amounts.append(float(gauge.amount))
-        curve.rates.append(gauge.amount / gauge.taken_s)
+        curve.amounts.append(gauge.amount)
+        curve.rates.append(gauge.amount * gauge.num_operators / gauge.taken_s)
     return curves
 
 
@@ -200,8 +201,10 @@ def copies_of(device: torch.device, watch: Stopwatch) -> dict[str, float]:
 
 
 def moving(num: int, dtype: torch.dtype, device: torch.device) -> Run:
-    one, other = torch.ones(num, dtype=dtype, device=device), torch.ones(num, dtype=dtype, device=device)
-    return lambda: one + other
+    """Numbers that lie side by side, and some that don't, as those of heads."""
+    one, other = (torch.ones(num // FEATURES, FEATURES, dtype=dtype, device=device) for _ in range(2))
+    halves = one.view(-1, 4, 2, FEATURES // 8).unbind(2)
+    return lambda: (one + other, halves[0] * halves[1], torch.cat(halves, -1))
 
 
 def function(num: int, dtype: torch.dtype, device: torch.device) -> Run:
@@ -210,14 +213,28 @@ def function(num: int, dtype: torch.dtype, device: torch.device) -> Run:
 
 
 def norm(num: int, dtype: torch.dtype, device: torch.device) -> Run:
+    """Over the features of a token, and over the samples of a channel."""
     rows, weight = torch.randn(num // FEATURES, FEATURES, device=device).to(dtype), torch.ones(FEATURES, device=device)
-    weight = weight.to(dtype)
-    return lambda: F.layer_norm(rows, (FEATURES,), weight, weight)
+    images, weights = rows.view(-1, CHANNELS, 8, 8), (weight.to(dtype), weight[:CHANNELS].to(dtype))
+
+    def run() -> tuple[Tensor, Tensor]:
+        by_token = F.layer_norm(rows, (FEATURES,), weights[0], weights[0])
+        return by_token, F.batch_norm(images, None, None, weights[1], weights[1], training=True)
+
+    return run
 
 
-def product(side: int, dtype: torch.dtype, device: torch.device) -> Run:
-    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return lambda: one @ other
+def product(width: int, dtype: torch.dtype, device: torch.device) -> Run:
+    """The three of a wide layer and many tokens: its output, and what its backward pass multiplies."""
+    x = torch.randn(16 * width, width, device=device).to(dtype)
+    weight = torch.randn(4 * width, width, device=device).to(dtype)
+    bias = torch.zeros(4 * width, dtype=dtype, device=device)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        out = F.linear(x, weight, bias)
+        return out, out @ weight, out.T @ x
+
+    return run
 
 
 def convolution(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
@@ -232,7 +249,7 @@ def convolution_backward(num_samples: int, dtype: torch.dtype, device: torch.dev
 
 def convolved(num_samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """A few channels on a CPU, as small models have; many on a card."""
-    channels, side = (128, 28) if device.type == "cuda" else (32, 16)
+    channels, side = (4 * CHANNELS, 28) if device.type == "cuda" else (CHANNELS, 16)
     inputs = torch.randn(num_samples, channels, side, side, device=device).to(dtype)
     return inputs, torch.randn(channels, channels, KERNEL, KERNEL, device=device).to(dtype)
 
@@ -264,7 +281,7 @@ SAMPLES = [
     Sample(Family.MOVING, moving, (13, 17, 21), (18, 22, 25)),
     Sample(Family.FUNCTION, function, (13, 17, 20), (18, 22, 25)),
     Sample(Family.NORM, norm, (13, 17, 20), (18, 22, 25)),
-    Sample(Family.PRODUCT, product, (6, 8, 9), (8, 10, 12)),
+    Sample(Family.PRODUCT, product, (4, 6, 7), (6, 8, 10)),
     Sample(Family.CONVOLUTION, convolution, (0, 3), (2, 6)),
     Sample(Family.CONVOLUTION_BACKWARD, convolution_backward, (0, 3), (2, 6)),
     Sample(Family.ATTENTION, attention, (0, 3), (2, 5)),
