@@ -282,8 +282,8 @@ SAMPLES = [
     Sample(Family.FUNCTION, function, (13, 17, 20), (18, 22, 25)),
     Sample(Family.NORM, norm, (13, 17, 20), (18, 22, 25)),
     Sample(Family.PRODUCT, product, (4, 6, 7), (6, 8, 10)),
-    Sample(Family.CONVOLUTION, convolution, (0, 3), (2, 6)),
-    Sample(Family.CONVOLUTION_BACKWARD, convolution_backward, (0, 3), (2, 6)),
+    Sample(Family.CONVOLUTION, convolution, (0, 3, 5), (2, 6)),
+    Sample(Family.CONVOLUTION_BACKWARD, convolution_backward, (0, 3, 5), (2, 6)),
     Sample(Family.ATTENTION, attention, (0, 3), (2, 5)),
     Sample(Family.ATTENTION_BACKWARD, attention_backward, (0, 3), (2, 5)),
 ]
