@@ -15,6 +15,7 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.data.spec import DataSpec
 from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.modes.fields import about_model
+from lowvram.plan.calibration import Calibrations
 from lowvram.plan.devices import DeviceSpec, find_device, load_device
 from lowvram.plan.forecast import Fields, Place, needs
 from lowvram.plan.paper import CantPlan
@@ -27,6 +28,7 @@ from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import KNOB_GROUPS, Settings
 from lowvram.tasks import Problem
 
+CPU = torch.device("cpu")
 GENERIC = "generic"  # what plans are for where there is no card
 
 
@@ -40,8 +42,8 @@ class Plan:
 class Planner:
     """Plans points one after another; what they share is done once."""
 
-    def __init__(self, store: Store | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store | None = None, calibrations: Calibrations | None = None) -> None:
+        self.store, self.calibrations = store, calibrations
         self.specs: dict[str, DataSpec] = {}  # by the configuration of the data
         self.pricers: dict[tuple[str, Target], Pricer] = {}
         self.models: dict[str, nn.Module] = {}  # on the meta device
@@ -80,6 +82,7 @@ class Planner:
         knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
         problem = self.problem(settings)
         priced = self.pricer(problem, target).price(without_parts(knobs), parts, settings.train.batch_size)
+        place = self.with_rates(place, settings, choices)
         plan = needs(priced.trace, place, choices["allocator"] == "expandable")
         is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
         advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, settings.vram_bytes)
@@ -89,6 +92,12 @@ class Planner:
             **about_model(problem, self.model(problem), list(knobs.values())),
             "plan": {**about, **plan, "error": None, **fit, "advice": advice},
         }
+
+    def with_rates(self, place: Place, settings: Settings, choices: Mapping[str, str]) -> Place:
+        """With the rates that were measured before, where it is a device of this machine; nothing is measured now."""
+        if place.here is None or self.calibrations is None:
+            return place
+        return replace(place, rates=self.calibrations.known(place.here, allocator_of(settings, choices)))
 
     def problem(self, settings: Settings) -> Problem:
         """The problem of a point; its data are opened once."""
@@ -120,12 +129,14 @@ def place_of(settings: Settings) -> Place:
     sharding = settings.groups["sharding"]
     num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
     if settings.plan.device != "auto":
-        return Place(settings.plan.device, load_device(settings.plan.device), num_ranks)
+        here = CPU if settings.plan.device == CPU.type else None
+        return Place(settings.plan.device, load_device(settings.plan.device), num_ranks, here)
     if settings.root.device == "cpu":
-        return Place("cpu", load_device("cpu"), num_ranks)
+        return Place("cpu", load_device("cpu"), num_ranks, CPU)
     if not torch.cuda.is_available():
         return Place(GENERIC, load_device(GENERIC), num_ranks)
-    return Place(*device_here(choose_device(settings.root.device)), num_ranks)
+    here = choose_device(settings.root.device)
+    return Place(*device_here(here), num_ranks, here)
 
 
 def place_here(settings: Settings, num_launched: int | None = None) -> Place:
@@ -140,8 +151,14 @@ def place_here(settings: Settings, num_launched: int | None = None) -> Place:
     device = choose_device(settings.root.device)
     num_ranks = wanted_ranks(settings.groups["sharding"], device) if num_launched is None else num_launched
     if device.type == "cpu":
-        return Place("cpu", load_device("cpu"), num_ranks)
-    return Place(*device_here(device), num_ranks)
+        return Place("cpu", load_device("cpu"), num_ranks, device)
+    return Place(*device_here(device), num_ranks, device)
+
+
+def allocator_of(settings: Settings, choices: Mapping[str, str]) -> str:
+    """The option that acts where the point runs: a cap on a CPU takes another one (lowvram/job.py)."""
+    is_capped = settings.vram_bytes is not None and choices["allocator"] == "default"
+    return "tight" if is_capped else choices["allocator"]
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -20,12 +20,13 @@ from torch import Tensor
 from lowvram.identity import device_name
 from lowvram.plan.families import FAMILIES, PRODUCTS, Family
 from lowvram.plan.store import cache_folder, written_whole
-from lowvram.plan.timing import Rates, known
+from lowvram.plan.timing import Extra, Rates, known
 from lowvram.plan.work import FORMATS, LANES, Column, Lane
 
 SOURCE = "calibrated on this device"
 ANY_FORMAT = "fp32"  # whose rate stands in for that of a format that was not measured, except in products
-MEASURED_BY = ("calibration.py", "families.py", "gauge.py", "work.py")  # a change of these makes others of all rates
+# A change of these makes others of all rates.
+MEASURED_BY = ("calibration.py", "families.py", "gauge.py", "samples.py", "work.py")
 COPY_TOUCHES = 2  # a copy on a CPU reads each byte and writes it
 
 
@@ -47,28 +48,23 @@ class Curve(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
 class Calibration(Rates):
-    """Measured rates of a device."""
+    """Measured rates of a device.
 
-    curves: dict[str, dict[str, Curve]]  # by family and format; of `Family`, and of `FORMATS`
-    overhead_s: float  # of an operator: what Python, torch and autograd take, with views and modules around it
-    copies: dict[str, float] | None  # bytes/s by `Lane`, and what the host itself moves; None: the device is the host
+    Args:
+        curves: by family and format; of `Family`, and of `FORMATS`.
+        overhead_s: of an operator: what Python, torch and autograd take, with views and modules around it.
+        copies: bytes/s by `Lane`, of what goes on beside a card; None: a CPU, where nothing does.
+    """
 
     source = SOURCE
 
-    @property
-    def is_own_host(self) -> bool:
-        return self.copies is None
-
-    @property
-    def launch_s(self) -> float:
-        """Nothing runs beside a CPU's own preparations."""
-        return self.overhead_s if self.is_own_host else 0.0
-
-    @property
-    def dispatch_s(self) -> float:
-        return 0.0 if self.is_own_host else self.overhead_s
+    def __init__(
+        self, curves: Mapping[str, Mapping[str, Curve]], overhead_s: float, copies: Mapping[str, float] | None
+    ) -> None:
+        self.curves, self.overhead_s, self.copies = curves, overhead_s, copies
+        is_own_host = copies is None
+        self.extra = Extra(overhead_s, 0.0, is_own_host) if is_own_host else Extra(0.0, overhead_s, is_own_host)
 
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
         flops, num_bytes = work[:, Column.FLOPS].double(), work[:, Column.BYTES].double()
@@ -142,22 +138,23 @@ class Calibrations:
 
 
 def key_of(device: torch.device, allocator: str) -> str:
-    """All that rates depend on."""
+    """All that rates depend on. On a card the allocator isn't part of it: it keeps what was freed."""
     is_card = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_card else device_name_of_cpu()
+    name = torch.cuda.get_device_name(device) if is_card else f"cpu of {device_name()}"
     digest = hashlib.blake2b(digest_size=8)
     for source in MEASURED_BY:
         digest.update((Path(__file__).parent / source).read_bytes())
-    threads = f"{torch.get_num_threads()} threads"
-    return ", ".join((name, f"torch {torch.__version__}", threads, f"allocator {allocator}", digest.hexdigest()))
+    about = f"{num_threads()} threads, {'any allocator' if is_card else f'allocator={allocator}'}"
+    return f"{name}, torch {torch.__version__}, {about}, {digest.hexdigest()}"
 
 
-def device_name_of_cpu() -> str:
-    return f"cpu of {device_name()}"
+def num_threads() -> int:
+    """That a point takes: one for each core that it may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def to_plain(calibration: Calibration) -> dict[str, Any]:
-    return dict(vars(calibration))
+    return {name: getattr(calibration, name) for name in ("curves", "overhead_s", "copies")}
 
 
 def from_plain(held: dict[str, Any]) -> Calibration:

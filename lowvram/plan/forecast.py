@@ -15,7 +15,7 @@ from lowvram.plan.events import Phase, Trace
 from lowvram.plan.hidden import Line, hidden_lines
 from lowvram.plan.replay import Event, Replay, least_limit_bytes, replay
 from lowvram.plan.target import Target
-from lowvram.plan.timing import SOURCE, step_time
+from lowvram.plan.timing import DataSheet, Rates, step_time
 
 NUM_LARGEST = 10  # tensors that a plan names
 Fields = dict[str, Any]
@@ -29,6 +29,8 @@ class Place:
     name: str
     device: DeviceSpec
     num_ranks: int = 1
+    here: torch.device | None = None  # the same as torch calls it, where it is one of this machine
+    rates: Rates | None = None  # None: those of its data sheet
 
     @property
     def target(self) -> Target:
@@ -57,10 +59,11 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
 
 def times(trace: Trace, place: Place) -> Fields:
     """Null where the device's rates are not known, and for several ranks: nothing is known of the way between them."""
-    found = step_time(trace.work, place.device) if place.num_ranks == 1 else None
+    rates = place.rates or DataSheet(place.device)
+    found = step_time(trace.work, rates) if place.num_ranks == 1 else None
     if found is None:
         return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
-    return {"step_ms": found.step_ms, "step_ms_source": SOURCE, "step_ms_of": found.by_name()}
+    return {"step_ms": found.step_ms, "step_ms_source": rates.source, "step_ms_of": found.by_name()}
 
 
 def on_cpu(trace: Trace, lines: list[Line]) -> Fields:

@@ -8,42 +8,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowvram.core.device import card_of
-from lowvram.plan.calibration import Calibration, Curve
+from lowvram.plan.calibration import Calibration, Curve, num_threads
 from lowvram.plan.devices import AMPERE
 from lowvram.plan.families import FAMILIES, PRODUCTS, Family
 from lowvram.plan.paper import settings_restored
+from lowvram.plan.samples import SAMPLES, Run, Sample
 from lowvram.plan.work import FORMATS, Clerk, Column, Lane
 
-Run = Callable[[], Any]
 Stopwatch = Callable[[Run], float]  # the seconds that one call takes
 
 NUM_ROUNDS = 3  # through all that is measured; the fastest counts, as others disturb
 STRETCH_S = 4e-3  # that one measurement takes at least, and two calls
 SLOW_S = 0.03  # what takes longer is not tried at larger sizes
-FEATURES, CHANNELS, HEADS, KERNEL = 128, 32, 4, 3
 COPIED_BYTES = 2**25
 MOST_WAIT_S = 5e-5  # of one thread for another, at the end of an operator
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An operator that stands for its family. Sizes are powers of two, the smallest first."""
-
-    family: Family
-    make: Callable[[int, torch.dtype, torch.device], Run]
-    on_cpu: tuple[int, ...]
-    on_card: tuple[int, ...]
 
 
 @dataclass
@@ -64,7 +53,7 @@ def calibrate(
     """Measure the rates of `device`; by default with the samples below and its own clock."""
     is_card = device.type == "cuda"
     watch = watch or (card_watch if is_card else host_watch)
-    with settings_restored(), torch.random.fork_rng([device] if is_card else []):
+    with settings_restored(), with_threads(num_threads()), torch.random.fork_rng([device] if is_card else []):
         gauges = [gauge for sample in samples or SAMPLES for gauge in gauges_of(sample, device, watch)]
         overheads = [overhead_s(device)]
         for _ in range(NUM_ROUNDS - 1):
@@ -72,6 +61,16 @@ def calibrate(
                 gauge.taken_s = min(gauge.taken_s, watch(gauge.run))
             overheads.append(overhead_s(device))
         return Calibration(curves_through(gauges), min(overheads), copies_of(device, watch) if is_card else None)
+
+
+@contextmanager
+def with_threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterator[Gauge]:
@@ -139,15 +138,15 @@ def curves_through(gauges: Iterable[Gauge]) -> dict[str, dict[str, Curve]]:
     return curves
 
 
-def host_watch(run: Run) -> float:
+def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:
     """Seconds of the fastest call of a stretch. Where other processes take the cores, threads wait for each other much
-    longer than they work: of that wait little counts."""
+    longer than they work: of that wait no more than `most_wait_s` counts."""
     end, least_s = time.perf_counter() + STRETCH_S, float("inf")
     for num_calls in count(1):
         start, start_busy = time.perf_counter(), time.thread_time()
         run()
         busy_s, passed_s = time.thread_time() - start_busy, time.perf_counter() - start
-        least_s = min(least_s, passed_s, busy_s + MOST_WAIT_S)
+        least_s = min(least_s, passed_s, busy_s + most_wait_s)
         if num_calls > 1 and time.perf_counter() > end:
             break
     return least_s
@@ -172,7 +171,7 @@ def card_watch(run: Run) -> float:
 def overhead_s(device: torch.device) -> float:
     """What an operator of a training step takes by itself: a network of almost no work, forward and backward, with the
     modules, views and gradients that real ones have; by operator, as traces count them."""
-    width, num_layers = 8, 6
+    width, num_layers = 8, 12
     layers = [nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, width)]).to(device) for _ in range(num_layers)]
     weights = [weight for layer in layers for weight in layer.parameters()]
     start = torch.zeros(1, 2, width, device=device)
@@ -185,7 +184,9 @@ def overhead_s(device: torch.device) -> float:
 
     with Counting() as counting:
         run()
-    return host_watch(run) / len(counting.clerk.lines)
+    # On a card another thread runs the backward pass, so waiting for it counts.
+    most_wait_s = float("inf") if device.type == "cuda" else MOST_WAIT_S
+    return host_watch(run, most_wait_s) / len(counting.clerk.lines)
 
 
 def copies_of(device: torch.device, watch: Stopwatch) -> dict[str, float]:
@@ -198,92 +199,3 @@ def copies_of(device: torch.device, watch: Stopwatch) -> dict[str, float]:
         Lane.TO_DEVICE.value: COPIED_BYTES / watch(lambda: there.copy_(here, non_blocking=True)),
         Lane.HOST.value: 2 * COPIED_BYTES / host_watch(lambda: numbers.add_(1.0)),
     }
-
-
-def moving(num: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """Numbers that lie side by side, and some that don't, as those of heads."""
-    one, other = (torch.ones(num // FEATURES, FEATURES, dtype=dtype, device=device) for _ in range(2))
-    halves = one.view(-1, 4, 2, FEATURES // 8).unbind(2)
-    return lambda: (one + other, halves[0] * halves[1], torch.cat(halves, -1))
-
-
-def function(num: int, dtype: torch.dtype, device: torch.device) -> Run:
-    numbers = torch.randn(num, device=device).to(dtype)
-    return lambda: F.gelu(numbers, approximate="tanh")
-
-
-def norm(num: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """Over the features of a token, and over the samples of a channel."""
-    rows, weight = torch.randn(num // FEATURES, FEATURES, device=device).to(dtype), torch.ones(FEATURES, device=device)
-    images, weights = rows.view(-1, CHANNELS, 8, 8), (weight.to(dtype), weight[:CHANNELS].to(dtype))
-
-    def run() -> tuple[Tensor, Tensor]:
-        by_token = F.layer_norm(rows, (FEATURES,), weights[0], weights[0])
-        return by_token, F.batch_norm(images, None, None, weights[1], weights[1], training=True)
-
-    return run
-
-
-def product(width: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """The three of a wide layer and many tokens: its output, and what its backward pass multiplies."""
-    x = torch.randn(16 * width, width, device=device).to(dtype)
-    weight = torch.randn(4 * width, width, device=device).to(dtype)
-    bias = torch.zeros(4 * width, dtype=dtype, device=device)
-
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        out = F.linear(x, weight, bias)
-        return out, out @ weight, out.T @ x
-
-    return run
-
-
-def convolution(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    inputs, weight = convolved(num_samples, dtype, device)
-    return lambda: F.conv2d(inputs, weight, padding=1)
-
-
-def convolution_backward(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    inputs, weight = (tensor.requires_grad_() for tensor in convolved(num_samples, dtype, device))
-    return backward(F.conv2d(inputs, weight, padding=1), [inputs, weight])
-
-
-def convolved(num_samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A few channels on a CPU, as small models have; many on a card."""
-    channels, side = (4 * CHANNELS, 28) if device.type == "cuda" else (CHANNELS, 16)
-    inputs = torch.randn(num_samples, channels, side, side, device=device).to(dtype)
-    return inputs, torch.randn(channels, channels, KERNEL, KERNEL, device=device).to(dtype)
-
-
-def attention(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    query, key, value = attended(num_samples, dtype, device)
-    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def attention_backward(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    inputs = [tensor.requires_grad_() for tensor in attended(num_samples, dtype, device)]
-    return backward(F.scaled_dot_product_attention(*inputs, is_causal=True), inputs)
-
-
-def attended(num_samples: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """(samples, heads, length, width): query, key and value."""
-    length, width = (1024, 64) if device.type == "cuda" else (128, 32)
-    shape = (num_samples, HEADS, length, width)
-    return [torch.randn(shape, device=device).to(dtype) for _ in range(3)]
-
-
-def backward(out: Tensor, inputs: list[Tensor]) -> Run:
-    """Gradients of the same result, again and again."""
-    gradient = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-
-SAMPLES = [
-    Sample(Family.MOVING, moving, (13, 17, 21), (18, 22, 25)),
-    Sample(Family.FUNCTION, function, (13, 17, 20), (18, 22, 25)),
-    Sample(Family.NORM, norm, (13, 17, 20), (18, 22, 25)),
-    Sample(Family.PRODUCT, product, (4, 6, 7), (6, 8, 10)),
-    Sample(Family.CONVOLUTION, convolution, (0, 3, 5), (2, 6)),
-    Sample(Family.CONVOLUTION_BACKWARD, convolution_backward, (0, 3, 5), (2, 6)),
-    Sample(Family.ATTENTION, attention, (0, 3), (2, 5)),
-    Sample(Family.ATTENTION_BACKWARD, attention_backward, (0, 3), (2, 5)),
-]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -49,13 +49,19 @@ class StepTime:
         return {name.removesuffix("_ms"): milliseconds for name, milliseconds in vars(self).items()}
 
 
+class Extra(NamedTuple):
+    """What operators take beside their work, and what goes on beside them."""
+
+    launch_s: float = 0.0  # the device, on each operator
+    dispatch_s: float = 0.0  # the host, on each operator, while the device does what it was told before
+    is_own_host: bool = False  # copies, and what the host computes, take the device's own time
+
+
 class Rates(ABC):
     """How fast a device is at each operator."""
 
     source: str  # where the rates are from
-    launch_s: float  # that the device spends on each operator beside the work itself
-    dispatch_s: float  # that the host spends on each operator, while the device does what it was told before
-    is_own_host: bool  # copies, and what the host computes, then go on in the device's own time
+    extra: Extra
 
     @abstractmethod
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,9 +73,10 @@ class Rates(ABC):
 class DataSheet(Rates):
     """The peaks that a device is sold with, and assumed shares of them."""
 
-    source, launch_s, dispatch_s, is_own_host = SOURCE, LAUNCH_S, 0.0, False
+    source = SOURCE
 
     def __init__(self, device: DeviceSpec) -> None:
+        self.extra = Extra(launch_s=LAUNCH_S)
         peaks = device.peak_flops_per_s
         self.product_rates = PRODUCT_EFFICIENCY * known([peaks.get(name) for name in FORMATS])
         pcie = None if device.pcie_bytes_per_s is None else PCIE_EFFICIENCY * device.pcie_bytes_per_s
@@ -85,19 +92,19 @@ class DataSheet(Rates):
 
 def step_time(work: Tensor, rates: Rates) -> StepTime | None:
     """Of `Trace.work` on one device; None where a rate that it needs is not known."""
-    lane, times = work[:, Column.LANE], work[:, Column.TIMES]
+    lane, times, extra = work[:, Column.LANE], work[:, Column.TIMES], rates.extra
     is_device = lane == LANES.index(Lane.DEVICE)
     arithmetic_s, moving_s = rates.taken_s(work)
     if (arithmetic_s.isnan() | moving_s.isnan()).any():
         return None
     is_product = arithmetic_s > moving_s
     taken_s = torch.maximum(arithmetic_s, moving_s) * times
-    waiting_s = excess_s(work, taken_s + rates.launch_s * times * is_device, rates.is_own_host)
+    waiting_s = excess_s(work, taken_s + extra.launch_s * times * is_device, extra.is_own_host)
     num_launches, busy_s = int(times[is_device].sum()), float(taken_s[is_device].sum())
     return StepTime(
         1e3 * float(taken_s[is_device & is_product].sum()),
         1e3 * float(taken_s[is_device & ~is_product].sum()),
-        1e3 * (rates.launch_s * num_launches + max(0.0, rates.dispatch_s * num_launches - busy_s)),
+        1e3 * (extra.launch_s * num_launches + max(0.0, extra.dispatch_s * num_launches - busy_s)),
         1e3 * waiting_s[Lane.TO_HOST],
         1e3 * waiting_s[Lane.HOST],
     )

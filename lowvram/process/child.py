@@ -21,6 +21,7 @@ import torch
 from lowvram import job
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.modes.plan import Planner
+from lowvram.plan.calibration import Calibrations
 from lowvram.plan.store import Store
 from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
@@ -161,7 +162,7 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def plan(points: list[dict[str, Any]], events: Events) -> dict[str, Any]:
     """Plan point after point, and tell each as it is known."""
-    planner = Planner(Store())
+    planner = Planner(Store(), Calibrations())
     for index, point in enumerate(points):
         events("planned", index=index, fields=planned(planner, point))
     return {"status": "ok"}

@@ -20,7 +20,7 @@ from lowvram.plan.events import Trace
 from lowvram.plan.repricing import Pricer
 from lowvram.plan.store import Store
 from lowvram.plan.target import Target
-from lowvram.plan.timing import StepTime, step_time
+from lowvram.plan.timing import DataSheet, StepTime, step_time
 from lowvram.plan.tracing import trace
 from lowvram.plan.work import FORMATS, LANES, Column, Lane, recipe_of
 from lowvram.tasks import Auto, Problem
@@ -43,7 +43,7 @@ def traced(problem: Problem, on: Target = A100, /, **choices: Any) -> Trace:
 
 def time_on(device: str | DeviceSpec, found: Trace) -> StepTime:
     spec = load_device(device) if isinstance(device, str) else device
-    told = step_time(found.work, spec)
+    told = step_time(found.work, DataSheet(spec))
     assert told is not None
     return told
 
@@ -185,9 +185,9 @@ def test_a_compiled_point_takes_the_time_of_its_eager_equivalent() -> None:
 
 @pytest.mark.parametrize("device", ["generic", "cpu"])
 def test_no_time_is_made_up_where_rates_are_not_known(device: str) -> None:
-    assert step_time(traced(PROBLEMS["resnet"]).work, load_device(device)) is None
+    assert step_time(traced(PROBLEMS["resnet"]).work, DataSheet(load_device(device))) is None
     no_bf16 = replace(load_device("a100"), bf16_flops_per_s=None)
-    assert step_time(traced(PROBLEMS["resnet"], precision="bf16").work, no_bf16) is None
+    assert step_time(traced(PROBLEMS["resnet"], precision="bf16").work, DataSheet(no_bf16)) is None
 
 
 @pytest.mark.parametrize(
