@@ -11,6 +11,8 @@ On a busy machine the measured times tell more about the others than about the p
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,14 +22,22 @@ import torch
 
 from lowvram.core.device import choose_device
 from lowvram.modes.plan import allocator_of
-from lowvram.plan.calibration import Calibrations
-from lowvram.plan.gauge import calibrate
 from lowvram.runs import Runs
 from lowvram.settings import settings
 
 SWEPT = {"model": "transformer,resnet", "precision": "fp32,bf16", "ckpt": "none,every1", "accum": "none,x4,x16"}
 MEASURED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=20", "measure.max_seconds=3", "timeout_s=300"]
 NUM_PROBES = 3
+CALIBRATE = """
+import sys
+import torch
+from lowvram.knobs.allocator import Tight
+from lowvram.plan.calibration import Calibrations
+from lowvram.plan.gauge import calibrate
+if sys.argv[2] == "tight":
+    Tight().apply(None)
+Calibrations().get(torch.device(sys.argv[1]), sys.argv[2], calibrate)
+"""
 
 
 class Timed(NamedTuple):
@@ -49,11 +59,14 @@ def main(words: list[str]) -> None:
 
 
 def know_rates(runs: Runs, fixed: list[str]) -> None:
-    """Measure the device of the points, if nobody has."""
-    composed = runs.settings_of(fixed)
-    whole = settings(composed)
-    allocator = allocator_of(whole, {"allocator": "default"})
-    Calibrations().get(choose_device(whole.root.device), allocator, calibrate)
+    """Measure the device of the points, if nobody has, as they run: in a process whose threads sleep when they wait."""
+    whole = settings(runs.settings_of(fixed))
+    device, allocator = choose_device(whole.root.device), allocator_of(whole, {"allocator": "default"})
+    subprocess.run(
+        [sys.executable, "-c", CALIBRATE, str(device), allocator],
+        env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+        check=True,
+    )
 
 
 def timed(runs: Runs, fixed: list[str], swept: dict[str, list[str]]) -> list[Timed]:

@@ -140,7 +140,8 @@ def curves_through(gauges: Iterable[Gauge]) -> dict[str, dict[str, Curve]]:
 
 def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:
     """Seconds of the fastest call of a stretch. Where other processes take the cores, threads wait for each other much
-    longer than they work: of that wait no more than `most_wait_s` counts."""
+    longer than they work: of that wait no more than `most_wait_s` counts. They must sleep then and not spin, as they do
+    in the children of the fork server (OMP_WAIT_POLICY=passive)."""
     end, least_s = time.perf_counter() + STRETCH_S, float("inf")
     for num_calls in count(1):
         start, start_busy = time.perf_counter(), time.thread_time()

@@ -12,7 +12,7 @@ from lowvram.modes.plan import Planner
 from lowvram.plan import calibration
 from lowvram.plan.calibration import Calibration, Calibrations, Curve
 from lowvram.plan.families import FAMILIES, PRODUCTS, Family
-from lowvram.plan.gauge import calibrate, counted
+from lowvram.plan.gauge import calibrate, counted, in_tf32
 from lowvram.plan.samples import SAMPLES, Run, Sample
 from lowvram.plan.target import Target
 from lowvram.plan.timing import step_time
@@ -55,7 +55,9 @@ def test_a_rate_is_what_one_call_does_in_its_time() -> None:
     assert set(found.curves) == {family.value for family in FAMILIES}
     for sample in SMALL:
         size = 2 ** sample.on_cpu[0]
-        amount, num_operators, name = counted(sample.make(size, torch.float32, CPU), sample.family)
+        amount, num_operators, name = counted(
+            in_tf32(sample.make(size, torch.float32, CPU), is_tf32=False), sample.family
+        )
         curve = found.curves[sample.family.value]["fp32"]
         assert name == "fp32"
         assert curve.amounts == [amount]
