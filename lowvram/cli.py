@@ -42,6 +42,7 @@ from lowvram.results.terminal import (
 )
 from lowvram.results.wandb import sync_command
 from lowvram.resume import Resumed, check_new, has_snapshots, holds_run, with_resumed
+from lowvram.searching import Searches, is_search
 from lowvram.settings import check_root
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -187,16 +188,28 @@ class Program:
             self.kept.add(earlier["id"])
             self.rows.append(earlier)
             return
-        row = self.plans.row(point) if is_plan(point.choices) else self.run_point(point)
+        row = self.row_of(point)
         if row is not None:
             self.rows.append(row)
         if self.num_signals:
             raise KeyboardInterrupt
 
+    def row_of(self, point: Point) -> Row | None:
+        """Whatever its mode asks for. None: somebody asked to stop before anything was known."""
+        if is_plan(point.choices):
+            return self.plans.row(point)
+        if is_search(point.choices):
+            if self.launch is not None:
+                raise Refused("mode=search under torchrun: search without it, on one device")
+            words = container(HydraConfig.get().overrides.task, resolve=False)
+            return Searches(self.server, self.progress, self.stop_signals, self.plans.again).row(point, words)
+        return self.run_point(point)
+
     def run_point(self, point: Point) -> Row:
         """Run one beside its plan, and tell it."""
         point = replace(point, plan=beside(self.plans.of(point)))
-        row = self.plans.skipped(point) or run_point(point, self.server, self.progress, self.stop_signals)
+        about = (self.server, self.progress, self.stop_signals, self.plans.again)
+        row = self.plans.skipped(point) or run_point(point, *about)
         if point.sweep:
             self.tell_point(point, row)
         return row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import traceback
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ OUT_OF_MEMORY_WORDS = (
     "thread creation failed",
     "can't start new thread",
 )
+UNTOLD = "could not create a primitive"  # all that oneDNN says, whether it is out of memory or has a bug
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 PHASES = {  # the innermost of these functions of ours on the stack names the phase
     "update": "the update",
@@ -77,7 +79,13 @@ def says_out_of_memory(error: BaseException) -> bool:
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     says_so = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    return is_refused or says_so
+    return is_refused or says_so or (str(error) == UNTOLD and is_capped())
+
+
+def is_capped() -> bool:
+    """Whether this process may use less memory than it could: `vram` on a CPU."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return soft != hard
 
 
 def is_disk_full(error: BaseException) -> bool:

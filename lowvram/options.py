@@ -55,6 +55,25 @@ def node_of(group: str, name: str) -> DictConfig:
     return _load(CONF / group / f"{name}.yaml")
 
 
+def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], dict[str, str]]:
+    """Every option of a group with the values that were changed in the one in use; and why others can't have them.
+
+    Args:
+        knob: of the option `in_use`, as it was changed.
+    """
+    neutral = knob_of((group, in_use))
+    changed = {name: value for name, value in vars(knob).items() if getattr(neutral, name) != value}
+    found, refused = {in_use: knob}, dict[str, str]()
+    for option in options_of(group):
+        node = node_of(group, option)
+        missing = [name for name in changed if name not in node]
+        if missing:
+            refused[option] = f"it has no {group}.{missing[0]}"
+        elif option != in_use:
+            found[option] = build(DictConfig({**node, **changed}), group)
+    return found, refused
+
+
 def _load(path: Path) -> DictConfig:
     node = OmegaConf.load(path)
     assert isinstance(node, DictConfig)

@@ -71,8 +71,16 @@ class Plans:
         """What is planned of a point, with all others that are expected. None: somebody asked to stop before."""
         if point.index not in self.told:
             later = {place: request for place, request in self.expected.items() if place >= point.index}
-            self.ask(later or {point.index: request_for(point.config, point.choices, point.launch)})
+            asked = later or {point.index: request_for(point.config, point.choices, point.launch)}
+            self.ask(asked)
+            self._warn([place for place, point in asked.items() if point["is_real"] and place in self.told])
         return self.told.get(point.index)
+
+    def again(self, point: Point) -> Mapping[str, Any] | None:
+        """The plan of a point whose configuration isn't what it was when it was planned."""
+        self.told.pop(point.index, None)
+        self.ask({point.index: request_for(point.config, point.choices, point.launch)})
+        return beside(self.told.get(point.index))
 
     def ask(self, points: Mapping[int, Request]) -> None:
         """Have all of them planned."""
@@ -89,14 +97,13 @@ class Plans:
                 ending.update(event["fields"])
 
         if len(points) > 1:
-            self.progress.start(MODE, len(points))
+            self.progress.start("planning", len(points), "point")
         orders = Orders(time_for(points.values()), self.stop_signals)
         self.server.run({"plan": list(points.values())}, on_event, orders)
         self.progress.stop()
         if not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}
             self.told = dict.fromkeys(places, unknown) | self.told
-            self._warn([place for place, point in points.items() if point["is_real"]])
 
     def _warn(self, places: Sequence[int]) -> None:
         """Of points that are to run and can't fit by far."""
@@ -124,8 +131,8 @@ def beside(planned: Planned | None) -> Mapping[str, Any] | None:
 
 
 def is_far_off(plan: Mapping[str, Any] | None) -> bool:
-    """Whether a point can't fit its budget by a wide margin."""
-    if not plan or not plan.get("budget_bytes"):
+    """Whether a point can't fit its budget by a wide margin, and has no smaller parts to try."""
+    if not plan or not plan.get("budget_bytes") or plan["grows"]:
         return False
     return plan["least_vram_bytes"] > FAR_OFF * plan["budget_bytes"]
 

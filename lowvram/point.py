@@ -6,30 +6,31 @@ still gets its row and its failed W&B run.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from omegaconf import DictConfig
 
 from lowvram.config import build_as, checked_values, require
+from lowvram.growing import Attempts, as_left, attempts_with, with_parts
 from lowvram.process.client import Ending, Event, Server
 from lowvram.process.launch import Launch, as_request
 from lowvram.process.orders import Orders
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice, out_of_memory_advice
+from lowvram.results.metrics import Metrics
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, stored_run_id
+from lowvram.resume import has_snapshots
 from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS
 from lowvram.verdict import Circumstances, Told, num_oom_kills, verdict
 
-METRICS = "metrics.jsonl"
 CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
 OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
 
@@ -74,6 +75,7 @@ class Point:
     is_resumed: bool = False
     launch: Launch | None = None  # if torchrun has started this program
     plan: Mapping[str, Any] | None = None  # what it is expected to hold
+    attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see growing.py
 
     @property
     def first_rank(self) -> int:
@@ -82,29 +84,54 @@ class Point:
 
     def first_row(self) -> Row:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
-        return rows.merge(rows.empty_row(), {**known, "plan": self.plan, "provenance": self.provenance})
+        more = {"plan": self.plan, "provenance": self.provenance, "attempts": self.attempts}
+        return rows.merge(rows.empty_row(), known | more)
+
+    def request(self) -> dict[str, Any]:
+        """What its children are told."""
+        return {
+            "config": {key: self.config[key] for key in CHILDS_OWN},
+            "choices": self.choices,
+            "folder": str(self.folder),
+            "resume": self.is_resumed,
+            "threads": len(os.sched_getaffinity(0)),
+            "launch": as_request(self.launch),
+        }
+
+    def as_left(self) -> Point:
+        """A run that goes on has the parts that it had grown to."""
+        config, attempts = as_left(self.config, rows.read(self.folder) if self.is_resumed else None)
+        return self if attempts is None else replace(self, config=dict(config), attempts=attempts, plan=None)
+
+    def in_parts(self, parts: int, row: Row) -> Point:
+        """The next attempt, after one with `row` that ran out of memory."""
+        config, is_resumed = with_parts(self.config, parts), has_snapshots(self.folder)
+        return replace(self, config=config, is_resumed=is_resumed, attempts=attempts_with(row), plan=None)
 
 
-def run_point(point: Point, server: Server, progress: Progress, stop_signals: Callable[[], int]) -> Row:
+def run_point(
+    point: Point,
+    server: Server,
+    progress: Progress,
+    stop_signals: Callable[[], int],
+    plan_again: Callable[[Point], Mapping[str, Any] | None],
+) -> Row:
     """Run one point and leave its row.
 
     Args:
         stop_signals: how often somebody asked to stop so far.
+        plan_again: what the point is expected to hold in other parts than it was planned in.
     """
     server.wait_until_ready(Orders(None, stop_signals))
-    recording, orders = Recording(point, progress), Orders(point.config["timeout_s"], stop_signals)
-    around = Circumstances(point.folder, orders, num_oom_kills())
-    request = {
-        "config": {key: point.config[key] for key in CHILDS_OWN},
-        "choices": point.choices,
-        "folder": str(point.folder),
-        "resume": point.is_resumed,
-        "threads": len(os.sched_getaffinity(0)),
-        "launch": as_request(point.launch),
-    }
+    recording, orders = Recording(point.as_left(), progress), Orders(point.config["timeout_s"], stop_signals)
     try:
-        recording.conclude(server.run(request, recording.on_event, orders), around)
-        return recording.close()
+        while True:
+            if recording.point.attempts:
+                recording.add({"plan": plan_again(recording.point)})
+            around = Circumstances(point.folder, orders, num_oom_kills())
+            recording.conclude(server.run(recording.point.request(), recording.on_event, orders), around)
+            if not recording.begins_again(orders):
+                return recording.close()
     except OSError as error:
         return recording.unwritable(error)
 
@@ -117,8 +144,9 @@ class Recording:
         self.row = point.first_row()
         self.told: dict[int, Told] = {}  # by rank
         self.recorder: Recorder = NullRecorder()
-        self._metrics: TextIO | None = None
+        self.metrics = Metrics(point.folder)
         self._is_recorded = False
+        self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
 
     def on_event(self, event: Event) -> None:
         """One event of the child. The events are the methods named on_…"""
@@ -166,10 +194,23 @@ class Recording:
         each = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
         self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": each})
 
-    def _on_begin(self, step: int, num_steps: int, setup_s: float) -> None:
-        self.add({"time": {"setup_s": setup_s}})
-        cut_back(self.point.folder / METRICS, step)
-        self._metrics = (self.point.folder / METRICS).open("a")
+    def begins_again(self, orders: Orders) -> bool:
+        """After the end of an attempt: whether another one follows, with more parts. All is ready for it then."""
+        parts = self._more_parts
+        if self.row["status"] != Status.OOM or parts is None or self.point.launch is not None:
+            return False
+        fewer, self.point = self.row["config"]["accum"]["parts"], self.point.in_parts(parts, self.row)
+        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
+        if orders.is_stopped:
+            self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
+            return False
+        self.progress.say(f"out of memory with accum.parts={fewer}: again with {parts}")
+        return True
+
+    def _on_begin(self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None) -> None:
+        self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
+        self._more_parts = more_parts
+        self.metrics.begin(step)
         self._start_recorder()
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
@@ -180,9 +221,7 @@ class Recording:
 
     def _record(self, step: int, values: dict[str, float]) -> None:
         """Metrics that are told after their step: no news for the progress."""
-        assert self._metrics is not None
-        self._metrics.write(rows.to_json({"step": step, **values}) + "\n")
-        self._metrics.flush()
+        self.metrics.write(step, values)
         self.recorder.log(step, values)
 
     def _start_recorder(self) -> None:
@@ -198,8 +237,7 @@ class Recording:
     def close(self) -> Row:
         """The row is whole: add advice, write it, end the W&B run."""
         self.progress.stop()
-        if self._metrics is not None:
-            self._metrics.close()
+        self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
             return self.row  # nothing ran: there is nothing to keep
         self._advise()
@@ -217,6 +255,9 @@ class Recording:
         if self.row["status"] == Status.OOM:
             advice = plan["advice"] if "advice" in plan else out_of_memory_advice(None, choices)
             self.add({"reason": f"{self.row['reason']}; {advice}"})
+            if self._more_parts is not None:
+                why = f"torchrun's processes can't begin again with more parts: type accum.parts={self._more_parts}"
+                self.add({"reason": f"{self.row['reason']}; {why}"})
         if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
             self.progress.say(advice)
 
@@ -227,24 +268,9 @@ class Recording:
         self.recorder.finish(self.row)
         with suppress(OSError):
             rows.write(self.point.folder, self.row)
-        if self._metrics is not None:
-            with suppress(OSError):
-                self._metrics.close()
+        with suppress(OSError):
+            self.metrics.close()
         return self.row
-
-
-def cut_back(metrics: Path, step: int) -> None:
-    """Keep the lines up to `step`; a torn last line goes too."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
-    rows.write_text(metrics, "".join(kept))
 
 
 def remove_folder(folder: Path, outputs: Path) -> None:

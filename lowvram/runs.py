@@ -19,6 +19,7 @@ from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Server
 from lowvram.results.row import Row
 from lowvram.results.terminal import QuietProgress
+from lowvram.searching import Searches, is_search
 from lowvram.settings import check_root
 
 
@@ -50,13 +51,18 @@ class Runs:
         Raises:
             BadInput: a key or a value of the root that is not known.
         """
-        point = self._point(name, words)
+        point, plans = self._point(name, words), self._plans()
         if is_plan(point.choices):
             (row,) = self._planned([point])
             return row
-        point = replace(point, plan=beside(self._plans().of(point)))
+        if is_search(point.choices):
+            point.folder.mkdir(parents=True)
+            row = Searches(self._server, plans.progress, lambda: 0, plans.again).row(point, [*words, "logger=none"])
+            assert row is not None
+            return row
+        point = replace(point, plan=beside(plans.of(point)))
         point.folder.mkdir(parents=True)
-        return run_point(point, self._server, QuietProgress(sys.stderr), lambda: 0)
+        return run_point(point, self._server, plans.progress, lambda: 0, plans.again)
 
     def plan(self, points: Mapping[str, list[str]]) -> list[Row]:
         """The rows of what points would hold, by name: all planned in one process, and none of them runs.

@@ -82,11 +82,29 @@ class PlanSettings:
     """`plan.*`"""
 
     device: str
-    margin: float
+    host: str | None
     skip: bool
+    margin: float | None
 
     def __post_init__(self) -> None:
-        require(0 <= self.margin < 10, "plan.margin", self.margin, "a share from 0 (none) to below 10, such as 0.1")
+        parse_bytes("plan.host", self.host)
+        allowed = "null or a share from 0 (none) to below 10, such as 0.1"
+        require(self.margin is None or 0 <= self.margin < 10, "plan.margin", self.margin, allowed)
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """`search.*`"""
+
+    groups: list[str] | None
+    lossy: bool
+    probes: int
+
+    def __post_init__(self) -> None:
+        for name in self.groups or ():
+            require(name in KNOB_GROUPS, "search.groups", name, f"a list of some of {', '.join(KNOB_GROUPS)}")
+        require(self.groups != [], "search.groups", "[]", "null (the usual ones) or a list of at least one group")
+        require(1 <= self.probes <= 12, "search.probes", self.probes, "between 1 and 12")
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,7 @@ class Settings:
     train: TrainSettings
     measure: MeasureSettings
     plan: PlanSettings
+    search: SearchSettings
     snapshot: SnapshotSettings
     groups: dict[str, Any]
 
@@ -148,8 +167,19 @@ class Settings:
         """The memory that the point may use, or None for all that there is."""
         return parse_bytes("vram", self.root.vram)
 
+    @property
+    def host_bytes(self) -> int | None:
+        """The host memory that a plan may take, or None for all that is free."""
+        return parse_bytes("plan.host", self.plan.host)
 
-SECTIONS = {"train": TrainSettings, "measure": MeasureSettings, "plan": PlanSettings, "snapshot": SnapshotSettings}
+
+SECTIONS = {
+    "train": TrainSettings,
+    "measure": MeasureSettings,
+    "plan": PlanSettings,
+    "search": SearchSettings,
+    "snapshot": SnapshotSettings,
+}
 ROOT_KEYS = (*RootSettings.__dataclass_fields__, *SECTIONS)
 
 

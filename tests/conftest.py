@@ -6,6 +6,8 @@ children, but its own part runs inside pytest and all calls share one fork serve
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
 import signal
@@ -19,14 +21,23 @@ import pytest
 import torch
 
 from lowvram import cli, identity
+from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 from lowvram.knobs.optimizer import low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.process.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
+from tests.laboratory import compiler_as_before
 
 # Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))
 os.environ.setdefault("LOWVRAM_CACHE", str(ROOT / ".pytest_cache" / "lowvram"))  # the same of traces
+
+
+def pytest_collection_finish() -> None:
+    """Each ledger and each trace collects garbage before it counts. What torch and the tests hold for good is most of
+    what it would look through, and never garbage: the collector leaves it out from here on. Half of their time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +50,26 @@ def updates_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             compiled_step(optimizer)
 
     monkeypatch.setattr(low_bit, "compiled_step", eager)
+
+
+@pytest.fixture
+def compiled_quickly() -> Iterator[None]:
+    """Graphs of both directions are made and cut in two as always, but run operation by operation: the code that
+    inductor writes takes many seconds, and has tests of its own in tests/knobs/test_compile.py."""
+    with compiler_as_before(), torch.compiler.set_stance("default", force_backend="aot_eager"):
+        yield
+
+
+@pytest.fixture
+def same_process_afterwards() -> Iterator[None]:
+    """Knobs of the stage PROCESS really act."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**17)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**17)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 
 import pytest
@@ -43,6 +44,15 @@ def test_the_compiler_has_found_no_memory(error: Exception) -> None:
     failed.__cause__ = error
     found = ending(raised(failed, "/site-packages/torch/_dynamo/convert_frame.py"))
     assert found == {"status": "oom", "reason": "out of memory in compiling, which takes memory of its own"}
+
+
+@pytest.mark.parametrize(("soft", "status"), [(2**30, "oom"), (resource.RLIM_INFINITY, "error")])
+def test_what_onednn_does_not_tell_is_memory_under_a_cap(
+    monkeypatch: pytest.MonkeyPatch, soft: int, status: str
+) -> None:
+    """Else it may be a bug."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    assert ending(RuntimeError("could not create a primitive"))["status"] == status
 
 
 def test_an_error_that_is_none_of_memory() -> None:

@@ -20,8 +20,11 @@ MAY_IMPORT = {
 }
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
-    "lowvram": "cli config identity mistakes planning point resume runs settings start sweeper table verdict",
-    "lowvram.plan": "allocator devices hidden recorded replay",
+    "lowvram": (
+        "cli composed config growing identity mistakes planning point resume runs searching settings start sweeper "
+        "table verdict winner"
+    ),
+    "lowvram.plan": "allocator blocks devices hidden recorded replay",
     "lowvram.results": "accuracy advice columns planned row table terminal wandb",
     "lowvram.process": "client crew launch orders server",
 }

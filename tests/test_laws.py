@@ -1,36 +1,27 @@
-"""The laws that every knob keeps, over every YAML in conf/ and every pair of them. A new knob is in them for free."""
+"""The laws that every knob keeps, over every YAML in conf/. A new knob is in them for free.
+
+That of pairs of them, law 5, is in tests/test_laws_of_pairs.py.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
-from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
 
-from lowvram.config import Incompatible
-from lowvram.core import rig as rig_module
-from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage, conflicts
+from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Rig, act, assemble
 from lowvram.core.step import step
-from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.models.resnet import NormKind
-from lowvram.options import all_pairs, covering_rows
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
     CPU,
     IMAGES,
     KNOBS,
     NEUTRAL,
-    OPTIONS,
     PROBLEMS,
     RESNET,
     TOKENS,
@@ -38,17 +29,16 @@ from tests.laboratory import (
     InDouble,
     Trained,
     company,
-    compiler_as_before,
-    fitting,
     knobs_of,
     make_batch,
     missing_here,
-    named,
     relative_error,
     saved_bytes,
     train,
 )
 from tests.planted import MeanOfMeans, Stock
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards")
 
 Pair = tuple[str, str]  # group, option
 SIZES = [32, 32, 27]  # samples of each step: the last batch divides by nothing
@@ -58,26 +48,6 @@ HERE = [pair for pair in KNOBS if not missing_here(pair)]
 CHOSEN = [pair for pair in HERE if NEUTRAL[pair[0]] != pair[1]]
 EXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is Exactness.EXACT]
 INEXACT = [pair for pair in CHOSEN if KNOBS[pair].exactness is not Exactness.EXACT]
-
-
-@pytest.fixture(autouse=True)
-def compiled_quickly() -> Iterator[None]:
-    """Graphs of both directions are made and cut in two as always, but run operation by operation: the code that
-    inductor writes takes many seconds, and has tests of its own in tests/knobs/test_compile.py."""
-    with compiler_as_before(), torch.compiler.set_stance("default", force_backend="aot_eager"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def same_process_afterwards() -> Iterator[None]:
-    """Knobs of the stage PROCESS really act."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 2**17)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**17)
 
 
 def words(value: object) -> str | None:
@@ -242,69 +212,3 @@ def test_what_a_knob_saves_in_a_compiled_model_goes_down(pair: Pair, problem: st
     batch = make_batch(task.spec, 32)
     without, with_it = (saved_bytes(task, knobs_of(**company(**choice), **which), batch) for which in ({}, choice))
     assert with_it < without
-
-
-# Law 5: any two options either train together or say why not.
-
-
-def why_not(pairs: frozenset[Pair]) -> list[str]:
-    """The conflicts among options, and with this machine."""
-    return conflicts(named(*pairs), absent_facts(CPU))
-
-
-PAIRS = all_pairs(KNOBS)
-REFUSED = {two for two in PAIRS if why_not(two)}
-ROWS = covering_rows(PAIRS - REFUSED, why_not)
-
-
-def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
-    covered = set().union(*map(all_pairs, ROWS))
-    assert covered | REFUSED == PAIRS
-    assert not covered & REFUSED
-    assert len(PAIRS) == sum(len(OPTIONS[one]) * len(OPTIONS[other]) for one, other in combinations(NEUTRAL, 2))
-
-
-@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: words(row - NEUTRAL.items()))
-def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: str) -> None:
-    knobs = knobs_of(**dict(row))
-    trained = train(PROBLEMS[fitting(problem, knobs)], knobs, [32])
-    assert all(loss.isfinite() for loss in trained.losses)
-    assert all(update.applied or update.recoverable for update in trained.updates)
-    assert all(gradient.isfinite().all() for gradient in trained.gradients.values())
-
-
-@pytest.mark.parametrize("pairs", sorted(REFUSED, key=sorted), ids=words)
-def test_options_that_conflict_say_so_before_a_weight_has_memory(
-    pairs: frozenset[Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rig_module, "materialise", lambda *_: pytest.fail("the weights have memory"))
-    with pytest.raises(Incompatible) as refusal:
-        assemble(PROBLEMS["transformer"], knobs_of(**dict(pairs)), CPU)
-    culprits = [name for name, knob in named(*pairs).items() if knob.needs() or knob.breaks()]
-    assert any(f"{name} needs that" in str(refusal.value) for name in culprits)
-
-
-# Law 5, second half: a fact that a knob claims to break is really broken.
-
-
-def unshown(knobs: dict[Pair, Knob]) -> set[str]:
-    """The tests that are missing: `test_without_<fact>` of the group whose knob breaks it shows what goes wrong."""
-    wanted = {
-        (group, f"test_without_{fact.name.lower()}") for (group, _), knob in knobs.items() for fact in knob.breaks()
-    }
-    return {name for group, name in wanted if f"def {name}" not in source_of_tests(group)}
-
-
-def source_of_tests(group: str) -> str:
-    paths = (Path(__file__).parent / "knobs").glob(f"test_{group}*.py")
-    return "".join(path.read_text() for path in paths)
-
-
-def test_every_broken_fact_is_shown_to_be_real() -> None:
-    class Breaker(RecomputeEvery):
-        def breaks(self) -> frozenset[Fact]:
-            return frozenset({Fact.WHOLE_PARAMS})
-
-    assert unshown({("ckpt", "breaker"): Breaker()}) == {"test_without_whole_params"}
-    assert unshown(KNOBS) == set()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,29 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from lowvram.core import host
 from lowvram.core.knob import Kind
-
-ROUND_BYTES = 512  # the CUDA caching allocator's
-
+from lowvram.core.peak import Peak
 
 Witness = Callable[[Tensor, Any], Any]  # of a tensor's birth, and the operator that made it (None: it was there)
-
-
-class Holding(NamedTuple):
-    """A storage that was alive at the peak."""
-
-    num_bytes: int
-    kind: Kind
-    testimony: Any  # what the witness said of its birth; None if it saw none
-
-
-@dataclass
-class Peak:
-    """What a ledger saw; filled when it closes. All in bytes."""
-
-    peak_bytes: int = 0
-    by_kind: dict[Kind, int] = field(default_factory=dict)  # at the moment of the peak
-    by_kind_max: dict[Kind, int] = field(default_factory=dict)  # each kind's own largest moment
-    holdings: list[Holding] = field(default_factory=list)  # of `by_kind`, one by one; empty without a witness
 
 
 class HasState(Protocol):
@@ -74,8 +53,10 @@ def ledger(
     is made by a forward or a backward pass, kept or of a moment: activations.
     """
     peak, book = Peak(), Ledger(main_device(model) if device is None else device.type, witness)
+    gc.collect()  # so that only live tensors are counted
+    testimonies = None if witness is None else book.testimonies
     with ExitStack() as undo:
-        undo.callback(book.fill, peak)
+        undo.callback(peak.fill, book.lines, book.kinds, testimonies)
         undo.enter_context(book.followed())
         book.own(inputs, Kind.INPUTS)
         if model is not None:
@@ -109,7 +90,7 @@ class Storage(NamedTuple):
 
     serial: int
     num_bytes: int
-    death: weakref.finalize[..., Any]  # writes it down
+    death: weakref.ref[torch.UntypedStorage]  # writes it down
 
 
 class Ledger(TorchDispatchMode):
@@ -131,8 +112,8 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside it deaths, host memory and updates are noted. Afterwards the book lets go of what lives on."""
-        gc.collect()  # so that only live tensors are counted, and none dies at a moment of the collector's choice
+        """Inside it deaths, host memory and updates are noted, and none is put off to a moment of the collector's
+        choice. Afterwards the book lets go of what lives on."""
         with ExitStack() as undo:
             _open.append(self)
             undo.callback(_open.remove, self)
@@ -145,8 +126,7 @@ class Ledger(TorchDispatchMode):
     def _let_go(self) -> None:
         for hook in self.hooks:
             hook.remove()
-        for storage in self.alive.values():
-            storage.death.detach()
+        self.alive.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -224,21 +204,20 @@ class Ledger(TorchDispatchMode):
             self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
             for storage in host.storages(tensor)
         ]
-        if self.witness is not None:
-            new = [serial for serial in serials if serial >= num_known]
-            self.testimonies |= {serial: self.witness(tensor, operator) for serial in new}
+        if self.witness is not None and len(self.kinds) > num_known:
+            self.testimonies |= {serial: self.witness(tensor, operator) for serial in serials if serial >= num_known}
         return serials
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
         if address not in self.alive:
             serial, num_bytes = len(self.kinds), storage.nbytes()
-            self.alive[address] = Storage(serial, num_bytes, weakref.finalize(storage, self._died, address))
+            self.alive[address] = Storage(serial, num_bytes, weakref.ref(storage, partial(self._died, address)))
             self.kinds[serial] = kind
             self.lines.append((serial, num_bytes))
         return self.alive[address].serial
 
-    def _died(self, address: int) -> None:
+    def _died(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         dead = self.alive.pop(address)
         self.lines.append((dead.serial, 0))
 
@@ -266,36 +245,3 @@ class Ledger(TorchDispatchMode):
         if num_bytes != known.num_bytes:
             self.alive[storage._cdata] = known._replace(num_bytes=num_bytes)
             self.lines.append((serial, num_bytes))
-
-    def fill(self, peak: Peak) -> None:
-        """Play the book back, now that every kind is known, and fill `peak`."""
-        sizes: dict[int, int] = defaultdict(int)
-        live: dict[Kind, int] = defaultdict(int)
-        most: dict[Kind, int] = defaultdict(int)
-        total = num_lines_at_peak = 0
-        for num_lines, (serial, num_bytes) in enumerate(self.lines, start=1):
-            kind, growth = self.kinds[serial], rounded(num_bytes) - sizes[serial]
-            sizes[serial] += growth
-            live[kind] += growth
-            most[kind] = max(most[kind], live[kind])
-            total += growth * (kind is not Kind.HOST)
-            if total > peak.peak_bytes:
-                peak.peak_bytes, peak.by_kind, num_lines_at_peak = total, dict(live), num_lines
-        peak.by_kind = {kind: peak.by_kind.get(kind, 0) for kind in Kind}
-        peak.by_kind_max = {kind: most[kind] for kind in Kind}
-        if self.witness is not None:
-            peak.holdings = self._alive_after(num_lines_at_peak)
-
-    def _alive_after(self, num_lines: int) -> list[Holding]:
-        """What the first lines of the book leave alive, the largest first."""
-        alive = {serial: rounded(num_bytes) for serial, num_bytes in self.lines[:num_lines]}
-        found = [
-            Holding(num_bytes, self.kinds[serial], self.testimonies.get(serial))
-            for serial, num_bytes in alive.items()
-            if num_bytes
-        ]
-        return sorted(found, key=lambda holding: -holding.num_bytes)
-
-
-def rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

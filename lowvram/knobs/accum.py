@@ -32,6 +32,11 @@ class Whole(Knob):
     def apply(self, rig: Rig) -> Rig:
         return rig
 
+    def more_parts(self, num_samples: int) -> int | None:
+        """See `Growing`."""
+        del num_samples
+        return None
+
 
 @dataclass(frozen=True)
 class Parts(Knob):
@@ -55,6 +60,11 @@ class Parts(Knob):
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, split=self.split)
 
+    def more_parts(self, num_samples: int) -> int | None:
+        """See `Growing`."""
+        del num_samples
+        return None
+
     def split(self, batch: Part) -> list[Part]:
         """The parts, along the first dimension; fewer when the batch has fewer samples."""
         num_parts = min(self.parts, batch.num_samples)
@@ -62,3 +72,17 @@ class Parts(Knob):
         pieces = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
         targets = batch.targets.tensor_split(num_parts)
         return [Part(tree_unflatten(piece, spec), target) for piece, target in zip(pieces, targets, strict=True)]
+
+
+@dataclass(frozen=True)
+class Growing(Parts):
+    """As many pieces as memory asks for: a point that runs out of it begins again in a fresh process, with more."""
+
+    parts: int = 1
+
+    saves = None  # before memory has run out, this is a batch in one piece
+
+    def more_parts(self, num_samples: int) -> int | None:
+        """Of the next attempt: twice as many, or the next number that divides the samples of a rank; None if every part
+        is down to one sample."""
+        return next((parts for parts in range(2 * self.parts, num_samples + 1) if num_samples % parts == 0), None)

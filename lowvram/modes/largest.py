@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lowvram.core import ledger as ledger_module
-from lowvram.core.ledger import Holding, Peak, Witness
+from lowvram.core.ledger import Witness
+from lowvram.core.peak import Holding, Peak
 from lowvram.core.shards import class_name
 from lowvram.results.row import size_text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import torch
@@ -15,6 +16,7 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.data.spec import DataSpec
 from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.modes.fields import about_model
+from lowvram.plan.calibration import Calibrations
 from lowvram.plan.devices import DeviceSpec, find_device, load_device
 from lowvram.plan.forecast import Fields, Place, needs
 from lowvram.plan.paper import CantPlan
@@ -27,6 +29,8 @@ from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import KNOB_GROUPS, Settings
 from lowvram.tasks import Problem
 
+CPU = torch.device("cpu")
+MARGIN = 0.1  # until it is known how wrong plans for a device are
 GENERIC = "generic"  # what plans are for where there is no card
 
 
@@ -40,8 +44,8 @@ class Plan:
 class Planner:
     """Plans points one after another; what they share is done once."""
 
-    def __init__(self, store: Store | None = None) -> None:
-        self.store = store
+    def __init__(self, store: Store | None = None, calibrations: Calibrations | None = None) -> None:
+        self.store, self.calibrations = store, calibrations
         self.specs: dict[str, DataSpec] = {}  # by the configuration of the data
         self.pricers: dict[tuple[str, Target], Pricer] = {}
         self.models: dict[str, nn.Module] = {}  # on the meta device
@@ -80,15 +84,23 @@ class Planner:
         knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
         problem = self.problem(settings)
         priced = self.pricer(problem, target).price(without_parts(knobs), parts, settings.train.batch_size)
+        place = self.with_rates(place, settings, choices)
         plan = needs(priced.trace, place, choices["allocator"] == "expandable")
         is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
         advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, settings.vram_bytes)
-        about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs)}
-        fit = verdict(plan["least_vram_bytes"], settings, place.device)
+        grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
+        about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
+        fit = verdict(plan, settings, place)
         return {
             **about_model(problem, self.model(problem), list(knobs.values())),
-            "plan": {**about, **plan, "error": None, **fit, "advice": advice},
+            "plan": {**about, **plan, "error": place.device.error, **fit, "advice": advice},
         }
+
+    def with_rates(self, place: Place, settings: Settings, choices: Mapping[str, str]) -> Place:
+        """With the rates that were measured before, where it is a device of this machine; nothing is measured now."""
+        if place.here is None or self.calibrations is None:
+            return place
+        return replace(place, rates=self.calibrations.known(place.here, allocator_of(settings, choices)))
 
     def problem(self, settings: Settings) -> Problem:
         """The problem of a point; its data are opened once."""
@@ -120,12 +132,14 @@ def place_of(settings: Settings) -> Place:
     sharding = settings.groups["sharding"]
     num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
     if settings.plan.device != "auto":
-        return Place(settings.plan.device, load_device(settings.plan.device), num_ranks)
+        here = CPU if settings.plan.device == CPU.type else None
+        return Place(settings.plan.device, load_device(settings.plan.device), num_ranks, here)
     if settings.root.device == "cpu":
-        return Place("cpu", load_device("cpu"), num_ranks)
+        return Place("cpu", load_device("cpu"), num_ranks, CPU)
     if not torch.cuda.is_available():
         return Place(GENERIC, load_device(GENERIC), num_ranks)
-    return Place(*device_here(choose_device(settings.root.device)), num_ranks)
+    here = choose_device(settings.root.device)
+    return Place(*device_here(here), num_ranks, here)
 
 
 def place_here(settings: Settings, num_launched: int | None = None) -> Place:
@@ -139,9 +153,17 @@ def place_here(settings: Settings, num_launched: int | None = None) -> Place:
     """
     device = choose_device(settings.root.device)
     num_ranks = wanted_ranks(settings.groups["sharding"], device) if num_launched is None else num_launched
+    free_bytes = free_host_bytes()
     if device.type == "cpu":
-        return Place("cpu", load_device("cpu"), num_ranks)
-    return Place(*device_here(device), num_ranks)
+        spec = replace(load_device("cpu"), memory_bytes=free_bytes)
+        return Place("cpu", spec, num_ranks, device)
+    return Place(*device_here(device), num_ranks, device, host_bytes=free_bytes)
+
+
+def allocator_of(settings: Settings, choices: Mapping[str, str]) -> str:
+    """The option that acts where the point runs: a cap on a CPU takes another one (lowvram/job.py)."""
+    is_capped = settings.vram_bytes is not None and choices["allocator"] == "default"
+    return "tight" if is_capped else choices["allocator"]
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
@@ -152,8 +174,27 @@ def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
     return card.name, replace(find_device(card.name) or unknown, memory_bytes=num_bytes)
 
 
-def verdict(least_bytes: int, settings: Settings, device: DeviceSpec) -> Fields:
-    """Whether it fits, with a margin, into `vram` or else into all that the device has; null where neither is known."""
-    budget = settings.vram_bytes or device.memory_bytes
-    fits = None if budget is None else least_bytes * (1 + settings.plan.margin) <= budget
-    return {"budget_bytes": budget, "margin": settings.plan.margin, "fits": fits}
+def free_host_bytes() -> int:
+    """What the kernel could give to a process."""
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+    return int(line.split()[1]) * 1024
+
+
+def margin_of(settings: Settings, place: Place) -> float:
+    """By how much more than is planned must fit, to be safe: what 95 % of the plans for such a device were off, at
+    most."""
+    if settings.plan.margin is not None:
+        return settings.plan.margin
+    return MARGIN if place.device.error_p95 is None else place.device.error_p95
+
+
+def verdict(plan: Fields, settings: Settings, place: Place) -> Fields:
+    """Whether it fits, with a margin, into `vram` or else into all that the device has, and into the host's memory
+    where that is known; null where no budget of the device is known."""
+    budget, host_budget = settings.vram_bytes or place.device.memory_bytes, settings.host_bytes or place.host_bytes
+    margin = margin_of(settings, place)
+    share = 1 + margin
+    fits = None if budget is None else plan["least_vram_bytes"] * share <= budget
+    fits_host = host_budget is None or (plan["host_bytes"] or 0) * share <= host_budget
+    budgets = {"budget_bytes": budget, "host_budget_bytes": host_budget, "margin": margin}
+    return {**budgets, "fits": fits and fits_host}

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 from torch import Tensor
 
 from lowvram.core.knob import Knob
-from lowvram.core.ranks import agree, summed
+from lowvram.core.ranks import agree, num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig, Update
 from lowvram.core.step import step
 from lowvram.data.loader import Loader, Waited
@@ -58,7 +58,9 @@ class Session:
     def begin(self, step: int, num_steps: int) -> None:
         """All is set up, and nothing can be refused any more: the steps come."""
         print(f"data: {self.data.description}")
-        self.events("begin", step=step, num_steps=num_steps, setup_s=self.age_s())
+        accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // num_ranks()
+        parts = {"parts": accum.parts, "more_parts": accum.more_parts(num_samples)}
+        self.events("begin", step=step, num_steps=num_steps, setup_s=self.age_s(), **parts)
 
     def batches(self, first_step: int) -> Waited:
         """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -33,11 +34,16 @@ class DeviceSpec:
     bf16_flops_per_s: float | None = None
     fp16_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
+    error_median: float | None = None  # of plans for it, relative, as scripts/plan_accuracy.py has measured them
+    error_p95: float | None = None
+    error_where: str | None = None
 
     def __post_init__(self) -> None:
         is_version = self.compute_capability is None or re.fullmatch(r"\d+\.\d", self.compute_capability) is not None
         allowed = 'null or a version in quotes, such as "8.6"'
         require(is_version, f"{KEY}.compute_capability", self.compute_capability, allowed)
+        known = [value is not None for value in (self.error_median, self.error_p95, self.error_where)]
+        require(len(set(known)) == 1, f"{KEY}.error_median", self.error_median, "known with error_p95 and error_where")
         for name, value in vars(self).items():
             if name.endswith(("_bytes", "_per_s")):
                 require(value is None or value > 0, f"{KEY}.{name}", value, "null (not known) or more than 0")
@@ -49,6 +55,13 @@ class DeviceSpec:
             return None
         major, _, minor = self.compute_capability.partition(".")
         return int(major), int(minor)
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """How far plans for it were off, and where that was measured; None: not known."""
+        if self.error_median is None:
+            return None
+        return {"median": self.error_median, "p95": self.error_p95, "where": self.error_where}
 
     @property
     def is_cuda(self) -> bool:
@@ -92,6 +105,7 @@ def device_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+@cache
 def load_device(name: str) -> DeviceSpec:
     """A device of conf/devices by its name, or one of the user's by the path of its YAML.
 

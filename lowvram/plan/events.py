@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowvram.core.knob import Kind
-from lowvram.core.ledger import ROUND_BYTES
+from lowvram.core.peak import ROUND_BYTES
+from lowvram.plan.replay import FREE, Event
 
 KINDS = list(Kind)
 
@@ -98,19 +98,18 @@ class Trace:
         each = zip(found.values.tolist(), found.indices.tolist(), strict=True)
         return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in each if size]
 
-    def requests(self) -> Iterator[tuple[int, int]]:
-        """What an allocator of the device is asked for: (storage, bytes), or (storage, 0) when it is freed. A storage
-        that changes its size is freed and asked for anew."""
-        held = dict[int, int]()
-        columns = (self.storages, self.num_bytes, self._is_host)
-        for storage, num_bytes, is_host in zip(*(column.tolist() for column in columns), strict=True):
-            if is_host or held.get(storage, 0) == num_bytes:
-                continue
-            if held.get(storage, 0):
-                yield storage, 0
+    def requests(self) -> list[Event]:
+        """What an allocator of the device is asked for. A storage that changes its size is freed and asked for anew."""
+        before = self._at_event_before(self.num_bytes)
+        is_asked = ~self._is_host & (self.num_bytes != before)
+        columns = (self.storages, self.num_bytes, before)
+        found: list[Event] = []
+        for storage, num_bytes, num_before in zip(*(column[is_asked].tolist() for column in columns), strict=True):
+            if num_before:
+                found.append(Event(storage, FREE))
             if num_bytes:
-                yield storage, num_bytes
-            held[storage] = num_bytes
+                found.append(Event(storage, num_bytes))
+        return found
 
     @cached_property
     def before(self) -> Tensor:
@@ -125,7 +124,11 @@ class Trace:
     def _growth(self) -> Tensor:
         """(events,) int64: by which the memory of the event's storage grows, in multiples of 512 bytes."""
         sizes = (self.num_bytes + (ROUND_BYTES - 1)) // ROUND_BYTES * ROUND_BYTES
-        return sizes - sizes[self.before].where(self.before >= 0, 0)
+        return sizes - self._at_event_before(sizes)
+
+    def _at_event_before(self, sizes: Tensor) -> Tensor:
+        """(events,) int64: those of the same storage one event earlier; 0 before its birth."""
+        return sizes[self.before].where(self.before >= 0, 0)
 
     @property
     def _is_host(self) -> Tensor:

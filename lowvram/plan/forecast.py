@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,9 +13,9 @@ from lowvram.core.knob import Kind
 from lowvram.plan.devices import DeviceSpec
 from lowvram.plan.events import Phase, Trace
 from lowvram.plan.hidden import Line, hidden_lines
-from lowvram.plan.replay import Event, Replay, least_limit_bytes, replay
+from lowvram.plan.replay import Event, least_limit_bytes, replay
 from lowvram.plan.target import Target
-from lowvram.plan.timing import SOURCE, step_time
+from lowvram.plan.timing import DataSheet, Rates, step_time
 
 NUM_LARGEST = 10  # tensors that a plan names
 Fields = dict[str, Any]
@@ -29,6 +29,9 @@ class Place:
     name: str
     device: DeviceSpec
     num_ranks: int = 1
+    here: torch.device | None = None  # the same as torch calls it, where it is one of this machine
+    rates: Rates | None = None  # None: those of its data sheet
+    host_bytes: int | None = None  # free memory of its host; None: not known
 
     @property
     def target(self) -> Target:
@@ -57,10 +60,11 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
 
 def times(trace: Trace, place: Place) -> Fields:
     """Null where the device's rates are not known, and for several ranks: nothing is known of the way between them."""
-    found = step_time(trace.work, place.device) if place.num_ranks == 1 else None
+    rates = place.rates or DataSheet(place.device)
+    found = step_time(trace.work, rates) if place.num_ranks == 1 else None
     if found is None:
         return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
-    return {"step_ms": found.step_ms, "step_ms_source": SOURCE, "step_ms_of": found.by_name()}
+    return {"step_ms": found.step_ms, "step_ms_source": rates.source, "step_ms_of": found.by_name()}
 
 
 def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
@@ -75,13 +79,13 @@ def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
 
 def on_card(trace: Trace, lines: list[Line], is_expandable: bool) -> Fields:
     """As the caching allocator plays it."""
-    events = [*workspaces(lines), *(Event(*request) for request in requests(trace))]
-    played: Replay = replay(events, expandable=is_expandable)
+    events = [*workspaces(lines), *trace.requests()]
+    played = replay(events, expandable=is_expandable)
     outside = sum(line.num_bytes or 0 for line in lines if not line.is_in_allocator)
     return {
         "allocated_bytes": played.allocated_peak_bytes,
         "reserved_bytes": played.reserved_peak_bytes,
-        "least_vram_bytes": least_limit_bytes(events, expandable=is_expandable) + outside,
+        "least_vram_bytes": least_limit_bytes(events, expandable=is_expandable, free=played) + outside,
     }
 
 
@@ -89,11 +93,6 @@ def workspaces(lines: list[Line]) -> list[Event]:
     """What libraries take from the allocator and keep."""
     sizes = [line.num_bytes for line in lines if line.is_in_allocator and line.num_bytes]
     return [Event(-1 - number, size) for number, size in enumerate(sizes)]
-
-
-def requests(trace: Trace) -> Iterable[tuple[int, int]]:
-    """Deaths as the replay tells them: negative."""
-    return ((storage, num_bytes or -1) for storage, num_bytes in trace.requests())
 
 
 def named(sizes: Mapping[Kind, int] | Mapping[Phase, int]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from lowvram.config import BadInput, Incompatible
 from lowvram.core.rig import Part
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.plan.cuda import played
+from lowvram.plan.precedents import Precedents
 from lowvram.plan.target import Target
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +59,8 @@ def paper(target: Target | None = None, see: See | None = None) -> Iterator[None
             undo.enter_context(ranks_of(target.num_ranks))
         if target is not None and target.card is not None:
             undo.enter_context(played(target.card))
-        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        answers = undo.enter_context(Answers(see))
+        mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        answers = undo.enter_context(Answers(Precedents(mode), see))
         # DTensor finds out shapes with whole tensors that have no memory on any device either.
         undo.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", Unseen(answers)))
         try:
@@ -91,9 +92,9 @@ class Answers(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled on paper, and guarding against it takes time
 
-    def __init__(self, see: See | None) -> None:
+    def __init__(self, precedents: Precedents, see: See | None) -> None:
         super().__init__()
-        self.see = see
+        self.precedents, self.see = precedents, see
         self.num_updates = 0  # that are under way
         self.promoted: dict[Any, torch.dtype] = {}  # number formats, by the two that meet
 
@@ -123,7 +124,7 @@ class Answers(TorchDispatchMode):
             return args[0]  # there is nothing to fill
         if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
-        out = func(*args, **(kwargs or {}))
+        out = self.precedents.run(func, args, kwargs or {})
         if func is PROMOTED:
             self.promoted[args] = out
         elif self.see is not None and (func is CONSTANT or not func.is_view):  # a view has no memory of its own

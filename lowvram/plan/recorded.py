@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowvram.plan.allocator import Block, CachingAllocator, OutOfMemory
+from lowvram.plan.allocator import CachingAllocator, OutOfMemory
+from lowvram.plan.blocks import Block
 from lowvram.plan.replay import FREE, Event
 
 ELSEWHERE = 2**60  # the address of a segment that the recording doesn't have

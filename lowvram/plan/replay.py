@@ -3,19 +3,12 @@ Imports no torch."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowvram.plan.allocator import (
-    LARGE_SEGMENT_BYTES,
-    ROUND_LARGE_BYTES,
-    Block,
-    CachingAllocator,
-    OutOfMemory,
-    segment_bytes,
-)
+from lowvram.plan.allocator import CachingAllocator, OutOfMemory
+from lowvram.plan.blocks import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Block
 
 FREE = -1  # the bytes of an event that frees
 
@@ -45,6 +38,8 @@ class Replay:
     reserved_bytes: list[int]  # torch.cuda.memory_reserved()
     allocated_peak_bytes: int
     reserved_peak_bytes: int
+    granted_bytes: int  # with any limit from this one on
+    refused_bytes: int  # and below this one, the same happens
     num_retries: int  # times that all free segments had to be given back first, which waits for the device
     oom: Oom | None
 
@@ -78,26 +73,32 @@ def replay(
         reserved,
         allocator.allocated_peak_bytes,
         allocator.reserved_peak_bytes,
+        allocator.granted_bytes,
+        allocator.refused_bytes,
         allocator.num_retries,
         oom,
     )
 
 
-def least_limit_bytes(events: Sequence[Event], *, expandable: bool = False) -> int:
+def least_limit_bytes(events: Sequence[Event], *, expandable: bool = False, free: Replay | None = None) -> int:
     """The least limit (as of `torch.cuda.set_per_process_memory_fraction`) under which the events fit, a multiple of
     2 MiB, by which everything is reserved.
 
-    By bisection: what fits under a limit fits under a larger one but for rare accidents of best fit, so a still lower
-    limit may do. Under the one that is returned they do fit.
+    By trial between bounds, nearer to the lower one, where it mostly lies. A trial answers for all limits under which
+    the same happens, so a few are enough. What fits under a limit fits under a larger one but for rare accidents of
+    best fit, so a still lower limit may do. Under the one that is returned they do fit.
+
+    Args:
+        free: their replay without a limit, if it is known.
     """
-
-    def fits(step: int) -> bool:
-        return replay(events, expandable=expandable, limit_bytes=step * ROUND_LARGE_BYTES).oom is None
-
-    free = replay(events, expandable=expandable)
-    largest_bytes = max((segment_bytes(event.num_bytes) for event in events if event.num_bytes > 0), default=0)
-    # The last pages of an expandable segment may reach beyond the limit. Conversely the allocator asks for a whole new
-    # segment below the limit, even if fewer pages will do.
-    lowest = max(0, free.allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES
-    highest = (free.reserved_peak_bytes + (largest_bytes if expandable else 0)) // ROUND_LARGE_BYTES
-    return (lowest + bisect_left(range(lowest, highest), True, key=fits)) * ROUND_LARGE_BYTES
+    free = free or replay(events, expandable=expandable)
+    # The last pages of an expandable segment may reach beyond the limit.
+    lowest = max(0, free.allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES
+    highest = free.granted_bytes
+    while lowest < highest:
+        tried = replay(events, expandable=expandable, limit_bytes=lowest + (highest - lowest) // 4)
+        if tried.oom is None:
+            highest = tried.granted_bytes
+        else:
+            lowest = tried.refused_bytes
+    return highest

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 import torch
 
@@ -24,8 +24,27 @@ PLACE = "LOWVRAM_CACHE"  # an environment variable
 NAMELESS = " at 0x"  # in what Python says of an object that has no description of its own
 
 
+def cache_folder() -> Path:
+    """Of all that this program keeps on a machine."""
+    return Path(os.environ.get(PLACE) or Path.home() / ".cache" / "lowvram")
+
+
 def default_folder() -> Path:
-    return Path(os.environ.get(PLACE) or Path.home() / ".cache" / "lowvram") / "traces"
+    return cache_folder() / "traces"
+
+
+def written_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """A file that other processes see whole or not at all. Where it can't be written, there is none."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with os.fdopen(number, "wb") as file:
+                write(file)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink()
+            raise
 
 
 @final
@@ -48,16 +67,8 @@ class Store:
         """Other processes see it whole or not at all."""
         if key is None:
             return
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=self.folder, prefix=".")
-            try:
-                with os.fdopen(number, "wb") as file:
-                    torch.save({field.name: getattr(trace, field.name) for field in fields(trace)}, file)
-                Path(name).replace(self.folder / key)
-            except BaseException:
-                Path(name).unlink()
-                raise
+        columns = {field.name: getattr(trace, field.name) for field in fields(trace)}
+        written_whole(self.folder / key, lambda file: torch.save(columns, file))
 
 
 def key_of(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> str | None:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowvram.core import host
 from lowvram.plan.events import PHASES, Phase
+from lowvram.plan.families import ATTENTIONS, CONVOLUTIONS, FAMILIES, PRODUCTS, Family, family_of
 
 ATEN = torch.ops.aten
 
@@ -30,10 +31,11 @@ class Column(IntEnum):
     PART = 0  # of the batch, from 1 on; 0 before the first
     PHASE = 1  # index into `PHASES`
     LANE = 2  # index into `LANES`
-    FORMAT = 3  # of a product's factors, index into `FORMATS`
-    TIMES = 4  # that this line is run
-    FLOPS = 5  # of a product
-    BYTES = 6  # that are read and written; of a copy between host and device, those that travel
+    FAMILY = 3  # index into `FAMILIES`
+    FORMAT = 4  # of a product's factors, or of the narrowest numbers that are computed with; index into `FORMATS`
+    TIMES = 5  # that this line is run
+    FLOPS = 6  # of a product
+    BYTES = 7  # that are read and written; of a copy between host and device, those that travel
 
 
 class Lane(Enum):
@@ -79,17 +81,6 @@ OVERWRITING = {ATEN.copy_, ATEN._foreach_copy_, ATEN.fill_, ATEN.zero_, ATEN._fo
 UNREAD = {ATEN.nll_loss_backward: "self"}  # is there for its shape alone
 SCALED = "grads"  # fused optimizers write into them only where a scale is given, and none is
 COPIES = {ATEN.copy_, ATEN._foreach_copy_}
-CONVOLUTIONS = {ATEN.convolution, ATEN.convolution_backward}
-ATTENTION = {
-    ATEN._scaled_dot_product_flash_attention,
-    ATEN._scaled_dot_product_efficient_attention,
-    ATEN._scaled_dot_product_flash_attention_for_cpu,
-}
-ATTENTION_BACKWARD = {
-    ATEN._scaled_dot_product_flash_attention_backward,
-    ATEN._scaled_dot_product_efficient_attention_backward,
-    ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
-}
 
 
 @final
@@ -102,7 +93,7 @@ class Recipe:
     new: int  # how often each byte of what it makes is read or written
     count_flops: Callable[..., int] | None  # None: it is no product
     is_copy: bool
-    is_convolution: bool
+    family: Family
 
 
 @cache
@@ -126,12 +117,15 @@ def recipe_of(operator: Any) -> Recipe | None:
     if packet in PICKING:
         reads = [(place, name, 2 * times * (place > 0)) for place, name, times in reads]
     new = int(makes) * (2 if packet in PICKING else 1)
-    return Recipe(reads, written, new, flops_formula(packet), packet in COPIES, packet in CONVOLUTIONS)
+    count_flops = flops_formula(packet)
+    family = family_of(packet, count_flops is not None)
+    return Recipe(reads, written, new, count_flops, packet in COPIES, family)
 
 
 def flops_formula(packet: Any) -> Callable[..., int] | None:
-    if packet in ATTENTION | ATTENTION_BACKWARD:
-        is_backward = packet in ATTENTION_BACKWARD
+    family = family_of(packet, is_product=True)
+    if family in ATTENTIONS:
+        is_backward = family is Family.ATTENTION_BACKWARD
         names = [argument.name for argument in packet.default._schema.arguments]
         causal = names.index("is_causal")
 
@@ -184,11 +178,9 @@ class Clerk:
         for place, name, times in recipe.reads:
             if times and (place < given or name in named):
                 num_bytes += times * size(args[place] if place < given else named[name])
-        flops, number_format = 0, NO_PRODUCT
-        if recipe.count_flops is not None:
-            flops = recipe.count_flops(*args, **named, out_val=out)
-            number_format = format_of((args, named), recipe.is_convolution)
-        self.line(lane, number_format, flops, num_bytes)
+        flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
+        number_format = format_of((args, named), recipe.family)
+        self.line(lane, number_format, flops, num_bytes, recipe.family)
 
     def note_traffic(self) -> None:
         """Write down what has travelled in the phase that ends."""
@@ -198,8 +190,8 @@ class Clerk:
                 self.line(lane, NO_PRODUCT, 0, after - before)
         self.traffic = now
 
-    def line(self, lane: Lane, number_format: str, flops: int, num_bytes: int) -> None:
-        codes = (LANES.index(lane), FORMATS.index(number_format))
+    def line(self, lane: Lane, number_format: str, flops: int, num_bytes: int, family: Family = Family.MOVING) -> None:
+        codes = (LANES.index(lane), FAMILIES.index(family), FORMATS.index(number_format))
         self.lines.append((*self.place, *codes, 1, flops, num_bytes))
 
     def begin_update(self, *_: Any) -> None:
@@ -237,16 +229,17 @@ def inner_size(tensors: list[Tensor]) -> int:
     return sum(storage.nbytes() for tensor in tensors for storage in host.storages(tensor))
 
 
-def format_of(arguments: Any, is_convolution: bool) -> str:
-    """The narrowest of a product's factors, and how a card multiplies it now."""
+def format_of(arguments: Any, family: Family) -> str:
+    """The narrowest of an operator's numbers, such as a product's factors, and how a card multiplies it now."""
     tensors = [part for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) for part in parts_of(leaf)]
-    narrowest = min(
-        (tensor.dtype for tensor in tensors if tensor.is_floating_point()), key=lambda dtype: dtype.itemsize
-    )
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if not dtypes:
+        return UNKNOWN
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     if narrowest.itemsize == FP8_BYTES:
         return "fp8"
     if narrowest is torch.float32:
-        return "tf32" if multiplies_in_tf32(is_convolution) else "fp32"
+        return "tf32" if family in PRODUCTS and multiplies_in_tf32(family in CONVOLUTIONS) else "fp32"
     return CALLED.get(narrowest, UNKNOWN)
 
 

@@ -19,8 +19,14 @@ from typing import Any
 import torch
 
 from lowvram import job
+from lowvram.core.device import choose_device
 from lowvram.endings import Interrupted, ending, is_of_a_peer
-from lowvram.modes.plan import Planner
+from lowvram.knobs.allocator import Tight
+from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
+from lowvram.modes.search import Book, search
+from lowvram.plan.calibration import Calibrations
+from lowvram.plan.gauge import calibrate
+from lowvram.plan.paper import CantPlan
 from lowvram.plan.store import Store
 from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
@@ -147,6 +153,10 @@ def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) 
     """What the request asks for; returns its part of a row."""
     if "check" in request:
         return check(request["check"])
+    if "calibrate" in request:
+        return calibrated(request["calibrate"])
+    if "search" in request:
+        return search_for(request["search"], events)
     if "plan" in request:
         return plan(request["plan"], events)
     return run_point(request, events, stop, meeting)
@@ -161,9 +171,31 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def plan(points: list[dict[str, Any]], events: Events) -> dict[str, Any]:
     """Plan point after point, and tell each as it is known."""
-    planner = Planner(Store())
+    planner = Planner(Store(), Calibrations())
     for index, point in enumerate(points):
         events("planned", index=index, fields=planned(planner, point))
+    return {"status": "ok"}
+
+
+def calibrated(point: dict[str, Any]) -> dict[str, Any]:
+    """Measure the rates of the device that a point runs on, as it runs there, if nobody has."""
+    whole = settings(point["config"])
+    allocator = allocator_of(whole, point["choices"])
+    if allocator == "tight":
+        Tight().tighten()
+    Calibrations().get(choose_device(whole.root.device), allocator, calibrate)
+    return {"status": "ok"}
+
+
+def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
+    """Find the candidates of a search; each plan on the way is told."""
+    whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
+    place = place_here(whole) if point["is_real"] else place_of(whole)
+    book = Book(planner, whole, point["choices"], place, lambda num_plans: events("progress", num_plans=num_plans))
+    try:
+        events("found", **search(book, point["pinned"]))
+    except CantPlan as error:
+        return {"status": "error", "reason": str(error)}
     return {"status": "ok"}
 
 

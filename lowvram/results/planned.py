@@ -20,7 +20,16 @@ def plan_lines(plan: Plan | None) -> list[str]:
         return [plan["reason"]] if plan.get("reason") else []
     return [
         line
-        for line in (_sizes(plan), _verdict(plan), _time(plan), _kinds(plan), _largest(plan), _unknown(plan))
+        for line in (
+            _sizes(plan),
+            _verdict(plan),
+            _host(plan),
+            _time(plan),
+            _kinds(plan),
+            _largest(plan),
+            _unknown(plan),
+            _error(plan),
+        )
         if line
     ]
 
@@ -39,9 +48,17 @@ def _verdict(plan: Plan) -> str | None:
     needs = f"needs at least {size_text(least)}"
     if plan.get("fits") is None or budget is None:
         return needs
-    fits = "fits" if plan["fits"] else "does not fit"
+    fits = "fits" if least * (1 + plan["margin"]) <= budget else "does not fit"
     advice = f"; {plan['advice']}" if plan.get("advice") and not plan["fits"] else ""
     return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe{advice}"
+
+
+def _host(plan: Plan) -> str | None:
+    """Only where the host is what it doesn't fit into."""
+    needed, budget = plan.get("host_bytes"), plan.get("host_budget_bytes")
+    if not needed or not budget or needed * (1 + plan["margin"]) <= budget:
+        return None
+    return f"of the host's memory it needs {size_text(needed)}, and may have {size_text(budget)}"
 
 
 def _time(plan: Plan) -> str | None:
@@ -66,6 +83,15 @@ def _kinds(plan: Plan) -> str | None:
 def _largest(plan: Plan) -> str | None:
     texts = [f"{size_text(one['bytes'])} {one['name']}" for one in plan.get("largest", [])[:NUM_LARGEST]]
     return f"largest: {', '.join(texts)}" if texts else None
+
+
+def _error(plan: Plan) -> str | None:
+    if "error" not in plan:
+        return None
+    if plan["error"] is None:
+        return "how far plans for this device are off has not been measured yet"
+    error = plan["error"]
+    return f"plans were off by {error['median']:.1%} (median) and {error['p95']:.1%} (p95): {error['where']}"
 
 
 def _unknown(plan: Plan) -> str | None:

@@ -81,7 +81,7 @@ def empty_row() -> Row:
         "loss": _nulls("first last eval"),
         "eval": _nulls("accuracy perplexity"),
         "precision": _nulls("skipped_steps scale"),
-        **_nulls("fidelity semantics_changed disturbed ranks"),
+        **_nulls("attempts fidelity semantics_changed disturbed ranks"),
         "provenance": _nulls("git_sha dirty lowvram torch device_name driver threads seed python command"),
     }
 
@@ -219,6 +219,14 @@ def _is_secret(key: str, value: Any) -> bool:
     # "tokens" and "tokenizer" are everyday words of this field; null and true tell nobody anything.
     is_named_so = any(_SECRET_WORD.search(word.lower()) for word in _WORD.findall(key))
     return is_named_so and value is not None and not isinstance(value, bool)
+
+
+def attempts_text(row: Row) -> str | None:
+    """In how many parts a batch ran after attempts with fewer; None if there were none."""
+    fewer = [str(attempt["parts"]) for attempt in row["attempts"] or ()]
+    if not fewer:
+        return None
+    return f"accum.parts={row['config']['accum']['parts']}, after running out of memory with {', '.join(fewer)}"
 
 
 def size_text(num_bytes: float) -> str:

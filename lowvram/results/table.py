@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lowvram.results.columns import Column, number_column, number_texts, value_at, words_column
-from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, read, to_json, write_text
+from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, to_json, write_text
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
@@ -133,6 +133,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
             yield _one_line(f"{name}: {row['status'] or 'unfinished'}: {row['reason'] or 'no reason is known'}")
         if (row["plan"] or {}).get("reason"):
             yield _one_line(f"{name}: {row['plan']['reason']}")
+        if attempts := attempts_text(row):
+            yield f"{name}: {attempts}"
         if retries := row["memory"]["alloc_retries"]:
             yield f"{name}: {retries} allocations succeeded only after free memory was returned to the driver"
         if row["disturbed"]:

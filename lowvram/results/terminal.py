@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lowvram.results.planned import plan_lines
-from lowvram.results.row import GIB, Row, is_final, size_text
+from lowvram.results.row import GIB, Row, attempts_text, is_final, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -32,8 +32,8 @@ class Progress(ABC):
     """Shows how far a point is. One point at a time: start, update, stop, and again."""
 
     @abstractmethod
-    def start(self, name: str, total_steps: int | None) -> None:
-        """A point begins; `total_steps` is None when time ends it, not a number of steps."""
+    def start(self, name: str, total_steps: int | None, unit: str = "step") -> None:
+        """A point begins; `total_steps` is None when time ends it, not a number of steps. `unit`: what is counted."""
 
     @abstractmethod
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -56,7 +56,7 @@ class LiveProgress(Progress):
         self._bar: RichProgress | None = None
         self._values: dict[str, float] = {}
 
-    def start(self, name: str, total_steps: int | None) -> None:
+    def start(self, name: str, total_steps: int | None, unit: str = "step") -> None:
         from rich import progress
         from rich.console import Console
         from rich.table import Column
@@ -102,14 +102,14 @@ class QuietProgress(Progress):
         self._stream = stream
         self._clock = clock
         self._values: dict[str, float] = {}
-        self._of_total = ""
+        self._of_total, self._unit = "", "step"
         self._started_s = self._printed_s = clock()
 
-    def start(self, name: str, total_steps: int | None) -> None:
-        self._values = {}
+    def start(self, name: str, total_steps: int | None, unit: str = "step") -> None:
+        self._values, self._unit = {}, unit
         self._of_total = "" if total_steps is None else f"/{total_steps}"
         self._started_s = self._printed_s = self._clock()
-        self.say(f"{name}: started" if total_steps is None else f"{name}: started, {total_steps} steps")
+        self.say(f"{name}: started" if total_steps is None else f"{name}: started, {total_steps} {unit}s")
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
@@ -118,7 +118,7 @@ class QuietProgress(Progress):
             return
         self._printed_s = now_s
         parts = (
-            f"step {step}{self._of_total}",
+            f"{self._unit} {step}{self._of_total}",
             values_text(self._values),
             f"{now_s - self._started_s:.0f} s",
         )
@@ -167,6 +167,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
     """
     lines = [
         _parts(": ", row["name"], row["status"], row["reason"]),
+        _titled("parts", [attempts_text(row)]),
         _memory(row),
         _titled("moved", _traffic(row)),
         *(plan_lines(row["plan"]) if row["memory"]["peak_bytes"] is None else []),

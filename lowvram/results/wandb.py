@@ -124,6 +124,8 @@ class Run(Recorder):
 
     def finish(self, row: Row) -> None:
         failed = row["status"] != Status.OK
+        if row["attempts"]:  # the run began with another number of parts
+            self._attempt(lambda: self._run.config.update(refuse_secrets(row["config"]), allow_val_change=True))
         self._attempt(lambda: self._run.summary.update(final_values(row)))
         self._attempt(lambda: self._run.finish(exit_code=int(failed)))
 

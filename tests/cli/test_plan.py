@@ -68,7 +68,7 @@ def test_what_the_planned_device_cannot_do_is_told_before_anything_is_bought(cal
     ("word", "sentence"),
     [
         ("plan.device=rtx9", "plan.device='rtx9': must be one of "),
-        ("plan.margin=-1", "plan.margin=-1.0: must be a share from 0"),
+        ("plan.margin=-1", "plan.margin=-1.0: must be null or a share from 0"),
         ("vram=lots", "vram='lots': must be null or a number above 0 with a unit"),
         ("accum=x5", "accum=x5"),
         ("plan.budget=3", "plan.budget"),

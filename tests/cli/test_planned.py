@@ -36,7 +36,7 @@ def test_a_sweep_is_planned_before_its_first_point(call: Call) -> None:
     assert len(rows) == 4
     for row in rows:
         assert row["plan"]["allocated_bytes"] == pytest.approx(row["memory"]["peak_bytes"], rel=0.01)
-    assert outcome.out.count("plan: started") == 1
+    assert outcome.out.count("planning: started, 4 points") == 1
     assert "planned MiB" in outcome.out
 
 
@@ -74,9 +74,10 @@ def test_a_single_run_is_skipped_as_well(call: Call) -> None:
 
 
 def test_far_off_is_far_beyond_the_margin() -> None:
-    assert is_far_off({"least_vram_bytes": 126, "budget_bytes": 100})
-    assert not is_far_off({"least_vram_bytes": 124, "budget_bytes": 100})
-    assert not is_far_off({"least_vram_bytes": 126, "budget_bytes": None})
+    assert is_far_off({"least_vram_bytes": 126, "budget_bytes": 100, "grows": False})
+    assert not is_far_off({"least_vram_bytes": 126, "budget_bytes": 100, "grows": True})
+    assert not is_far_off({"least_vram_bytes": 124, "budget_bytes": 100, "grows": False})
+    assert not is_far_off({"least_vram_bytes": 126, "budget_bytes": None, "grows": False})
     assert not is_far_off({"reason": "can't plan this model"})
     assert not is_far_off(None)
 

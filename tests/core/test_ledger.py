@@ -209,14 +209,15 @@ def collector(is_on: bool) -> Iterator[None]:
 @pytest.mark.parametrize("fails", [True, False])
 def test_nothing_is_left_patched(is_on: bool, fails: bool) -> None:
     model, x = linear_model(), torch.randn(2, WIDTH)
-    num_watched = len(weakref.finalize._registry)  # pyright: ignore[reportAttributeAccessIssue]
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    num_watched = [weakref.getweakrefcount(storage) for storage in storages]
     with collector(is_on):
         seen = look_at(model, x, fails)
         assert gc.isenabled() == is_on
     assert seen.by_kind_max[Kind.PARAMETERS] == WEIGHT_BYTES
     assert _get_current_dispatch_mode_stack() == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert len(weakref.finalize._registry) == num_watched  # pyright: ignore[reportAttributeAccessIssue]
+    assert [weakref.getweakrefcount(storage) for storage in storages] == num_watched
 
 
 def look_at(model: nn.Module, x: Tensor, fails: bool) -> Peak:

@@ -62,6 +62,13 @@ def fault_out_of_memory(folder: Path) -> None:
     bytearray(2**60)
 
 
+def fault_stop_and_out_of_memory(folder: Path) -> None:
+    """The program is asked to stop, and the point runs out of memory before it hears of it."""
+    server = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    os.kill(int(server[1]), signal.SIGINT)
+    fault_out_of_memory(folder)
+
+
 def fault_stop(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 

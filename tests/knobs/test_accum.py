@@ -10,7 +10,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part, assemble
 from lowvram.core.step import step
-from lowvram.knobs.accum import Parts, Whole
+from lowvram.knobs.accum import Growing, Parts, Whole
 from lowvram.knobs.stepping import AfterBackward
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, make_batch, relative_error, train
 
@@ -48,6 +48,25 @@ def test_no_parts_are_refused(parts: int) -> None:
 def test_none_has_one_part() -> None:
     with pytest.raises(BadInput, match=r"accum\.parts=2: must be 1 with accum=none: choose accum=x2"):
         Whole(2)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "numbers"),
+    [(32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 24]), (30, [1, 2, 5, 10, 30]), (7, [1, 7]), (1, [1])],
+)
+def test_a_growing_number_of_parts_divides_and_at_least_doubles(num_samples: int, numbers: list[int]) -> None:
+    """Until each part is down to one sample."""
+    found: list[int] = []
+    following: int | None = 1
+    while following is not None:
+        found.append(following)
+        following = Growing(following).more_parts(num_samples)
+    assert found == numbers
+
+
+def test_a_number_that_was_chosen_stays() -> None:
+    assert Parts(2).more_parts(32) is None
+    assert Whole().more_parts(32) is None
 
 
 def test_batch_norm_is_told_of() -> None:

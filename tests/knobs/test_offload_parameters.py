@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core import host
 from lowvram.core.knob import Kind, Knob
-from lowvram.core.ledger import ROUND_BYTES, Peak, ledger
+from lowvram.core.ledger import Peak, ledger
+from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Rig, assemble
 from lowvram.core.shards import local

@@ -19,7 +19,15 @@ from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
 from lowvram.modes.session import Session
 from lowvram.schedule import Constant, Schedule
-from lowvram.settings import MeasureSettings, PlanSettings, RootSettings, Settings, SnapshotSettings, TrainSettings
+from lowvram.settings import (
+    MeasureSettings,
+    PlanSettings,
+    RootSettings,
+    SearchSettings,
+    Settings,
+    SnapshotSettings,
+    TrainSettings,
+)
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 BATCH_SIZE = 4
@@ -78,7 +86,8 @@ def session_in(
         root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None),
         train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
         measure=MeasureSettings(warmup_steps=1, steps=3, max_seconds=60.0, largest_tensors=False),
-        plan=PlanSettings(device="auto", margin=0.1, skip=False),
+        plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
+        search=SearchSettings(groups=None, lossy=False, probes=3),
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model},
     )

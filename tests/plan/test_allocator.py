@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowvram.plan.allocator import MIB, CachingAllocator
+from lowvram.plan.allocator import CachingAllocator
+from lowvram.plan.blocks import MIB
 from lowvram.plan.replay import FREE, Event, Oom, least_limit_bytes, replay
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from lowvram.plan.allocator import MIB, SMALL_BYTES, Block, CachingAllocator, OutOfMemory, Pool, segment_bytes
+from lowvram.plan.allocator import CachingAllocator, OutOfMemory
+from lowvram.plan.blocks import MIB, SMALL_BYTES, Block, Pool, segment_bytes
 from lowvram.plan.replay import FREE, Event, least_limit_bytes, replay
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
@@ -132,6 +133,19 @@ def test_the_least_limit_fits_and_less_does_not(expandable: bool, seed: int) -> 
     assert replay(events, expandable=expandable, limit_bytes=limit_bytes - 2 * MIB).oom is not None
     assert limit_bytes >= free.allocated_peak_bytes - 20 * MIB
     assert limit_bytes <= free.reserved_peak_bytes + (40 * MIB if expandable else 0)
+
+
+@seeds
+@both
+def test_limits_between_what_was_granted_and_refused_change_nothing(expandable: bool, seed: int) -> None:
+    events = sequence(seed, num_events=400)
+    least = least_limit_bytes(events, expandable=expandable)
+    for limit_bytes in (least, least - 2 * MIB, least - 20 * MIB):
+        done = replay(events, expandable=expandable, limit_bytes=limit_bytes)
+        assert done.granted_bytes <= limit_bytes < done.refused_bytes
+        for other in (done.granted_bytes, done.refused_bytes - 1):
+            assert replay(events, expandable=expandable, limit_bytes=other) == done
+        assert done != replay(events, expandable=expandable, limit_bytes=done.granted_bytes - 1)
 
 
 @both

@@ -20,7 +20,7 @@ from lowvram.plan.events import Trace
 from lowvram.plan.repricing import Pricer
 from lowvram.plan.store import Store
 from lowvram.plan.target import Target
-from lowvram.plan.timing import StepTime, step_time
+from lowvram.plan.timing import DataSheet, StepTime, step_time
 from lowvram.plan.tracing import trace
 from lowvram.plan.work import FORMATS, LANES, Column, Lane, recipe_of
 from lowvram.tasks import Auto, Problem
@@ -43,7 +43,7 @@ def traced(problem: Problem, on: Target = A100, /, **choices: Any) -> Trace:
 
 def time_on(device: str | DeviceSpec, found: Trace) -> StepTime:
     spec = load_device(device) if isinstance(device, str) else device
-    told = step_time(found.work, spec)
+    told = step_time(found.work, DataSheet(spec))
     assert told is not None
     return told
 
@@ -185,9 +185,9 @@ def test_a_compiled_point_takes_the_time_of_its_eager_equivalent() -> None:
 
 @pytest.mark.parametrize("device", ["generic", "cpu"])
 def test_no_time_is_made_up_where_rates_are_not_known(device: str) -> None:
-    assert step_time(traced(PROBLEMS["resnet"]).work, load_device(device)) is None
+    assert step_time(traced(PROBLEMS["resnet"]).work, DataSheet(load_device(device))) is None
     no_bf16 = replace(load_device("a100"), bf16_flops_per_s=None)
-    assert step_time(traced(PROBLEMS["resnet"], precision="bf16").work, no_bf16) is None
+    assert step_time(traced(PROBLEMS["resnet"], precision="bf16").work, DataSheet(no_bf16)) is None
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,16 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
     each part before the first (its targets are counted) is as in a step of three parts: much, in models so small."""
     knobs = knobs_of(**choices)
     del knobs["accum=none"]
+    sizes = {1: (8, 24, 16), 5: (40, 120, 80)}  # of batches, by parts; the last is priced
+    directly = {
+        parts: trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
+        for parts, batch_sizes in sizes.items()
+    }
     for _ in range(2):
         pricer = Pricer(PROBLEMS[problem], A100, Store(tmp_path))
-        for parts, batch_sizes in ((1, (8, 24, 16)), (5, (40, 120, 80))):
-            *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in batch_sizes)
+        for parts, direct in directly.items():
+            *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in sizes[parts])
             assert not priced.is_direct
-            direct = trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
             assert flops_of(priced.trace) == flops_of(direct)
             for lane in LANES:
                 assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=2e-2)

@@ -23,6 +23,7 @@ from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
 from lowvram.plan.events import Phase
 from lowvram.plan.paper import CantPlan
+from lowvram.plan.replay import FREE
 from lowvram.plan.target import Target
 from lowvram.plan.tracing import deaths_in_order, is_equivalent, trace
 from lowvram.tasks import Classifier, LanguageModel
@@ -98,10 +99,10 @@ def test_requests_are_what_an_allocator_can_play(choices: dict[str, str | Knob])
     """Each storage is freed before it is asked for anew, and nothing of the host is asked for."""
     found = trace(PROBLEMS["transformer"], knobs_of(**choices), 8, A100)
     held, total, peak = dict[int, int](), 0, 0
-    for storage, num_bytes in found.requests():
-        assert (storage in held) is (num_bytes == 0)
+    for storage, num_bytes, _ in found.requests():
+        assert (storage in held) is (num_bytes == FREE)
         total -= -(-held.pop(storage, 0) // 512) * 512
-        if num_bytes:
+        if num_bytes != FREE:
             held[storage] = num_bytes
             total += -(-num_bytes // 512) * 512
         peak = max(peak, total)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ FAULTS = {
     "segfault": ("error", "the process died of SIGSEGV (see native.log)"),
     "exit17": ("error", "the process ended by itself with exit code 17"),
     "kill": ("killed", "the process died of SIGKILL"),
-    "bad_alloc": ("oom", "out of memory in native code (see native.log); try ckpt=every1"),
+    "bad_alloc": ("oom", "out of memory in native code (see native.log); activations are "),
     "kill_server": ("killed", "the process that starts points has died"),
 }
 NUM_POINTS = len(FAULTS) + 1
@@ -79,12 +80,17 @@ def test_no_process_stays(faulty_sweep: tuple[Outcome, Running]) -> None:
     faulty_sweep[1].wait_until_gone()
 
 
-def wandb_run(folder: Path) -> tuple[dict[str, str], int]:
-    """What W&B's own reader finds in a point's folder: the summary and the exit code."""
+def wandb_records(folder: Path) -> list[dict[str, Any]]:
+    """What W&B's own reader finds in a point's folder."""
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    records = [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def wandb_run(folder: Path) -> tuple[dict[str, str], int]:
+    """Of it: the summary and the exit code."""
+    records = wandb_records(folder)
     summary: dict[str, str] = {}
     for record in records:
         summary |= record.get("summary", {}).get("update", {})
@@ -236,6 +242,7 @@ SINGLE = {
     Status.KILLED: "name=kill",
     Status.ERROR: "name=raise",
     Status.INTERRUPTED: "name=term",
+    Status.SKIPPED: "vram=1MiB plan.skip=true",
     Status.TIMEOUT: "name=slow timeout_s=0.5 train.steps=99",
 }
 CODES = {Status.OK: 0, Status.INCOMPATIBLE: 3, Status.INTERRUPTED: 75}  # of single runs; 1 for all others

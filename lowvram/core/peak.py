@@ -1,0 +1,64 @@
+"""The peak of live bytes, found by playing a ledger's book."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+from lowvram.core.knob import Kind
+
+ROUND_BYTES = 512  # the CUDA caching allocator's
+Line = tuple[int, int]  # serial number of a storage, and its bytes from now on: 0 at its death
+
+
+class Holding(NamedTuple):
+    """A storage that was alive at the peak."""
+
+    num_bytes: int
+    kind: Kind
+    testimony: Any  # what the witness said of its birth; None if it saw none
+
+
+@final
+@dataclass
+class Peak:
+    """What a ledger saw; filled when it closes. All in bytes."""
+
+    peak_bytes: int = 0
+    by_kind: dict[Kind, int] = field(default_factory=dict)  # at the moment of the peak
+    by_kind_max: dict[Kind, int] = field(default_factory=dict)  # each kind's own largest moment
+    holdings: list[Holding] = field(default_factory=list)  # of `by_kind`, one by one; empty without a witness
+
+    def fill(self, lines: Sequence[Line], kinds: Mapping[int, Kind], testimonies: Mapping[int, Any] | None) -> None:
+        """Play the lines, now that the kind of every storage is known. `testimonies` are None without a witness."""
+        sizes: dict[int, int] = defaultdict(int)
+        live: dict[Kind, int] = defaultdict(int)
+        most: dict[Kind, int] = defaultdict(int)
+        total = num_lines_at_peak = 0
+        for num_lines, (serial, num_bytes) in enumerate(lines, start=1):
+            kind, growth = kinds[serial], rounded(num_bytes) - sizes[serial]
+            sizes[serial] += growth
+            live[kind] += growth
+            most[kind] = max(most[kind], live[kind])
+            total += growth * (kind is not Kind.HOST)
+            if total > self.peak_bytes:
+                self.peak_bytes, self.by_kind, num_lines_at_peak = total, dict(live), num_lines
+        self.by_kind = {kind: self.by_kind.get(kind, 0) for kind in Kind}
+        self.by_kind_max = {kind: most[kind] for kind in Kind}
+        if testimonies is not None:
+            self.holdings = holdings(lines[:num_lines_at_peak], kinds, testimonies)
+
+
+def holdings(lines: Sequence[Line], kinds: Mapping[int, Kind], testimonies: Mapping[int, Any]) -> list[Holding]:
+    """What the lines leave alive, the largest first."""
+    alive = {serial: rounded(num_bytes) for serial, num_bytes in lines}
+    found = [
+        Holding(num_bytes, kinds[serial], testimonies.get(serial)) for serial, num_bytes in alive.items() if num_bytes
+    ]
+    return sorted(found, key=lambda holding: -holding.num_bytes)
+
+
+def rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

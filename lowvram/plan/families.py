@@ -1,0 +1,81 @@
+"""Families of operators that take their time in a like way: those of one family run at one rate on a device."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+ATEN = torch.ops.aten
+
+
+class Family(Enum):
+    """What an operator does most. Rates are in bytes/s for the first three, in FLOP/s for the others."""
+
+    MOVING = "moving"  # reads and writes, and little else
+    FUNCTION = "function"  # of each number: more than a few operations, such as GELU
+    NORM = "norm"  # several passes over the same numbers
+    PRODUCT = "product"  # of matrices
+    CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution backward"
+    ATTENTION = "attention"  # fused
+    ATTENTION_BACKWARD = "attention backward"
+
+
+FAMILIES = list(Family)
+CONVOLUTIONS = {Family.CONVOLUTION, Family.CONVOLUTION_BACKWARD}
+ATTENTIONS = {Family.ATTENTION, Family.ATTENTION_BACKWARD}
+PRODUCTS = {Family.PRODUCT, *CONVOLUTIONS, *ATTENTIONS}
+
+MEMBERS = {
+    Family.FUNCTION: {
+        ATEN.gelu,
+        ATEN.gelu_backward,
+        ATEN.silu,
+        ATEN.silu_backward,
+        ATEN.exp,
+        ATEN.log,
+        ATEN.erf,
+        ATEN.tanh,
+        ATEN.sigmoid,
+        ATEN.cos,
+        ATEN.sin,
+    },
+    Family.NORM: {
+        ATEN.native_layer_norm,
+        ATEN.native_layer_norm_backward,
+        ATEN.native_batch_norm,
+        ATEN.native_batch_norm_backward,
+        ATEN.native_group_norm,
+        ATEN.native_group_norm_backward,
+        ATEN._fused_rms_norm,
+        ATEN._fused_rms_norm_backward,
+        ATEN._softmax,
+        ATEN._softmax_backward_data,
+        ATEN._log_softmax,
+        ATEN._log_softmax_backward_data,
+    },
+    Family.CONVOLUTION: {ATEN.convolution},
+    Family.CONVOLUTION_BACKWARD: {ATEN.convolution_backward},
+    Family.ATTENTION: {
+        ATEN._scaled_dot_product_flash_attention,
+        ATEN._scaled_dot_product_efficient_attention,
+        ATEN._scaled_dot_product_flash_attention_for_cpu,
+    },
+    Family.ATTENTION_BACKWARD: {
+        ATEN._scaled_dot_product_flash_attention_backward,
+        ATEN._scaled_dot_product_efficient_attention_backward,
+        ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+    },
+}
+BY_PACKET = {packet: family for family, packets in MEMBERS.items() for packet in packets}
+
+
+def family_of(packet: Any, is_product: bool) -> Family:
+    """Of an operator, whatever its overload.
+
+    Args:
+        is_product: whether FLOPs are counted for it.
+    """
+    return BY_PACKET.get(packet, Family.PRODUCT if is_product else Family.MOVING)

@@ -1,0 +1,139 @@
+"""mode=search from the command line: candidates are planned, the best are measured, and the winner is a command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lowvram.point import Point
+from lowvram.results.row import empty_row, merge, write
+from lowvram.searching import Searches
+from lowvram.winner import with_changes
+from tests.calls import TINY, Outcome, read_row
+
+Call = Callable[..., Outcome]
+LARGE = [*TINY, "train.batch_size=256", "data.sequence_length=64"]
+SEARCH = ["mode=search", *LARGE, "device=cpu", "search.groups=[ckpt,accum]", "measure.max_seconds=0.5"]
+MIB = 2**20
+
+
+def commands(outcome: Outcome) -> list[list[str]]:
+    """The words of the commands that a search ends with."""
+    lines = [line.split("train.py", 1)[1] for line in outcome.out.splitlines() if line.startswith("  ")]
+    return [shlex.split(line) for line in lines if "=" in line]
+
+
+@pytest.mark.slow
+def test_the_winner_runs_within_the_budget(call: Call) -> None:
+    outcome = call(*SEARCH, "vram=70MiB", "search.probes=2")
+    assert outcome.code == 0, outcome.said()
+    rows = [read_row(path.parent) for path in sorted(outcome.cwd.glob("outputs/**/result.json"))]
+    assert len(rows) == 2
+    assert {row["status"] for row in rows} == {"ok"}
+    for row in rows:
+        assert row["plan"]["allocated_bytes"] == pytest.approx(row["memory"]["peak_bytes"], rel=0.01)
+        assert row["plan"]["step_ms_source"] == "calibrated on this device"
+    assert "combinations of ckpt, accum" in outcome.out
+    assert "too large, the fastest first: the options in use (" in outcome.out
+    assert "the fastest: " in outcome.out
+    best = max(rows, key=lambda row: row["throughput"]["samples_per_s"])
+    typed, from_file = commands(outcome)
+    again = call(*typed, "mode=measure", "hydra.run.dir=again")
+    assert again.code == 0, again.said()
+    row = read_row(Path("again"))
+    assert {group: row["choices"][group] for group in ("ckpt", "accum")} == {
+        group: best["choices"][group] for group in ("ckpt", "accum")
+    }
+    assert row["config"]["vram"] == "70MiB"
+    assert call(*from_file, "mode=measure", "hydra.run.dir=from_file").code == 0
+    assert read_row(Path("from_file"))["config"]["accum"] == row["config"]["accum"]
+    assert read_row(Path("from_file"))["config"]["ckpt"] == row["config"]["ckpt"]
+
+
+def test_for_another_device_it_only_plans(call: Call) -> None:
+    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=100MiB")
+    assert outcome.code == 0, outcome.said()
+    rows = [read_row(path.parent) for path in sorted(outcome.cwd.glob("outputs/**/result.json"))]
+    assert rows
+    assert all(row["plan"]["fits"] and row["memory"]["peak_bytes"] is None for row in rows)
+    assert "planned step ms" in outcome.out
+    (table,) = outcome.cwd.glob("outputs/**/table.md")
+    assert "least vram" in table.read_text()
+
+
+def test_what_nothing_fits_is_one_sentence_and_leaves_nothing(call: Call) -> None:
+    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=1MiB")
+    assert outcome.code == 3
+    assert outcome.err.startswith("vram=1.00 MiB: nothing fits: the least found is ")
+    assert outcome.err.count("\n") == 1
+    assert not list(outcome.cwd.glob("outputs/**/result.json"))
+
+
+def test_searches_can_be_swept(call: Call) -> None:
+    outcome = call("-m", *SEARCH, "plan.device=rtx3060", "vram=1MiB,100MiB")
+    assert outcome.code == 0, outcome.said()
+    assert outcome.statuses == {"vram1MiB": "incompatible", "vram100MiB": "ok"}
+    assert outcome.rows["vram100MiB"]["choices"]["mode"] == "plan"
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("search.probes=0", "search.probes=0: must be between 1 and 12"),
+        ("search.groups=[model]", "search.groups='model': must be a list of some of allocator, "),
+        ("search.groups=[]", "search.groups="),
+        ("plan.device=generic", "plan.device='generic': must be a device whose rates"),
+        ("plan.host=much", "plan.host='much': must be null or a number above 0 with a unit"),
+        ("search.budget=3", "search.budget"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Call, word: str, sentence: str) -> None:
+    outcome = call(*SEARCH, "vram=100MiB", word)
+    assert sentence in outcome.sentence
+
+
+def test_what_only_the_search_needs_is_no_part_of_the_command() -> None:
+    words = [
+        "mode=search",
+        "model=gpt2",
+        "search.probes=2",
+        "vram=8GiB",
+        "ckpt=none",
+        "hydra.run.dir=x",
+        "plan.margin=0",
+    ]
+    found = with_changes(words, {"ckpt": "every1", "precision": "bf16"})
+    assert found == ["model=gpt2", "vram=8GiB", "ckpt=every1", "precision=bf16"]
+
+
+def test_after_a_probe_that_ran_out_of_memory_the_next_one_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = iter(["oom", "ok", "error", "ok", "ok"])
+
+    def run(self: Searches, probe: Point) -> dict[str, Any]:
+        row = merge(empty_row(), {"id": probe.id, "status": next(ended)})
+        write(probe.folder, row)
+        return row
+
+    monkeypatch.setattr(Searches, "run", run)
+    quiet = type("Quiet", (), {"say": lambda self, text: None})()
+    searches = Searches(None, quiet, lambda: 0, lambda point: None)  # pyright: ignore[reportArgumentType]
+    probes = [Point(str(n), str(n), n, tmp_path / str(n), {}, {}, None, {}) for n in range(6)]
+    assert [row["status"] for row in searches.measure(probes, 2)] == ["oom", "ok", "error", "ok"]
+    kept = [row["id"] for row in searches.measure(probes, 2)]
+    assert kept[0] == "0"  # an earlier call knows it: it isn't run again
+
+
+def test_the_file_is_an_experiment(call: Call) -> None:
+    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=100MiB")
+    (path,) = outcome.cwd.glob("outputs/**/experiment/winner.yaml")
+    assert path.read_text().startswith("# @package _global_\n# Found by mode=search: ")
+    names = [next(iter(each)) for each in OmegaConf.load(path).defaults]
+    assert names
+    assert all(name.startswith("override /") for name in names)

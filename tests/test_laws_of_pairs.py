@@ -1,0 +1,86 @@
+"""The law of every pair of YAMLs in conf/: law 5, after those of one knob in tests/test_laws.py."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from lowvram.config import Incompatible
+from lowvram.core import rig as rig_module
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import Fact, Knob, conflicts
+from lowvram.core.rig import assemble
+from lowvram.knobs.ckpt import RecomputeEvery
+from lowvram.options import all_pairs, covering_rows
+from tests.laboratory import CPU, KNOBS, NEUTRAL, OPTIONS, PROBLEMS, fitting, knobs_of, named, train
+from tests.test_laws import Pair, words
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards")
+
+
+# Any two options either train together or say why not.
+
+
+def why_not(pairs: frozenset[Pair]) -> list[str]:
+    """The conflicts among options, and with this machine."""
+    return conflicts(named(*pairs), absent_facts(CPU))
+
+
+PAIRS = all_pairs(KNOBS)
+REFUSED = {two for two in PAIRS if why_not(two)}
+ROWS = covering_rows(PAIRS - REFUSED, why_not)
+
+
+def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
+    covered = set().union(*map(all_pairs, ROWS))
+    assert covered | REFUSED == PAIRS
+    assert not covered & REFUSED
+    assert len(PAIRS) == sum(len(OPTIONS[one]) * len(OPTIONS[other]) for one, other in combinations(NEUTRAL, 2))
+
+
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: words(row - NEUTRAL.items()))
+def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: str) -> None:
+    knobs = knobs_of(**dict(row))
+    trained = train(PROBLEMS[fitting(problem, knobs)], knobs, [32])
+    assert all(loss.isfinite() for loss in trained.losses)
+    assert all(update.applied or update.recoverable for update in trained.updates)
+    assert all(gradient.isfinite().all() for gradient in trained.gradients.values())
+
+
+@pytest.mark.parametrize("pairs", sorted(REFUSED, key=sorted), ids=words)
+def test_options_that_conflict_say_so_before_a_weight_has_memory(
+    pairs: frozenset[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig_module, "materialise", lambda *_: pytest.fail("the weights have memory"))
+    with pytest.raises(Incompatible) as refusal:
+        assemble(PROBLEMS["transformer"], knobs_of(**dict(pairs)), CPU)
+    culprits = [name for name, knob in named(*pairs).items() if knob.needs() or knob.breaks()]
+    assert any(f"{name} needs that" in str(refusal.value) for name in culprits)
+
+
+# Second half: a fact that a knob claims to break is really broken.
+
+
+def unshown(knobs: dict[Pair, Knob]) -> set[str]:
+    """The tests that are missing: `test_without_<fact>` of the group whose knob breaks it shows what goes wrong."""
+    wanted = {
+        (group, f"test_without_{fact.name.lower()}") for (group, _), knob in knobs.items() for fact in knob.breaks()
+    }
+    return {name for group, name in wanted if f"def {name}" not in source_of_tests(group)}
+
+
+def source_of_tests(group: str) -> str:
+    paths = (Path(__file__).parent / "knobs").glob(f"test_{group}*.py")
+    return "".join(path.read_text() for path in paths)
+
+
+def test_every_broken_fact_is_shown_to_be_real() -> None:
+    class Breaker(RecomputeEvery):
+        def breaks(self) -> frozenset[Fact]:
+            return frozenset({Fact.WHOLE_PARAMS})
+
+    assert unshown({("ckpt", "breaker"): Breaker()}) == {"test_without_whole_params"}
+    assert unshown(KNOBS) == set()
