@@ -12,6 +12,7 @@ from lowvram.composed import chosen, plain
 from lowvram.identity import CONF, register_resolvers
 from lowvram.modes.plan import Fields, Planner
 from lowvram.plan.store import Store
+from lowvram.results.planned import plan_lines
 from lowvram.settings import Settings, settings
 from tests.calls import TINY, TINY_RESNET
 
@@ -73,6 +74,26 @@ def test_margin_and_budget_decide_what_fits() -> None:
     assert planned(*TINY, CARD, "plan.margin=0.1", f"vram={least}MiB")["fits"] is False
     assert planned(*TINY, CARD, "plan.margin=0.1", f"vram={least * 1.11}MiB")["fits"] is True
     assert planned(*TINY, CARD)["budget_bytes"] > 10_000 * MIB  # the card's own
+
+
+def test_the_margin_is_the_error_that_is_known_of_plans(tmp_path: Path) -> None:
+    """And a tenth where none is."""
+    assert planned(*TINY, CARD)["margin"] == 0.1
+    assert planned(*TINY, CARD)["error"] is None
+    known = {"median": 0.02, "p95": 0.3, "where": "12 points on a card"}
+    text = (CONF / "devices" / "rtx3060.yaml").read_text()
+    mine = tmp_path / "mine.yaml"
+    lines = [line for line in text.splitlines() if not line.startswith("error_")]
+    mine.write_text("\n".join([*lines, *(f"error_{name}: {value}" for name, value in known.items())]))
+    plan = planned(*TINY, f"plan.device={mine}", "vram=1GiB")
+    assert plan["error"] == known
+    assert plan["margin"] == 0.3
+    assert "plans were off by 2.0% (median) and 30.0% (p95): 12 points on a card" in plan_lines(plan)
+    assert planned(*TINY, f"plan.device={mine}", "plan.margin=0.2")["margin"] == 0.2
+    half = tmp_path / "half.yaml"
+    half.write_text("\n".join([*lines, "error_median: 0.1", "error_p95: null", "error_where: null"]))
+    fields = Planner().fields(*composed(*TINY, f"plan.device={half}"))
+    assert "known with error_p95 and error_where" in fields["reason"]
 
 
 def test_host_memory_is_named_where_a_knob_takes_it() -> None:
