@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lowvram.results.planned import plan_lines
-from lowvram.results.row import GIB, Row, attempts_text, is_final, size_text
+from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -170,7 +170,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         _titled("parts", [attempts_text(row)]),
         _memory(row),
         _titled("moved", _traffic(row)),
-        *(plan_lines(row["plan"]) if row["memory"]["peak_bytes"] is None else []),
+        *(plan_lines(row["plan"]) if _stands_for_itself(row) else []),
         _titled("speed", _speeds(row)),
         _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
         _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
@@ -180,6 +180,11 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         folder and _can_continue(row, folder) and f"continue with: {resume_command(folder, *more_words)}",
     ]
     return [line for line in lines if line]
+
+
+def _stands_for_itself(row: Row) -> bool:
+    """Whether a plan is what the point ended with, or tells why it ended."""
+    return row["memory"]["peak_bytes"] is None and row["status"] in (Status.OK, Status.OOM, Status.SKIPPED)
 
 
 def _parts(between: str, *parts: str | None) -> str:

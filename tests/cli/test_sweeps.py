@@ -35,6 +35,7 @@ def test_a_sweep_that_is_typed_again(call: Call, tmp_path: Path) -> None:
         name: before[name] for name in before if name.startswith("bf16")
     }
     assert [line for line in again.out.splitlines() if ": started" in line] == [
+        "planning: started, 3 points",
         "seed2: started, 3 steps",
         "seed3: started, 3 steps",
     ]

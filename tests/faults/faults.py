@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+COMPILED = "Compiled"  # no fault is written so
 LARGEST_DISK_BYTES = 2**23  # of any test
 
 
@@ -112,15 +113,18 @@ def due(name: str | None, seed: int, step: int, rank: int) -> Callable[[Path], N
 
 
 def arm() -> None:
-    """Look for a fault in the set-up and before every step of every child."""
+    """Look for a fault in the set-up and before every step of every child. Updates of few bits are not compiled, as in
+    the tests themselves (tests/conftest.py), but in a run with the name `COMPILED`."""
     from lowvram import job
+    from lowvram.knobs.optimizer import low_bit
     from lowvram.modes.session import Session
 
-    named, updated, steps = job.named_knobs, Session.update, [0]
+    named, updated, steps, compiled_step = job.named_knobs, Session.update, [0], low_bit.compiled_step
 
     @functools.wraps(named)
     def named_knobs(settings: Any, *args: Any) -> Any:
         act(settings.root, 0, Path())
+        low_bit.compiled_step = compiled_step if settings.root.name == COMPILED else eager(compiled_step)
         return named(settings, *args)
 
     @functools.wraps(updated)
@@ -131,6 +135,18 @@ def arm() -> None:
 
     job.named_knobs = named_knobs
     Session.update = update  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def eager(compiled_step: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same without its compiler."""
+
+    def step(optimizer: Any) -> None:
+        import torch
+
+        with torch.compiler.set_stance("force_eager"):
+            compiled_step(optimizer)
+
+    return step
 
 
 def act(root: Any, step: int, folder: Path) -> None:
