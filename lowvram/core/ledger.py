@@ -8,14 +8,16 @@ The idea of following storages through a dispatch mode is torch.distributed._too
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +27,7 @@ from lowvram.core import host
 from lowvram.core.knob import Kind
 from lowvram.core.peak import Peak
 
+FUNCTION = sys.modules[torch.autograd.Function.__module__].__file__
 Witness = Callable[[Tensor, Any], Any]  # of a tensor's birth, and the operator that made it (None: it was there)
 
 
@@ -93,6 +96,40 @@ class Storage(NamedTuple):
     death: weakref.ref[torch.UntypedStorage]  # writes it down
 
 
+class Meeting(NamedTuple):
+    """Two gradients of one tensor are added up."""
+
+    line: int  # of the sum's birth
+    address: int  # of the storage that autograd would add to in place
+
+
+NO_MEETING = Meeting(0, 0)
+
+
+def is_meeting(terms: Sequence[Any]) -> bool:
+    """Whether autograd adds gradients, and would do it in place without a dispatch mode.
+
+    Under a mode it never does (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), so the sum would be
+    counted beside both. Its other conditions are asked here, but that nobody else holds the tensor: that shows, as the
+    tensor dies at once.
+    """
+    node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+    if node is None or torch.is_grad_enabled() or is_in_function():
+        return False
+    one, other = terms[:2]
+    is_alike = isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype
+    is_view = one._base is not None  # it holds what it is a view of
+    return is_alike and not is_view and is_non_overlapping_and_dense_or_false(one)
+
+
+def is_in_function() -> bool:
+    """Whether the backward pass of an `autograd.Function` is under way, which adds what it likes."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != FUNCTION:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Ledger(TorchDispatchMode):
     """The book itself: one line per birth, change of size and death of a storage. Inside `followed` it may be entered
     as a mode, and then sees what operators make; or another mode tells it."""
@@ -106,6 +143,7 @@ class Ledger(TorchDispatchMode):
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
         self.born = Kind.ACTIVATIONS  # of what nothing more is known of
+        self.meeting = NO_MEETING  # the latest
         self.num_updates = 0  # that are under way: an optimizer may run another
         self.parameters: set[Tensor] = set()
         self.hooks: list[Any] = []
@@ -132,7 +170,7 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then it comes again, for the tensors that this rank holds
         out = func(*args, **(kwargs or {}))
-        self.see(func, out)
+        self.see(func, args, out)
         return out
 
     @contextmanager
@@ -146,8 +184,10 @@ class Ledger(TorchDispatchMode):
             undo.enter_context(self.resizes_noted())
             yield
 
-    def see(self, operator: Any, out: Any) -> None:
+    def see(self, operator: Any, args: Sequence[Any], out: Any) -> None:
         """Write down what an operator has made."""
+        if operator is torch.ops.aten.add.Tensor and is_meeting(args):
+            self.meeting = Meeting(len(self.lines), args[0].untyped_storage()._cdata)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.born, operator)
@@ -219,7 +259,9 @@ class Ledger(TorchDispatchMode):
 
     def _died(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         dead = self.alive.pop(address)
-        self.lines.append((dead.serial, 0))
+        at, added_to = self.meeting
+        is_next = address == added_to and all(num_bytes == 0 for _, num_bytes in self.lines[at + 1 :])
+        self.lines.insert(at if is_next else len(self.lines), (dead.serial, 0))
 
     @contextmanager
     def resizes_noted(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class Scribe:
         return len(self.steps) > 1
 
     def see(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
-        self.book.see(operator, out)
+        self.book.see(operator, args, out)
         if self.is_steady:
             self.clerk.note(operator, args, named, out)
 
