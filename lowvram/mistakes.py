@@ -71,6 +71,7 @@ ELSEWHERE = {
     "output_dir": "it is paths.outputs",
     "resume_from_checkpoint": "it is resume=last or resume=FOLDER",
 }
+PRESETS = ("experiment", "sweep", "debug", "local")  # groups of configurations with a name
 ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that say what is to be done
 SNAPSHOT_HINT = "ckpt is activation checkpointing; saved training state is a snapshot: resume=last or resume=FOLDER"
 
@@ -134,7 +135,7 @@ def check_override(word: str) -> None:
     key, _, value = word.partition("=")
     if not key:
         raise Refused(unreadable(word))
-    if key in (*GROUPS, *PARENT_ONLY) and re.fullmatch(r"(null|true|false|[\d.]+)", value, re.IGNORECASE):
+    if key in (*GROUPS, *PARENT_ONLY, *PRESETS) and re.fullmatch(r"(null|true|false|[\d.]+)", value, re.IGNORECASE):
         raise Refused(f"{word}: must be an option of the group {key}; without the word it keeps its default")
 
 

@@ -18,10 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from lowvram.core.device import absent_facts, choose_device
@@ -143,10 +142,7 @@ def ratio(found: Row, plain: Row, name: str) -> str:
 
 def in_double(row: Row) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Initial weights and their gradients on the first batch in fp64, by name, on the CPU."""
-    config = OmegaConf.to_container(OmegaConf.create(row["config"]))
-    assert isinstance(config, dict)
-    values: dict[str, Any] = {str(key): value for key, value in config.items() if key not in ("logger", "paths")}
-    built = settings({**values, "logger": row["config"]["logger"], "paths": row["config"]["paths"]})
+    built = settings(row["config"])
     data, cpu = open_data(built), torch.device("cpu")
     problem = built.groups["task"].pose(built.groups["model"], data.spec)
     plain = {name: knob_of((name, option)) for name, option in neutral_options().items()}

@@ -64,46 +64,57 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
 
     `kept`: ids of the rows that an earlier launch has measured. Bytes of all columns share one unit.
     """
+    columns = (
+        words_column("name", map(label, rows)),
+        words_column("status", (row["status"] for row in rows)),
+        *_memory_columns(rows),
+        *_other_columns(rows),
+    )
+    return Table(tuple(column for column in columns if any(column.texts)), tuple(_notes(rows, kept)))
+
+
+def _memory_columns(rows: Sequence[Row]) -> Iterator[Column]:
+    """Measured and planned."""
     unit, num_unit_bytes = _memory_unit(rows)
+    numbers, sizes = partial(number_column, rows), partial(number_column, rows, divisor=num_unit_bytes)
     sources = [SOURCES.get(row["memory"]["source"]) for row in rows]
     kinds = {source for source in sources if source}
     # Peaks that were measured in different ways can't be compared.
     is_comparable = len(kinds) == 1
     peak = f"peak {unit} ({kinds.pop()})" if is_comparable else f"peak {unit}"
+    yield sizes(peak, "memory.peak_bytes", min if is_comparable else None)
+    yield words_column("memory source", () if is_comparable else sources)
 
-    numbers = partial(number_column, rows)
-    sizes = partial(number_column, rows, divisor=num_unit_bytes)
     # Beside what was measured one planned number is enough, unless there is a budget.
     is_plan = not any(row["memory"]["peak_bytes"] for row in rows)
     has_budget = is_plan or any(row["config"].get("vram") for row in rows)
-    columns = (
-        words_column("name", map(label, rows)),
-        words_column("status", (row["status"] for row in rows)),
-        sizes(peak, "memory.peak_bytes", min if is_comparable else None),
-        words_column("memory source", () if is_comparable else sources),
-        sizes(f"planned {unit}", "plan.allocated_bytes", min),
-        sizes(f"planned reserved {unit}", "plan.reserved_bytes", min, is_shown=is_plan),
-        sizes(f"planned host {unit}", "plan.host_bytes", min, is_shown=is_plan),
-        sizes(f"least vram {unit}", "plan.least_vram_bytes", min, is_shown=has_budget),
-        words_column("fits", (_fits(row) for row in rows) if has_budget else ()),
-        numbers("planned step ms", "plan.step_ms", min, is_shown=is_plan),
-        sizes(f"activations {unit}", "memory.by_kind_max.activations", min),
-        sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min),
-        sizes(f"to host {unit}/step", "traffic.to_host_bytes", min),
-        sizes(f"to device {unit}/step", "traffic.to_device_bytes", min),
-        numbers("samples/s", "throughput.samples_per_s", max),
-        numbers("tokens/s", "throughput.tokens_per_s", max),
-        numbers("step ms p50", "time.step_ms_p50", min),
-        numbers("step ms p05", "time.step_ms_p05", None, is_shown=False),
-        numbers("step ms p95", "time.step_ms_p95", None, is_shown=False),
-        words_column("p05-p95", _spreads(rows), is_exported=False),
-        numbers("copies waited ms", "traffic.waited_ms", min),
-        numbers("last loss", "loss.last", min, num_digits=4),
-        numbers("eval loss", "loss.eval", min, num_digits=4),
-        numbers("accuracy", "eval.accuracy", max),
-        numbers("perplexity", "eval.perplexity", min),
-    )
-    return Table(tuple(column for column in columns if any(column.texts)), tuple(_notes(rows, kept)))
+    yield sizes(f"planned {unit}", "plan.allocated_bytes", min)
+    yield sizes(f"planned reserved {unit}", "plan.reserved_bytes", min, is_shown=is_plan)
+    yield sizes(f"planned host {unit}", "plan.host_bytes", min, is_shown=is_plan)
+    yield sizes(f"least vram {unit}", "plan.least_vram_bytes", min, is_shown=has_budget)
+    yield words_column("fits", (_fits(row) for row in rows) if has_budget else ())
+    yield numbers("planned step ms", "plan.step_ms", min, is_shown=is_plan)
+
+    yield sizes(f"activations {unit}", "memory.by_kind_max.activations", min)
+    yield sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min)
+    yield sizes(f"to host {unit}/step", "traffic.to_host_bytes", min)
+    yield sizes(f"to device {unit}/step", "traffic.to_device_bytes", min)
+
+
+def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
+    """Speed, loss and what an evaluation says."""
+    numbers = partial(number_column, rows)
+    yield numbers("samples/s", "throughput.samples_per_s", max)
+    yield numbers("tokens/s", "throughput.tokens_per_s", max)
+    yield numbers("step ms p50", "time.step_ms_p50", min)
+    yield numbers("step ms p05", "time.step_ms_p05", None, is_shown=False)
+    yield numbers("step ms p95", "time.step_ms_p95", None, is_shown=False)
+    yield words_column("p05-p95", _spreads(rows), is_exported=False)
+    yield numbers("copies waited ms", "traffic.waited_ms", min)
+    yield numbers("last loss", "loss.last", min, num_digits=4)
+    yield numbers("eval loss", "loss.eval", min, num_digits=4)
+    yield numbers("accuracy", "eval.accuracy", max)
+    yield numbers("perplexity", "eval.perplexity", min)
 
 
 def _memory_unit(rows: Sequence[Row]) -> tuple[str, int]:

@@ -19,6 +19,7 @@ MISTAKES = {
     "experiment=nope": ["experiment=nope: must be one of", "transformer_bytes"],
     "precision=": ["precision=: must be one of"],
     "precision=null": ["precision=null: must be an option of the group precision"],
+    "debug=null": ["debug=null: must be an option of the group debug; without the word it keeps its default"],
     "+precision=bf16": ["precision: the group has one option", "without +"],
     "ckpt=[every1,every2]": ["ckpt", "one option of the group ckpt, not a list"],
     "precision=bf16,fp16": ["precision=bf16,fp16: has several values; add -m"],

@@ -1,0 +1,53 @@
+"""Where two gradients meet, the ledger counts what autograd does without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowvram.core.ledger import ledger
+
+
+class Sums(torch.autograd.Function):
+    """Adds by itself in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        return gradient.clone() + gradient.clone()
+
+
+MEETINGS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether autograd adds in place
+    "fresh": (lambda x: (x * 3).sum() + (x * 5).sum(), True),
+    "three": (lambda x: (x * 3).sum() + (x * 5).sum() + (x * 7).sum(), True),
+    "views": (lambda x: (x.t() * 3).sum() + (x.t() * 5).sum(), False),
+    "expanded": (lambda x: x.sum() + x.sum(), False),
+    "none": (lambda x: Sums.apply(x).sum(), False),
+}
+
+
+@pytest.mark.parametrize(("loss", "in_place"), MEETINGS.values(), ids=MEETINGS)
+def test_gradients_that_meet_are_added_as_autograd_does_it(
+    loss: Callable[[Tensor], Tensor], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a dispatch mode; under one it makes a new tensor each time."""
+
+    def run() -> None:
+        loss(torch.ones(64, 64, requires_grad=True) * 2).backward()
+
+    with torch.profiler.profile() as seen:
+        run()
+    assert ("aten::add_" in {event.name for event in seen.events() or ()}) is in_place
+    with ledger() as peak:
+        run()
+    monkeypatch.setattr("lowvram.core.ledger.is_meeting", lambda terms: False)
+    with ledger() as naive:
+        run()
+    assert naive.peak_bytes - peak.peak_bytes == in_place * 64 * 64 * 4
