@@ -90,7 +90,8 @@ class Plans:
             kind = event.pop("event")
             if kind == "planned":
                 self.told[places[event["index"]]] = event["fields"]
-                self.progress.update(len(self.told), {})
+                if len(points) > 1:
+                    self.progress.update(event["index"] + 1, {})
             elif kind == "say":
                 self.progress.say(event["text"])
             elif kind == "row":

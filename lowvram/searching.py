@@ -88,7 +88,8 @@ class Searches:
             if kind == "progress":
                 if event["num_plans"] == FIRST_SEARCHED:
                     self.progress.start(MODE, None, "plan")
-                self.progress.update(event["num_plans"], {})
+                if event["num_plans"] >= FIRST_SEARCHED:
+                    self.progress.update(event["num_plans"], {})
             elif kind == "say":
                 self.progress.say(event["text"])
             elif kind == "found":

@@ -84,7 +84,7 @@ def search(book: Book, pinned: Iterable[str]) -> Fields:
     estimates = [Estimator(base, singles).estimate(options) for options in useful.combinations()]
     explore(book, useful, estimates, num_wanted)
     if not book.fitting:
-        raise Incompatible(nothing_fits(list(book.plans.values())))
+        raise Incompatible(f"{nothing_fits(list(book.plans.values()))}{more_to_try(book.settings, useful)}")
     return {"ranking": ranked(book.fitting)[:NUM_RANKED], "account": account(book, space, estimates, refused)}
 
 
@@ -207,6 +207,13 @@ def nothing_fits(plans: Sequence[Plan]) -> str:
         f"vram={size_text(least['budget_bytes'])}: nothing fits: the least found is {size_text(needed_bytes)} "
         f"({least['margin']:.0%} to be safe among it), with {called(least['changes'])}"
     )
+
+
+def more_to_try(settings: Settings, space: Space) -> str:
+    """What a search could still do to find less."""
+    lossy = [] if settings.search.lossy else ["search.lossy=true"]
+    groups = [] if "optimizer" in space.names else [f"search.groups=[{','.join([*space.names, 'optimizer'])}]"]
+    return f" ({' or '.join([*groups, *lossy])} may find less)" if groups or lossy else ""
 
 
 def called(changes: Options) -> str:
