@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config import build
+from lowvram.config import BadInput, build
 from lowvram.core.knob import Fact, Knob, conflicts
 from lowvram.identity import CONF
 from lowvram.settings import KNOB_GROUPS
@@ -70,7 +70,10 @@ def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], d
         if missing:
             refused[option] = f"it has no {group}.{missing[0]}"
         elif option != in_use:
-            found[option] = build(DictConfig({**node, **changed}), group)
+            try:
+                found[option] = build(DictConfig({**node, **changed}), group)
+            except BadInput as error:
+                refused[option] = str(error)
     return found, refused
 
 

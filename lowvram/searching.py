@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, final
 
 from hydra import compose
@@ -64,8 +65,8 @@ class Searches:
         if not found.ranking:
             return None if self.stop_signals() else self.ended(point, found.ending)
         is_real = runs_here(point)
-        probes = [probe_of(point, words, number, each, is_real) for number, each in enumerate(found.ranking)]
-        measured = self.measure(probes, point.config["search"]["probes"]) if is_real else told(probes[:NUM_TOLD])
+        probes = (probe_of(point, words, number, each, is_real) for number, each in enumerate(found.ranking))
+        measured = self.measure(probes, point.config["search"]["probes"]) if is_real else told(islice(probes, NUM_TOLD))
         if not measured:
             return None
         best = min(measured, key=winner.place)
@@ -115,7 +116,7 @@ class Searches:
             rows.write(point.folder, row)
         return row
 
-    def measure(self, probes: Sequence[Point], num_wanted: int) -> list[Row]:
+    def measure(self, probes: Iterable[Point], num_wanted: int) -> list[Row]:
         """Run them one after another until so many have fitted: after one that did not, the next is tried."""
         measured: list[Row] = []
         for probe in probes:
@@ -161,7 +162,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
     )
 
 
-def told(probes: Sequence[Point]) -> list[Row]:
+def told(probes: Iterable[Point]) -> list[Row]:
     """The rows of candidates that are only planned."""
     planned: list[Row] = []
     for probe in probes:

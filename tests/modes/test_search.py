@@ -71,6 +71,14 @@ def test_without_a_budget_or_rates_there_is_nothing_to_search_by() -> None:
         search(book("plan.device=generic", "vram=1GiB"), [])
 
 
+def test_what_was_changed_of_an_option_holds_for_the_others_or_rules_them_out() -> None:
+    found = book("vram=1GiB", "search.groups=[stepping,accum]", "stepping.clip=0.5", "accum=x2", "accum.parts=8")
+    space, refused = offered(found, ["stepping", "accum"])
+    assert {knob.clip for (group, _), knob in space.knobs.items() if group == "stepping"} == {0.5}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {knob.parts for (group, _), knob in space.knobs.items() if group == "accum"} == {8}  # pyright: ignore[reportAttributeAccessIssue]
+    assert refused["accum", "none"].startswith("accum.parts=8: must be 1 with accum=none")
+
+
 def test_host_memory_is_capped_as_well() -> None:
     words = ("vram=4GiB", "search.groups=[offload]", "model.width=128", "data.sequence_length=128")
     assert all(plan["fits"] for plan in search(book(*words), [])["ranking"])
