@@ -122,6 +122,8 @@ def call(
     monkeypatch.setenv("PYTHONPATH", str(FAULTS))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(logging, "raiseExceptions", True)
+    if "wandb" in sys.modules:  # it keeps the settings of whatever test first used it in this process
+        sys.modules["wandb"].teardown()
     monkeypatch.setattr(cli, "Server", lambda: Borrowed(shared_server.run, shared_server.wait_until_ready))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
