@@ -29,7 +29,7 @@ CASES: list[tuple[str, str, float]] = [  # what is tried, what it replaces nothi
     *(("stepping=in_backward stepping.norm=two_passes", words, SAME) for words in (CLIP, FP16)),
     *(("stepping=cpu_offload", words, SAME) for words in EACH),
     *((f"optimizer=adamw_{bits}bit", words, FEW_BITS) for bits in (8, 4) for words in (PARTS, AGAIN)),
-    ("optimizer=adamw_8bit name=Compiled", PARTS, FEW_BITS),
+    *((f"optimizer=adamw_{bits}bit name=Compiled", PARTS, FEW_BITS) for bits in (8, 4)),
     ("logits=chunked", "precision=bf16 model.tied_embeddings=true", 2e-3),
     ("offload=activations", "ckpt=every2", 0.0),
     *(("compile=blocks", words, 1e-4) for words in ("ckpt=every2", PARTS)),

@@ -28,7 +28,10 @@ FAULTS = {
     "segfault": ("error", "the process died of SIGSEGV (see native.log)"),
     "exit17": ("error", "the process ended by itself with exit code 17"),
     "kill": ("killed", "the process died of SIGKILL"),
-    "bad_alloc": ("oom", "out of memory in native code (see native.log); activations are "),
+    "bad_alloc": (
+        "oom",
+        "out of memory in native code (see native.log); activations are 56 % of the peak: try ckpt=every1 or accum=x4",
+    ),
     "kill_server": ("killed", "the process that starts points has died"),
 }
 NUM_POINTS = len(FAULTS) + 1

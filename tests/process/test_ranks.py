@@ -37,7 +37,11 @@ FAULTS = {
     "kill@2.0": ("killed", "rank 0: the process died of SIGKILL"),
     "segfault@2.1": ("error", "rank 1: the process died of SIGSEGV (see native.1.log)"),
     "exit17@2.0": ("error", "rank 0: the process ended by itself with exit code 17"),
-    "bad_alloc@2.1": ("oom", "rank 1: out of memory in native code (see native.1.log); the optimizer's state is "),
+    "bad_alloc@2.1": (
+        "oom",
+        "rank 1: out of memory in native code (see native.1.log); the optimizer's state is 41 % of the peak: "
+        "try optimizer=adamw_8bit or ckpt=every1",
+    ),
     "out_of_memory@2.1": ("oom", "rank 1: out of memory in "),
 }
 SOUND = len(FAULTS) + 1
