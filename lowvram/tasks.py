@@ -11,22 +11,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowvram.config import BadInput
-from lowvram.core.rig import IGNORE, Part, Task
+from lowvram.core.rig import IGNORE, Fill, Part, Task
 from lowvram.data.spec import DataSpec, Modality
 
 
 class ModelConfig(Protocol):
     """What a model's configuration offers (see lowvram/models)."""
 
-    modality: ClassVar[Modality]
+    @property
+    def modality(self) -> Modality | None:
+        """What it reads; None: whatever the data are."""
+        ...
+
+    @property
+    def description(self) -> str: ...
 
     def natural_shape(self) -> tuple[int, ...]: ...
 
     def make(self, spec: DataSpec) -> nn.Module: ...
 
+    def call(self, model: nn.Module, inputs: Any) -> Any: ...
+
+    def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]: ...
+
+    def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None: ...
+
+    def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool: ...
+
+    def is_random(self, model: nn.Module) -> bool: ...
+
+    def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill: ...
+
 
 class Problem(Task):
-    """A task over one of our models: what all of them share."""
+    """A task over a model and its data: what all of them share."""
 
     def __init__(self, model: ModelConfig, spec: DataSpec) -> None:
         self.model, self.spec = model, spec
@@ -34,19 +52,28 @@ class Problem(Task):
     @property
     def description(self) -> str:
         """All that it is made of: two problems of one description are the same."""
-        return repr((type(self).__qualname__, self.model, self.spec))
+        return repr((type(self).__qualname__, self.model.description, self.spec))
 
     def make_model(self) -> nn.Module:
         return self.model.make(self.spec)
 
-    def blocks(self, model: Any) -> list[nn.Module]:
-        return model.repeated_blocks()
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        return self.model.call(model, inputs)
 
-    def head(self, model: Any) -> nn.Linear | None:
-        return model.head
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return self.model.blocks_of(model, self.spec)
 
-    def initialise(self, model: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        model.initialise(name, tensor, generator)
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        return self.model.head_of(model, self.spec)
+
+    def has_plain_blocks(self, model: nn.Module) -> bool:
+        return self.model.has_plain_blocks(model, self.spec)
+
+    def is_random(self, model: nn.Module) -> bool:
+        return self.model.is_random(model)
+
+    def values(self, model: nn.Module, seed: int) -> Fill:
+        return self.model.values(model, self.spec, seed)
 
     def criterion(self, outputs: Tensor, part: Part) -> Tensor:
         """Sum of the cross-entropies in nats. outputs (..., classes); targets (...), `IGNORE` where nothing counts."""
@@ -83,10 +110,10 @@ class Classifier(Problem):
 class LanguageModelling:
     """conf/task/language_modelling.yaml"""
 
-    modality: ClassVar[Modality] = Modality.TOKENS
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        check_modality("language_modelling", self.modality, model)
+        check_modality("language_modelling", self.modalities, spec)
         return LanguageModel(model, spec)
 
 
@@ -94,23 +121,23 @@ class LanguageModelling:
 class Classification:
     """conf/task/classification.yaml"""
 
-    modality: ClassVar[Modality] = Modality.IMAGES
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES, Modality.LABELLED_TOKENS)
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        check_modality("classification", self.modality, model)
+        check_modality("classification", self.modalities, spec)
         return Classifier(model, spec)
 
 
 @dataclass(frozen=True)
 class Auto:
-    """conf/task/auto.yaml: the task that the model is for."""
+    """conf/task/auto.yaml: the task that the data are for."""
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        problem = {Modality.TOKENS: LanguageModelling, Modality.IMAGES: Classification}[model.modality]
-        return problem().pose(model, spec)
+        options = (LanguageModelling(), Classification())
+        return next(option for option in options if spec.modality in option.modalities).pose(model, spec)
 
 
-def check_modality(option: str, wanted: Modality, model: ModelConfig) -> None:
-    if model.modality is not wanted:
-        allowed = f"a task over {model.modality.value}, which this model reads: leave task=auto"
+def check_modality(option: str, wanted: tuple[Modality, ...], spec: DataSpec) -> None:
+    if spec.modality not in wanted:
+        allowed = f"a task over {spec.modality.value}, which the data are: leave task=auto"
         raise BadInput("task", option, allowed)

@@ -18,7 +18,7 @@ from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
+from lowvram.core.rig import IGNORE, Fill, Part, Rig, Task, Update, assemble
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
@@ -171,10 +171,21 @@ class InDouble(Task):
     def head(self, model: nn.Module) -> nn.Linear | None:
         return self.problem.head(model)
 
-    def initialise(self, model: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        single = tensor.float() if tensor.is_floating_point() else tensor
-        self.problem.initialise(model, name, single, generator)
-        tensor.copy_(single)
+    def values(self, model: nn.Module, seed: int) -> Fill:
+        fill = self.problem.values(model, seed)
+
+        def fill_double(name: str, tensor: Tensor) -> None:
+            single = tensor.float() if tensor.is_floating_point() else tensor
+            fill(name, single)
+            tensor.copy_(single)
+
+        return fill_double
+
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        return self.problem.call(model, inputs)
+
+    def is_random(self, model: nn.Module) -> bool:
+        return self.problem.is_random(model)
 
 
 @dataclass(frozen=True)

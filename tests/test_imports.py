@@ -16,7 +16,13 @@ SOURCES = sorted((ROOT / "lowvram").rglob("*.py"))
 MAY_IMPORT = {
     "lowvram.core": ("lowvram.config", "lowvram.core"),
     "lowvram.knobs": ("lowvram.config", "lowvram.core"),
-    "lowvram.models": ("lowvram.config", "lowvram.data.spec"),
+    "lowvram.models": (
+        "lowvram.config",
+        "lowvram.core.quiet",
+        "lowvram.core.seeds",
+        "lowvram.data.spec",
+        *(f"lowvram.models.{base}" for base in ("own", "foreign", "survey")),
+    ),
 }
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {

@@ -15,9 +15,15 @@ from lowvram.config import build
 from lowvram.identity import CONF, register_resolvers
 from lowvram.options import default_options, node_of
 from lowvram.settings import GROUPS, KNOB_GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS, RootSettings, check_root, settings
+from tests.hugging import tiny
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
-NEEDS_PATH = {("data", "text"), ("data", "imagefolder")}
+GIVEN = {  # what the user has to say of an option
+    ("data", "text"): {"path": "somewhere"},
+    ("data", "imagefolder"): {"path": "somewhere"},
+    ("model", "external"): {"target": "torch.nn.Linear"},
+    ("model", "hf"): {"name": tiny("gpt2")},
+}
 PRESETS = [f"{folder}={path.stem}" for folder in ("experiment", "sweep", "debug") for path in (CONF / folder).glob("*")]
 BASELINE = {
     "model": "transformer",
@@ -44,13 +50,8 @@ BASELINE = {
 option = pytest.mark.parametrize(("group", "name"), OPTIONS, ids=[f"{group}={name}" for group, name in OPTIONS])
 
 
-def given(group: str, name: str) -> dict[str, Any]:
-    """What the user has to say of an option."""
-    return {"path": "somewhere"} if (group, name) in NEEDS_PATH else {}
-
-
 def built(group: str, name: str) -> Any:
-    node = OmegaConf.merge(node_of(group, name), given(group, name))
+    node = OmegaConf.merge(node_of(group, name), GIVEN.get((group, name), {}))
     assert isinstance(node, DictConfig)
     return build(node, group)
 
@@ -77,7 +78,7 @@ def test_the_defaults_of_every_class_are_an_option() -> None:
     for group, name in OPTIONS:
         values.setdefault(type(built(group, name)), []).append((group, name))
     for cls, names in values.items():
-        assert any(built(*each) == cls(**given(*each)) for each in names), cls
+        assert any(built(*each) == cls(**GIVEN.get(each, {})) for each in names), cls
 
 
 @option

@@ -55,6 +55,8 @@ class Fact(Enum):
     ONE_RANK = "the point has one rank"
     MANY_RANKS = "the point has several ranks"
     HEAD = "the task knows the model's last layer"
+    BLOCKS = "the task knows the model's repeated blocks"
+    PLAIN_BLOCKS = "blocks take tensors alone, by place, and return one"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -99,6 +98,9 @@ class Stepper(ABC):
         """The inverse of `state_dict`."""
 
 
+Fill = Callable[[str, Tensor], None]
+
+
 class Task(ABC):
     """A problem: the model that is to be trained, and what training it means."""
 
@@ -107,12 +109,21 @@ class Task(ABC):
         """The model. Called on the meta device: no memory yet."""
 
     @abstractmethod
+    def values(self, model: nn.Module, seed: int) -> Fill:
+        """What fills the parameters and buffers of the model in place, one after another, each told by its dotted name:
+        a function of the seed and the name alone."""
+
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        """What `model` makes of a part's inputs, as the criterion takes it."""
+        return model(inputs)
+
+    @abstractmethod
     def criterion(self, outputs: Any, part: Part) -> Tensor:
         """The *sum* of the losses of the part's targets (0-dim, at least fp32)."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated units of the model, in the order of the forward pass."""
+        """The repeated units of the model, in the order of the forward pass; none where nobody knows them."""
 
     def head(self, model: nn.Module) -> nn.Linear | None:
         """The layer that makes the logits, if the criterion is their cross-entropy summed over the targets; None where
@@ -120,9 +131,14 @@ class Task(ABC):
         del model
         return None
 
-    @abstractmethod
-    def initialise(self, model: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill one parameter or buffer in place: a pure function of its dotted name and the generator."""
+    def has_plain_blocks(self, model: nn.Module) -> bool:
+        """Whether blocks are called with tensors alone, by place, and return one."""
+        del model
+        return True
+
+    def is_random(self, model: nn.Module) -> bool:
+        """Whether the model draws random numbers while it trains."""
+        return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
 
 
 def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
@@ -190,7 +206,7 @@ def assemble(
     """
     with torch.device("meta"):
         model = task.make_model()
-    rig = Rig(task, device, model, forward=lambda part: model(part.inputs), criterion=task.criterion)
+    rig = Rig(task, device, model, forward=lambda part: task.call(model, part.inputs), criterion=task.criterion)
     rig = act(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device) if absent is None else absent
     if found := conflicts(knobs, {**absent, **absent_of(task, model)}):
@@ -209,7 +225,11 @@ def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
     absent: dict[Fact, str] = {}
     if task.head(model) is None:
         absent[Fact.HEAD] = "this one names none: leave logits=full"
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    if not task.blocks(model):
+        absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
+    elif not task.has_plain_blocks(model):
+        absent[Fact.PLAIN_BLOCKS] = "this model's are called in other ways: choose compile=blocks or compile=none"
+    if task.is_random(model):
         absent[Fact.NO_RANDOMNESS] = "this one has dropout: set model.dropout=0"
     return absent
 
@@ -230,6 +250,7 @@ def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:
 def materialise(rig: Rig, seed: int) -> None:
     """Give every tensor of the model memory on the device and its initial value. Tied ones stay tied, strides stay."""
     real: dict[Tensor, Tensor] = {}
+    fill = rig.task.values(rig.model, seed)
     for prefix, module in rig.model.named_modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -237,19 +258,20 @@ def materialise(rig: Rig, seed: int) -> None:
                     continue
                 if tensor not in real:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    real[tensor] = initial(rig, full_name, tensor, seed)
+                    real[tensor] = initial(rig, full_name, tensor, fill)
                 table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
     here = [tensor for tensor in [*rig.model.parameters(), *rig.model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != rig.device.type for tensor in here):
         rig.model.to(rig.device)  # a task may build its model for real
 
 
-def initial(rig: Rig, name: str, tensor: Tensor, seed: int) -> Tensor:
+def initial(rig: Rig, name: str, tensor: Tensor, fill: Fill) -> Tensor:
     """The initial value of one parameter or buffer on the device. Of a sharded one every rank draws the whole and keeps
     its shard, so that values don't depend on the number of ranks."""
     dtype = at_least_single(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=rig.device)
-    rig.task.initialise(rig.model, name, whole, generator_for(seed, name, rig.device))
+    if not isinstance(whole, FakeTensor):
+        fill(name, whole)
     value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else rig.device)
     if host.is_kept(tensor):
         host.mark(value)
@@ -259,9 +281,3 @@ def initial(rig: Rig, name: str, tensor: Tensor, seed: int) -> Tensor:
 def at_least_single(dtype: torch.dtype) -> torch.dtype:
     """Weights of fewer bits are drawn in fp32 and then rounded: the same numbers in every format."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """Randomness that belongs to one name, whatever else is drawn before or after."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

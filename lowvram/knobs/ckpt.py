@@ -48,7 +48,7 @@ class RecomputeEvery(Knob):
     saves = Kind.ACTIVATIONS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD})
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
 
     def __post_init__(self) -> None:
         require(
@@ -79,7 +79,7 @@ class Selective(Knob):
         require(0 <= self.fraction <= 1, "ckpt.fraction", self.fraction, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD})
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.RETAINABLE_GRAPH})  # torch forgets what is kept as soon as it is used
@@ -126,10 +126,10 @@ def recompute(block: nn.Module) -> None:
     context_fn = partial(_contexts, norms) if norms else noop_context_fn
     forward = block.forward
 
-    def recomputed(*inputs: Any) -> Any:  # a function: torch.compile would leave a partial eager, in silence
+    def recomputed(*inputs: Any, **named: Any) -> Any:  # a function: torch.compile leaves a partial eager, in silence
         if torch.compiler.is_compiling():  # what a graph computes again has no effect on buffers
-            return checkpoint(forward, *inputs, use_reentrant=False)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+            return checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
 
     block.forward = recomputed
 
@@ -153,10 +153,10 @@ def keep_products(block: nn.Module) -> None:
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     forward = block.forward
 
-    def recomputed(*inputs: Any) -> Any:
+    def recomputed(*inputs: Any, **named: Any) -> Any:
         kept = partial(create_selective_checkpoint_contexts, policy)
         context_fn = kept if torch.compiler.is_compiling() else partial(_selective_contexts, norms)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
 
     block.forward = recomputed
 

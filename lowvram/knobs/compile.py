@@ -84,6 +84,9 @@ class Compiled(Knob):
 class CompiledBlocks(Compiled):
     """Each block is compiled for itself; those of the same kind share their code."""
 
+    def needs(self) -> frozenset[Fact]:
+        return super().needs() | {Fact.BLOCKS}
+
     def modules(self, rig: Rig) -> list[nn.Module]:
         return rig.task.blocks(rig.model)
 
@@ -107,7 +110,8 @@ class TorchScript(Knob):
     band = 1e-5
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})  # a trace holds the tensors that were there at its first step
+        # A trace holds the tensors that were there at its first step.
+        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})

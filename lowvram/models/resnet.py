@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.own import OwnModel
 
 GROUPS = 32  # of a group norm, or fewer where they would not divide the channels (Wu & He, 2018)
 EPSILON = 1e-5  # added to variances
@@ -55,14 +56,12 @@ class Initialisation(Enum):
 
 @final
 @dataclass(frozen=True)
-class ResNetConfig:
+class ResNetConfig(OwnModel):
     """A residual network: sizes, and what a user may choose about it.
 
     Raises:
         BadInput: a value out of range; it names `model.<field>`.
     """
-
-    modality: ClassVar[Modality] = Modality.IMAGES
 
     block: BlockKind = BlockKind.basic
     layers: list[int] = field(default_factory=lambda: [3, 3, 3, 3])
@@ -88,6 +87,10 @@ class ResNetConfig:
         dead = self.zero_init_last_gamma and self.norm is NormKind.frozen
         why = "false with model.norm=frozen: a gamma of zero that never learns switches its block off"
         require(not dead, "model.zero_init_last_gamma", self.zero_init_last_gamma, why)
+
+    @property
+    def modality(self) -> Modality:
+        return Modality.IMAGES
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""

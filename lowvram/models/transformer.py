@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from itertools import cycle, islice
-from typing import ClassVar, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.own import OwnModel
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
 ROTARY_BASE = 10_000.0  # positions that the slowest pair of features tells apart, as in RoFormer
@@ -32,14 +33,12 @@ class Positions(Enum):
 
 @final
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(OwnModel):
     """A decoder Transformer: sizes, and what a user may choose about it.
 
     Raises:
         BadInput: a value out of range; it names `model.<field>`.
     """
-
-    modality: ClassVar[Modality] = Modality.TOKENS
 
     num_layers: int = 4
     width: int = 96
@@ -70,6 +69,10 @@ class TransformerConfig:
         turns = self.positions is Positions.learned or self.width // self.num_heads % 2 == 0
         why = "learned where model.width / model.num_heads is odd: rotary turns pairs of features"
         require(turns, "model.positions", self.positions.name, why)
+
+    @property
+    def modality(self) -> Modality:
+        return Modality.TOKENS
 
     @property
     def kv_heads(self) -> int:

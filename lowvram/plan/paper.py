@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowvram.config import BadInput, Incompatible
 from lowvram.core.rig import Part
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec
 from lowvram.plan.cuda import played
 from lowvram.plan.precedents import Precedents
 from lowvram.plan.target import Target
@@ -177,7 +177,4 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
 
 def example(spec: DataSpec, num_samples: int) -> Part:
     """A part of the right shape."""
-    shape = (num_samples, *spec.shape)
-    if spec.modality is Modality.TOKENS:
-        return Part(torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
-    return Part(torch.zeros(shape), torch.zeros(num_samples, dtype=torch.long))
+    return Part(*spec.example(num_samples))

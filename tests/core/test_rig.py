@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lowvram.config import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
-from lowvram.core.rig import IGNORE, Part, Rig, assemble, generator_for
+from lowvram.core.rig import IGNORE, Part, Rig, assemble
+from lowvram.core.seeds import generator_for
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
@@ -182,6 +183,9 @@ class BuiltForReal(InDouble):
             model = nn.Linear(2, 2)
         nn.init.constant_(model.weight, 7.0)
         return model
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return []
 
     def head(self, model: nn.Module) -> None:
         return None

@@ -70,9 +70,9 @@ def test_batch_norm_is_torchs(options: dict[str, float | bool | None], training:
 
 def test_numbers_of_tokens_are_not_rounded() -> None:
     tokens, images = torch.tensor([[50_256]]), torch.ones(1, 3)
-    (inputs,) = with_narrow_inputs(nn.Identity(), ({"tokens": tokens, "images": images},))
-    assert inputs["tokens"] is tokens
-    assert inputs["images"].dtype is torch.bfloat16
+    inputs, named = with_narrow_inputs(nn.Identity(), (tokens, images), {"tokens": tokens, "images": images})
+    assert inputs[0] is named["tokens"] is tokens
+    assert inputs[1].dtype is named["images"].dtype is torch.bfloat16
 
 
 # Curves

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from lowvram.config import BadInput, build
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import assemble, generator_for
+from lowvram.core.rig import assemble
+from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import (
     BlockKind,

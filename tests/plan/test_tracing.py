@@ -15,7 +15,7 @@ from lowvram.config import Incompatible
 from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import Part, assemble
+from lowvram.core.rig import Fill, Part, assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
@@ -222,8 +222,9 @@ class AskingProblem(LanguageModel):
     def make_model(self) -> nn.Module:
         return Asking(super().make_model(), self.ask)
 
-    def initialise(self, model: Any, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        super().initialise(model.inner, name.removeprefix("inner."), tensor, generator)
+    def values(self, model: Any, seed: int) -> Fill:
+        fill = super().values(model.inner, seed)
+        return lambda name, tensor: fill(name.removeprefix("inner."), tensor)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])

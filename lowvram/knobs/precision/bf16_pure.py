@@ -34,21 +34,22 @@ class Bf16Pure(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         narrow(rig.model)
-        rig.model.register_forward_pre_hook(with_narrow_inputs)
+        rig.model.register_forward_pre_hook(with_narrow_inputs, with_kwargs=True)
         return replace(rig, rounding=stochastically)
 
 
 def narrow(model: nn.Module) -> None:
     """Turn floating-point parameters and buffers into bf16; tied ones stay tied.
 
-    Running statistics stay fp32: bf16 would stop averaging.
+    Running statistics stay fp32: bf16 would stop averaging. So do buffers that aren't saved: what they hold is computed
+    from numbers, such as the frequencies of rotary positions, and their model widens what it multiplies them with.
     """
     done: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        has_statistics = "running_var" in module._buffers
+        has_statistics, computed = "running_var" in module._buffers, module._non_persistent_buffers_set
         for table in (module._parameters, {} if has_statistics else module._buffers):
             for name, tensor in table.items():
-                if tensor is not None and tensor.is_floating_point():
+                if name not in computed and tensor is not None and tensor.is_floating_point():
                     if tensor not in done:
                         done[tensor] = narrowed(tensor)
                     table[name] = done[tensor]  # pyright: ignore[reportArgumentType]
@@ -61,10 +62,13 @@ def narrowed(tensor: Tensor) -> Tensor:
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
-def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """A hook before the model's forward pass: images and the like become bf16, numbers of tokens stay."""
     del model
-    return tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+    return tree_map(
+        lambda value: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value,
+        (inputs, named),
+    )
 
 
 def batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""model=external: anybody's nn.Module, from a class or function of the user's own code or of another library."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from omegaconf import MISSING
+from torch import nn
+
+from lowvram.config import BadInput, require
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.foreign import ForeignModel, without_values
+
+# What the words in model.args stand for: what the data have.
+FROM_DATA: dict[str, Callable[[DataSpec], Any]] = {
+    "data.num_classes": lambda spec: spec.num_classes,
+    "data.vocab_size": lambda spec: spec.num_tokens,
+    "data.sequence_length": lambda spec: spec.shape[0],
+    "data.num_channels": lambda spec: spec.shape[0],
+    "data.image_size": lambda spec: spec.shape[-1],
+}
+
+
+@final
+@dataclass(frozen=True)
+class ExternalConfig(ForeignModel):
+    """A class or function that makes the model, and what it is called with.
+
+    Raises:
+        BadInput: a value out of range; it names `model.<field>`.
+    """
+
+    target: str = MISSING
+    args: dict[str, Any] = field(default_factory=dict)
+    reads: Modality | None = None
+    sequence_length: int = 128
+    image_size: int = 64
+    blocks: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.sequence_length > 0, "model.sequence_length", self.sequence_length, "a positive number")
+        require(self.image_size > 0, "model.image_size", self.image_size, "a positive number")
+        for name, value in self.args.items():
+            is_known = not isinstance(value, str) or not value.startswith("data.") or value in FROM_DATA
+            require(is_known, f"model.args.{name}", value, f"a value, or one of {', '.join(FROM_DATA)}")
+
+    @property
+    def modality(self) -> Modality | None:
+        return self.reads
+
+    @property
+    def description(self) -> str:
+        """With an address, so that it is kept on no disk: code changes, and its name stays."""
+        return f"{self!r} {object.__repr__(self.find())}"
+
+    def natural_shape(self) -> tuple[int, ...]:
+        """The shape of a sample when the data does not say."""
+        if self.reads is Modality.IMAGES:
+            return (3, self.image_size, self.image_size)
+        return (self.sequence_length,)
+
+    def find(self) -> Callable[..., Any]:
+        """What `target` names. Its module is imported, because the user named it."""
+        return find(self.target)
+
+    def make(self, spec: DataSpec) -> nn.Module:
+        key = f"{self.description} {spec!r}"
+        if key not in SKELETONS:
+            SKELETONS[key] = without_values(partial(self.build, spec))
+        return deepcopy(SKELETONS[key])
+
+    def build(self, spec: DataSpec) -> nn.Module:
+        target = self.find()
+        args = {name: with_data(value, spec) for name, value in self.args.items()}
+        try:
+            inspect.signature(target).bind(**args)
+        except TypeError as error:
+            raise BadInput("model.args", self.args, f"what {self.target} takes ({error})") from None
+        except ValueError:  # it tells nobody what it takes
+            pass
+        model = target(**args)
+        allowed = f"a class or function that makes an nn.Module: this made a {type(model).__name__}"
+        require(isinstance(model, nn.Module), "model.target", self.target, allowed)
+        return model
+
+
+SKELETONS: dict[str, nn.Module] = {}  # models without values
+
+
+def with_data(value: Any, spec: DataSpec) -> Any:
+    """What an argument stands for."""
+    return FROM_DATA[value](spec) if isinstance(value, str) and value in FROM_DATA else value
+
+
+def find(target: str, key: str = "model.target") -> Callable[..., Any]:
+    """The class or function of a dotted name, looked for where Python does and in the working directory.
+
+    Raises:
+        BadInput: there is no such module, or it has no such name, or can't be called.
+    """
+    path, _, name = target.rpartition(".")
+    allowed = "the dotted name of a class or function, such as package.module.Class"
+    require(bool(path) and bool(name), key, target, allowed)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if not f"{path}.".startswith(f"{error.name}."):
+            raise BadInput(key, target, f"importable: it needs {error.name}, which isn't installed here") from None
+        raise BadInput(key, target, f"{allowed}: there is no module {error.name} here or in Python's path") from None
+    found = getattr(module, name, None)
+    require(found is not None, key, target, f"{allowed}: {path} has no {name}")
+    assert found is not None
+    require(callable(found), key, target, f"{allowed}: {name} is a {type(found).__name__}")
+    return found

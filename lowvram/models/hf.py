@@ -1,0 +1,305 @@
+"""model=hf: the models of Hugging Face's transformers, from a local folder or the hub."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from omegaconf import MISSING
+from torch import Tensor, nn
+
+from lowvram.config import BadInput, require
+from lowvram.core.quiet import quiet
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.foreign import ForeignModel
+
+with quiet():
+    import torchao.quantization  # noqa: F401  # as transformers will
+
+try:
+    import transformers
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoModelForSequenceClassification,
+    )
+except ModuleNotFoundError as missing:
+    needed = f"another model, or {missing.name} installed: pip install 'lowvram[hf]'"
+    raise BadInput("model", "hf", needed) from None
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+LONGEST = 1024  # tokens of a sample when neither data nor model ask for fewer
+USUAL_IMAGE_SIZE = 224  # pixels, of models that take any
+
+
+class Weights(Enum):
+    """Where the weights come from. The names are what a user types."""
+
+    auto = "pretrained where there are any, else random"
+    pretrained = "as they were saved"
+    random = "as the model's author starts them"
+
+
+class Head(Enum):
+    """What the model predicts. The names are what a user types."""
+
+    auto = "what the folder's config.json says under architectures"
+    causal_lm = "the next token"
+    sequence_classification = "a class of a text"
+    image_classification = "a class of an image"
+
+
+READS = {
+    Head.causal_lm: Modality.TOKENS,
+    Head.sequence_classification: Modality.LABELLED_TOKENS,
+    Head.image_classification: Modality.IMAGES,
+}
+CLASSES: dict[Head, Any] = {
+    Head.causal_lm: AutoModelForCausalLM,
+    Head.sequence_classification: AutoModelForSequenceClassification,
+    Head.image_classification: AutoModelForImageClassification,
+}
+SUFFIXES = {
+    "ForCausalLM": Head.causal_lm,
+    "LMHeadModel": Head.causal_lm,
+    "ForSequenceClassification": Head.sequence_classification,
+    "ForImageClassification": Head.image_classification,
+}
+
+
+@final
+@dataclass(frozen=True)
+class HfConfig(ForeignModel):
+    """A model of transformers, and what is changed of its configuration.
+
+    Raises:
+        BadInput: a value out of range; it names `model.<field>`.
+    """
+
+    name: str = MISSING
+    revision: str | None = None
+    weights: Weights = Weights.auto
+    head: Head = Head.auto
+    reset_head: bool = False
+    args: dict[str, Any] = field(default_factory=dict)
+    dropout: float | None = 0.0
+    blocks: str | None = None
+
+    def __post_init__(self) -> None:
+        allowed = "null (as the model's own configuration says), or at least 0 and less than 1"
+        require(self.dropout is None or 0 <= self.dropout < 1, "model.dropout", self.dropout, allowed)
+        known = self.config().to_dict()
+        for name, value in self.args.items():
+            require(name in known, f"model.args.{name}", value, f"removed: this model knows {', '.join(sorted(known))}")
+
+    @property
+    def description(self) -> str:
+        return f"{self!r} {self.config().to_json_string()} transformers {transformers.__version__}"
+
+    @property
+    def modality(self) -> Modality:
+        return READS[self.chosen_head()]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens that it knows."""
+        return getattr(self.config().get_text_config(), "vocab_size", None)
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes that it knows, where it was trained on some."""
+        return self.config().num_labels if self.has_trained_head() else None
+
+    @property
+    def pad_id(self) -> int:
+        """The token that short texts are filled up with."""
+        config = self.config()
+        ids = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+        return next((each for each in ids if isinstance(each, int)), 0)
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that must end each text, if the model looks for it."""
+        config = self.config()
+        return config.eos_token_id if config.is_encoder_decoder else None
+
+    def natural_shape(self) -> tuple[int, ...]:
+        """The shape of a sample when the data does not say."""
+        config = self.config()
+        if self.modality is Modality.IMAGES:
+            size = getattr(config, "image_size", USUAL_IMAGE_SIZE)
+            height, width = (size, size) if isinstance(size, int) else size
+            return (getattr(config, "num_channels", 3), height, width)
+        return (min(LONGEST, self.longest() or LONGEST),)
+
+    def longest(self) -> int | None:
+        """The most tokens that it has positions for."""
+        return getattr(self.config().get_text_config(), "max_position_embeddings", None)
+
+    def config(self) -> Any:
+        """The configuration, with what is changed of it."""
+        config = deepcopy(read_config(self.name, self.revision))
+        changes = dict(self.args)
+        if self.dropout is not None:
+            given = config.to_dict().items()
+            changes |= {name: self.dropout for name, value in given if "drop" in name and isinstance(value, float)}
+        for name, value in {"use_cache": False, **changes}.items():
+            setattr(config, name, value)
+        return config
+
+    def chosen_head(self) -> Head:
+        if self.head is not Head.auto:
+            return self.head
+        names = self.config().architectures or ["nothing"]
+        found = next((head for suffix, head in SUFFIXES.items() if names[0].endswith(suffix)), None)
+        options = ", ".join(head.name for head in CLASSES)
+        if found is None:
+            raise BadInput("model.head", "auto", f"one of {options}: the model's configuration names {names[0]}")
+        return found
+
+    def model_class(self) -> Any:
+        """The class of transformers."""
+        head, config = self.chosen_head(), self.config()
+        try:
+            return CLASSES[head]._model_mapping[type(config)]
+        except KeyError:
+            allowed = f"a head that transformers has for the kind {config.model_type}"
+            raise BadInput("model.head", head.name, allowed) from None
+
+    def has_trained_head(self) -> bool:
+        """Whether the weights come with this head."""
+        saved = self.config().architectures or []
+        return self.is_pretrained() and not self.reset_head and self.model_class().__name__ in saved
+
+    def is_pretrained(self) -> bool:
+        if self.weights is Weights.auto:
+            return not is_folder(self.name) or bool(weight_files(self.name))
+        return self.weights is Weights.pretrained
+
+    def config_for(self, spec: DataSpec) -> Any:
+        """The configuration for these data.
+
+        Raises:
+            BadInput: the data are of another kind, or larger than what the model knows.
+        """
+        config, is_image = self.config(), spec.modality is Modality.IMAGES
+        if spec.modality is not self.modality:
+            allowed = f"a source of {self.modality.value} for model.head={self.chosen_head().name}"
+            raise BadInput("data", spec.modality.value, allowed)
+        longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
+        if not is_image:
+            most = f"at most {longest}, the model's positions"
+            require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
+            most = f"at most {vocab_size}, the model's vocabulary"
+            require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
+            config.pad_token_id = self.pad_id
+        if self.num_classes is None:
+            config.num_labels = spec.num_classes if spec.modality is not Modality.TOKENS else config.num_labels
+        elif spec.modality is not Modality.TOKENS:
+            most = f"at most {self.num_classes}, which the trained head knows: model.reset_head=true starts a new one"
+            require(spec.num_classes <= self.num_classes, "the data's classes", spec.num_classes, most)
+        return config
+
+    def make(self, spec: DataSpec) -> nn.Module:
+        return self.model_class()(self.config_for(spec))
+
+    def build(self, spec: DataSpec) -> nn.Module:
+        if not self.is_pretrained():
+            return self.make(spec)
+        if is_folder(self.name):
+            check_weights(self.name)
+        try:
+            return self.model_class().from_pretrained(
+                self.name if not is_folder(self.name) else str(folder(self.name)),
+                config=self.config_for(spec),
+                revision=self.revision,
+                dtype=torch.float32,
+                use_safetensors=True,
+                ignore_mismatched_sizes=self.reset_head,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            allowed = f"a model whose weights fit its configuration: {first_line(error)}"
+            raise BadInput("model.name", self.name, allowed) from None
+
+    def call(self, model: Any, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+        if model.config.is_encoder_decoder and isinstance(inputs, Mapping):
+            return logits_at_end(model, **inputs)
+        return super().call(model, inputs)
+
+    def is_random(self, model: Any) -> bool:
+        shares = (value for name, value in model.config.to_dict().items() if "drop" in name)
+        return any(isinstance(share, float) and share > 0 for share in shares)
+
+
+def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """What an encoder and decoder with a classifier make of texts (b, t): the classes (b, k) of the decoder's state at
+    each text's last end-of-sequence token. The model's own forward pass picks it by a mask, which waits for the device,
+    and which no plan can follow."""
+    shifted = input_ids.roll(1, dims=1)
+    shifted[:, 0] = model.config.decoder_start_token_id
+    states = model.base_model(input_ids, attention_mask=attention_mask, decoder_input_ids=shifted, use_cache=False)[0]
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    last = (input_ids.eq(model.config.eos_token_id) * places).argmax(1)
+    return model.classification_head(states[torch.arange(len(last), device=last.device), last])
+
+
+@lru_cache(maxsize=16)
+def read_config(name: str, revision: str | None) -> Any:
+    """The configuration of a local folder or, where there is none of this name, of a model of the hub.
+
+    Raises:
+        BadInput: neither is there.
+    """
+    if is_folder(name):
+        where = "a folder with a model of transformers"
+        require((folder(name) / "config.json").is_file(), "model.name", name, f"{where}: it has no config.json")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
+    try:
+        return AutoConfig.from_pretrained(str(folder(name)) if is_folder(name) else name, revision=revision)
+    except Exception as error:
+        allowed = "a model that transformers knows" if is_folder(name) else ON_THE_HUB
+        raise BadInput("model.name", name, f"{allowed}: {first_line(error)}") from None
+
+
+ON_THE_HUB = (
+    "the folder of a model, or the name of one on the hub that can be reached and read from here (for a gated one log"
+    " in with `hf auth login`); a download with `hf download NAME --local-dir FOLDER` elsewhere makes such a folder"
+)
+
+
+def folder(name: str) -> Path:
+    return Path(name).expanduser()
+
+
+def is_folder(name: str) -> bool:
+    return folder(name).is_dir()
+
+
+def weight_files(name: str) -> list[Path]:
+    return sorted(folder(name).glob("*.safetensors"))
+
+
+def check_weights(name: str) -> None:
+    """Raises BadInput unless a folder has weights that are safe to read."""
+    if weight_files(name):
+        return
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder(name).glob(pattern))
+    allowed = "a folder with *.safetensors"
+    if pickles:
+        allowed += f": {pickles[0]} is a pickle, which can run code when it is read: save the model anew as safetensors"
+    raise BadInput("model.name", name, f"{allowed}; model.weights=random starts without any")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

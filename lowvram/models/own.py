@@ -1,0 +1,41 @@
+"""What the configurations of our own models share: such a model knows itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowvram.core.seeds import generator_for
+from lowvram.data.spec import DataSpec
+
+
+class OwnModel:
+    """A model that names its repeated blocks and its head, and whose tensors are each filled from randomness of its
+    own."""
+
+    dropout: float
+
+    @property
+    def description(self) -> str:
+        """All that the model is made of: two of one description are the same."""
+        return repr(self)
+
+    def call(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        return model(inputs)
+
+    def blocks_of(self, model: Any, spec: DataSpec) -> list[nn.Module]:
+        return model.repeated_blocks()
+
+    def head_of(self, model: Any, spec: DataSpec) -> nn.Linear | None:
+        return model.head
+
+    def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
+        return True
+
+    def is_random(self, model: nn.Module) -> bool:
+        return self.dropout > 0
+
+    def values(self, model: Any, spec: DataSpec, seed: int) -> Callable[[str, Tensor], None]:
+        return lambda name, tensor: model.initialise(name, tensor, generator_for(seed, name, tensor.device))
