@@ -1,13 +1,14 @@
 """How far plans lie from what points really take: predictions are frozen to a file first, then every point is measured.
 
-    scripts/python scripts/plan_accuracy.py [FOLDER] [only=transformer,convolution,compiled] [most=N] [print]
+    scripts/python scripts/plan_accuracy.py [FOLDER] [only=FAMILIES] [most=N] [print]
 
-Every point (scripts/plan_accuracy_points.py) is planned with mode=plan, and then runs two updates in a fresh process
-with mode=measure. On CUDA allocated and reserved bytes are held against the allocator's; on a CPU the least memory that
-the plan asks for against the growth of the process with allocator=tight, never against the ledger that plans share.
+FAMILIES are some of transformer, hugging_face, convolution, compiled, with commas; without, all. Every point
+(scripts/plan_accuracy_points.py) is planned with mode=plan, and then runs two updates in a fresh process with
+mode=measure. On CUDA allocated and reserved bytes are held against the allocator's; on a CPU the least memory that the
+plan asks for against the growth of the process with allocator=tight, never against the ledger that plans share.
 Simple ways to predict stand beside it. FOLDER (default: outputs/plan_accuracy) keeps predictions.jsonl and
 measured.jsonl: what is measured there isn't measured again. `most=N` measures no more than N points, `print` none. The
-report is a Markdown page on standard output. About 15 minutes on 2 quiet cores.
+report is a Markdown page on standard output. About 20 minutes on 2 quiet cores.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lowvram.plan.paper import example
 from lowvram.results.row import Row, Status, to_json
 from lowvram.runs import Runs
 from lowvram.settings import KNOB_GROUPS, Settings, settings
-from scripts.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points
+from scripts.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
 from scripts.plan_accuracy_report import Line, Quantity, Report
 
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments
@@ -205,6 +206,7 @@ def main() -> None:
         given = asked(sys.argv[1:])
     except BadInput as error:
         raise SystemExit(str(error)) from None
+    write_models()
     is_cuda = choose_device("auto").type == "cuda"
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     specs = [spec for spec in (cuda_points() if is_cuda else cpu_points(has_bf16)) if spec.family in given.families]

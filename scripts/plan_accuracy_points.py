@@ -1,12 +1,15 @@
-"""The points that scripts/plan_accuracy.py plans and measures: our own models in many shapes and with many knobs."""
+"""The points that scripts/plan_accuracy.py plans and measures: our own models and those of the library transformers, in
+many shapes and with many knobs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-TRANSFORMER, CONVOLUTION, COMPILED = "transformer", "convolution", "compiled"
-FAMILIES = (TRANSFORMER, CONVOLUTION, COMPILED)
+TRANSFORMER, HUGGING_FACE, CONVOLUTION, COMPILED = "transformer", "hugging_face", "convolution", "compiled"
+FAMILIES = (TRANSFORMER, HUGGING_FACE, CONVOLUTION, COMPILED)
+MODELS = Path("outputs/models")  # where the configurations of others' models lie: a name in points, so not a whole path
 
 
 class Spec(NamedTuple):
@@ -95,6 +98,25 @@ CPU_CONVOLUTIONS = [
     ["model=resnet50", "data.image_size=96", "train.batch_size=8", "ckpt=every2"],
     ["model=resnet101", "data.image_size=64", "train.batch_size=8"],
 ]
+# Models of the library transformers, by their kinds: sizes that aren't the library's own.
+HUGGING_FACE_MODELS = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"]},
+    "bert": {"architectures": ["BertForSequenceClassification"]},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 640,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+    },
+}
+HUGGING_FACE_VARIANTS = [
+    [],
+    ["train.batch_size=8", "data.sequence_length=128", "optimizer=sgd"],
+    ["train.batch_size=8", "data.sequence_length=128", "ckpt=every1"],
+    ["train.batch_size=8", "data.sequence_length=128", "accum=x2", "logits=chunked"],
+]
 COMPILED_WORDS = [  # their models or their updates are compiled
     ["compile=blocks"],
     ["optimizer=adamw_8bit"],
@@ -139,6 +161,7 @@ def cpu_points(has_bf16: bool) -> list[Spec]:
     for label, words in CPU_SHAPES.items():
         variants = [[], *CPU_VARIANTS[label], *(BF16.get(label, []) if has_bf16 else [])]
         specs += [spec(TRANSFORMER, label, words, changes) for changes in variants]
+    specs += hugging_face_points(["train.batch_size=4", "data.sequence_length=64"], HUGGING_FACE_VARIANTS)
     specs += [spec(CONVOLUTION, "", [], words) for words in CPU_CONVOLUTIONS]
     return specs + [spec(COMPILED, "wide", CPU_SHAPES["wide"], words) for words in COMPILED_WORDS]
 
@@ -147,8 +170,26 @@ def cuda_points() -> list[Spec]:
     """Those of a card: each takes some GiB."""
     shapes = CUDA_SHAPES.items()
     specs = [spec(TRANSFORMER, label, words, changes) for label, words in shapes for changes in CUDA_VARIANTS]
+    specs += hugging_face_points(["train.batch_size=8", "data.sequence_length=512"], CUDA_VARIANTS[:6])
     specs += [spec(CONVOLUTION, "", [], words) for words in CUDA_CONVOLUTIONS]
     return specs + [spec(COMPILED, label, words, changes) for label, words in shapes for changes in COMPILED_WORDS]
+
+
+def hugging_face_points(sizes: list[str], variants: list[list[str]]) -> list[Spec]:
+    """Of every model, with weights as its author starts them."""
+    return [
+        spec(HUGGING_FACE, f"transformers' {kind}", ["model=hf", f"model.name={MODELS / kind}", *sizes], changes)
+        for kind in HUGGING_FACE_MODELS
+        for changes in variants
+    ]
+
+
+def write_models() -> None:
+    """Save the configurations that such points read."""
+    from lowvram.models.hf import AutoConfig
+
+    for kind, changes in HUGGING_FACE_MODELS.items():
+        AutoConfig.for_model(kind, **changes).save_pretrained(MODELS / kind)
 
 
 def spec(family: str, label: str, words: list[str], changes: list[str]) -> Spec:

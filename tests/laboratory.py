@@ -100,9 +100,25 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
         tokens, targets = (torch.randint(spec.num_classes, shape, generator=draw) for _ in range(2))
         ends = torch.randint(1, spec.shape[0] + 1, (num_samples, 1), generator=draw)
         return Part(tokens, targets.where(torch.arange(spec.shape[0]) < ends, IGNORE))
+    if spec.modality is Modality.LABELLED_TOKENS:
+        return labelled_batch(spec, num_samples, draw)
     labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
     labels[4::5] = IGNORE
     return Part(torch.randn(shape, generator=draw).to(dtype), labels)
+
+
+END = 1  # the token that ends each text
+
+
+def labelled_batch(spec: DataSpec, num_samples: int, draw: torch.Generator) -> Part:
+    """Texts of any length from two tokens on, filled up with zeros."""
+    shape = (num_samples, *spec.shape)
+    tokens = torch.randint(2, spec.num_tokens, shape, generator=draw)
+    lengths = torch.randint(2, spec.shape[0] + 1, (num_samples, 1), generator=draw)
+    places = torch.arange(spec.shape[0])
+    tokens = tokens.where(places != lengths - 1, END).where(places < lengths, 0)
+    labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
+    return Part({"input_ids": tokens, "attention_mask": (places < lengths).long()}, labels)
 
 
 def my_slice(batch: Part) -> Part:

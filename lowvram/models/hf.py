@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -98,7 +97,7 @@ class HfConfig(ForeignModel):
     def __post_init__(self) -> None:
         allowed = "null (as the model's own configuration says), or at least 0 and less than 1"
         require(self.dropout is None or 0 <= self.dropout < 1, "model.dropout", self.dropout, allowed)
-        known = self.config().to_dict()
+        known = read_config(self.name, self.revision).to_dict()
         for name, value in self.args.items():
             require(name in known, f"model.args.{name}", value, f"removed: this model knows {', '.join(sorted(known))}")
 
@@ -196,22 +195,40 @@ class HfConfig(ForeignModel):
         if spec.modality is not self.modality:
             allowed = f"a source of {self.modality.value} for model.head={self.chosen_head().name}"
             raise BadInput("data", spec.modality.value, allowed)
-        longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
-        if not is_image:
-            most = f"at most {longest}, the model's positions"
-            require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
-            most = f"at most {vocab_size}, the model's vocabulary"
-            require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
-            config.pad_token_id = self.pad_id
-        if self.num_classes is None:
-            config.num_labels = spec.num_classes if spec.modality is not Modality.TOKENS else config.num_labels
-        elif spec.modality is not Modality.TOKENS:
+        (self.fit_images if is_image else self.fit_tokens)(config, spec)
+        if spec.modality is not Modality.TOKENS:
             most = f"at most {self.num_classes}, which the trained head knows: model.reset_head=true starts a new one"
-            require(spec.num_classes <= self.num_classes, "the data's classes", spec.num_classes, most)
+            require(spec.num_classes <= (self.num_classes or math.inf), "the data's classes", spec.num_classes, most)
+            config.num_labels = self.num_classes or spec.num_classes
         return config
 
+    def fit_tokens(self, config: Any, spec: DataSpec) -> None:
+        """Raises BadInput unless the model has room for such texts."""
+        longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
+        most = f"at most {longest}, the model's positions"
+        require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
+        most = f"at most {vocab_size}, the model's vocabulary"
+        require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
+        config.pad_token_id = self.pad_id
+
+    def fit_images(self, config: Any, spec: DataSpec) -> None:
+        """Random weights take the size of the images; those that were trained have one of their own.
+
+        Raises:
+            BadInput: the images have another.
+        """
+        channels, *size = self.natural_shape()
+        require(spec.shape[0] == channels, "the images' channels", spec.shape[0], f"{channels}, which the model reads")
+        if getattr(config, "image_size", None) is not None:
+            is_fit = not self.is_pretrained() or list(spec.shape[1:]) == size
+            require(is_fit, "data.image_size", spec.shape[-1], f"{size[0]}, for which the weights were trained")
+            config.image_size = spec.shape[-1]
+
     def make(self, spec: DataSpec) -> nn.Module:
-        return self.model_class()(self.config_for(spec))
+        model = self.model_class()(self.config_for(spec))
+        if model.config.is_encoder_decoder:
+            model.forward = partial(logits_at_end, model)
+        return model
 
     def build(self, spec: DataSpec) -> nn.Module:
         if not self.is_pretrained():
@@ -230,11 +247,6 @@ class HfConfig(ForeignModel):
         except (OSError, RuntimeError, ValueError) as error:
             allowed = f"a model whose weights fit its configuration: {first_line(error)}"
             raise BadInput("model.name", self.name, allowed) from None
-
-    def call(self, model: Any, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-        if model.config.is_encoder_decoder and isinstance(inputs, Mapping):
-            return logits_at_end(model, **inputs)
-        return super().call(model, inputs)
 
     def is_random(self, model: Any) -> bool:
         shares = (value for name, value in model.config.to_dict().items() if "drop" in name)

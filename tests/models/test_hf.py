@@ -1,0 +1,174 @@
+"""model=hf: models of the library transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowvram.config import BadInput
+from lowvram.core.rig import assemble
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.hf import AutoModelForSequenceClassification, Head, HfConfig, Weights
+from lowvram.tasks import Auto, Problem
+from tests.hugging import CONFIGS, tiny
+from tests.laboratory import CPU, knobs_of, make_batch
+from tests.test_laws_foreign import SPECS
+
+WORDS, TEXTS, IMAGES = (SPECS[each] for each in (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES))
+
+
+def problem(config: HfConfig) -> Problem:
+    return Auto().pose(config, SPECS[config.modality])
+
+
+def built(config: HfConfig, seed: int = 0) -> Any:
+    return assemble(problem(config), knobs_of(), CPU, seed=seed).model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny BERT with weights, as the library saves it."""
+    config = HfConfig(tiny("bert")).config()
+    config.num_labels = TEXTS.num_classes
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return dict(AutoModelForSequenceClassification.from_pretrained(folder).state_dict())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_random_weights_are_the_authors_and_the_seeds(kind: str) -> None:
+    config = HfConfig(tiny(kind))
+    first, again, other = (built(config, seed).state_dict() for seed in (0, 0, 1))
+    torch.manual_seed(0)
+    wanted = problem(config).model.make(SPECS[config.modality]).state_dict()
+    assert all(torch.equal(first[name], again[name]) and torch.equal(first[name], wanted[name]) for name in wanted)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_pretrained_weights_of_a_folder_are_taken(folder: Path) -> None:
+    found, wanted = built(HfConfig(str(folder))).state_dict(), weights(folder)
+    assert HfConfig(str(folder)).num_classes == TEXTS.num_classes
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_weights_can_be_started_anew(folder: Path) -> None:
+    found = built(HfConfig(str(folder), weights=Weights.random)).state_dict()
+    name = "bert.embeddings.word_embeddings.weight"
+    assert not torch.equal(found[name], weights(folder)[name])
+
+
+def test_the_loss_is_the_librarys_own(folder: Path) -> None:
+    task, batch = problem(HfConfig(str(folder))), make_batch(TEXTS, 4)
+    model: Any = assemble(task, knobs_of(), CPU).model
+    ours = task.criterion(task.call(model, batch.inputs), batch) / batch.num_targets
+    kept = batch.targets >= 0
+    inputs = {name: tensor[kept] for name, tensor in batch.inputs.items()}
+    theirs = model(**inputs, labels=batch.targets[kept]).loss
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_state_at_the_end_of_a_text_is_what_the_library_takes() -> None:
+    model: Any = built(HfConfig(tiny("t5")))
+    inputs = make_batch(TEXTS, 4).inputs
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs), type(model).forward(model, **inputs).logits)
+
+
+def test_dropout_is_off_unless_asked_for() -> None:
+    assert not problem(HfConfig(tiny("bert"))).is_random(built(HfConfig(tiny("bert"))))
+    config = HfConfig(tiny("bert"), dropout=0.2)
+    assert built(config).bert.embeddings.dropout.p == 0.2
+    assert HfConfig(tiny("bert"), dropout=None).config().hidden_dropout_prob == 0.1
+
+
+def test_arguments_change_the_configuration() -> None:
+    assert len(built(HfConfig(tiny("bert"), args={"num_hidden_layers": 1})).bert.encoder.layer) == 1
+
+
+def test_the_description_knows_the_folders_content(folder: Path) -> None:
+    before = HfConfig(str(folder)).description
+    assert before == HfConfig(str(folder)).description
+    assert before != HfConfig(str(folder), args={"num_hidden_layers": 1}).description
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "./nowhere"}, "model.name='./nowhere': must be a folder that exists"),
+        ({"args": {"layers": 3}}, "model.args.layers=3: must be removed: this model knows"),
+        ({"dropout": 1.0}, "model.dropout=1.0: must be null"),
+    ],
+)
+def test_bad_values_are_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput) as told:
+        HfConfig(**{"name": tiny("bert"), **changes})
+    assert message in str(told.value)
+
+
+def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"it has no config\.json"):
+        HfConfig(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match="must be a model that transformers knows"):
+        HfConfig(str(tmp_path))
+
+
+def test_a_head_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"model\.head='causal_lm': must be a head that transformers has for the kind vit"
+    ):
+        HfConfig(tiny("vit"), head=Head.causal_lm).make(WORDS)
+    shutil.copytree(tiny("bert"), tmp_path / "bert")
+    file = tmp_path / "bert" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["BertModel"]}))
+    with pytest.raises(BadInput, match=r"model.head='auto': must be one of causal_lm, .*names BertModel"):
+        _ = HfConfig(str(tmp_path / "bert")).modality
+
+
+def test_pickled_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(BadInput, match=r"pytorch_model.bin is a pickle, which can run code"):
+        built(HfConfig(str(folder), weights=Weights.pretrained))
+
+
+def test_weights_of_another_shape_are_told(folder: Path) -> None:
+    with pytest.raises(BadInput, match="must be a model whose weights fit its configuration"):
+        built(HfConfig(str(folder), args={"hidden_size": 32}))
+
+
+def test_more_classes_than_the_head_knows_are_told_or_start_a_new_head(folder: Path) -> None:
+    more = replace(TEXTS, num_classes=7)
+    with pytest.raises(BadInput, match=r"classes=7: must be at most 5, .*model\.reset_head=true"):
+        HfConfig(str(folder)).make(more)
+    task = Auto().pose(HfConfig(str(folder), reset_head=True), more)
+    model: Any = assemble(task, knobs_of(), CPU).model
+    assert model.classifier.out_features == 7
+    assert torch.equal(model.bert.pooler.dense.weight, weights(folder)["bert.pooler.dense.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "message"),
+    [
+        ("gpt2", DataSpec(Modality.TOKENS, 300, (65,)), "data.sequence_length=65: must be at most 64"),
+        ("gpt2", DataSpec(Modality.TOKENS, 301, (8,)), "vocabulary=301: must be at most 300"),
+        ("gpt2", IMAGES, "data='images': must be a source of tokens"),
+        ("vit", DataSpec(Modality.IMAGES, 5, (1, 32, 32)), "the images' channels=1: must be 3"),
+    ],
+)
+def test_data_that_do_not_fit_are_told(kind: str, spec: DataSpec, message: str) -> None:
+    with pytest.raises(BadInput) as told:
+        HfConfig(tiny(kind)).make(spec)
+    assert message in str(told.value)

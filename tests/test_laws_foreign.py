@@ -1,0 +1,145 @@
+"""The laws of knobs on models that somebody else wrote: six families of transformers, each tiny."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowvram.config import Incompatible
+from lowvram.core.knob import Exactness, Stage
+from lowvram.core.rig import assemble
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.hf import HfConfig
+from lowvram.tasks import Auto, Problem
+from tests.hugging import CONFIGS, tiny
+from tests.laboratory import (
+    CPU,
+    KNOBS,
+    NEUTRAL,
+    InDouble,
+    Trained,
+    knobs_of,
+    make_batch,
+    missing_here,
+    relative_error,
+    saved_bytes,
+    train,
+)
+from tests.test_laws import Pair, words
+
+pytestmark = [
+    pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards"),
+    # It warns of in-place operations on what a block returns; T5's blocks return views, and nothing is done in place.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+
+SPECS = {
+    Modality.TOKENS: DataSpec(Modality.TOKENS, 300, (8,)),
+    Modality.LABELLED_TOKENS: DataSpec(Modality.LABELLED_TOKENS, 5, (8,), vocab_size=300),
+    Modality.IMAGES: DataSpec(Modality.IMAGES, 5, (3, 32, 32)),
+}
+SIZES = [4, 8]
+COMPILED_KIND = "llama"  # compiling takes its time: one family stands for all
+# What an option says of a family that it can't be had with.
+REFUSED = {"torchscript": "blocks take tensors alone, by place", "chunked": "the task knows the model's last layer"}
+
+
+@cache
+def problem(kind: str) -> Problem:
+    return posed(HfConfig(name=tiny(kind)))
+
+
+def posed(model: HfConfig) -> Problem:
+    return Auto().pose(model, SPECS[model.modality])
+
+
+# Rounding turns a ReLU close to its kink into a whole gradient (see tests/test_laws.py): one block, and a smooth one.
+# So does the pooling before it, where two pixels are alike: what lies before that is not compared.
+SMOOTH = {"resnet": {"hidden_sizes": [16], "depths": [1], "hidden_act": "gelu", "layer_type": "basic"}}
+
+
+def smooth(kind: str) -> Problem:
+    return posed(HfConfig(name=tiny(kind), args=SMOOTH.get(kind, {})))
+
+
+def is_tried(pair: Pair, kind: str) -> bool:
+    knob = KNOBS[pair]
+    is_cheap = knob.stage is not Stage.COMPILE or kind == COMPILED_KIND or pair[1] == "torchscript"
+    is_other = NEUTRAL[pair[0]] != pair[1] and not missing_here(pair)
+    return is_other and is_cheap and pair != ("accum", "x16") and pair != ("accum", "x32")
+
+
+CASES = [(pair, kind) for pair in KNOBS for kind in CONFIGS if is_tried(pair, kind)]
+EXACT = [case for case in CASES if KNOBS[case[0]].exactness is Exactness.EXACT]
+INEXACT = [case for case in CASES if KNOBS[case[0]].exactness is not Exactness.EXACT]
+
+
+def refusal(pair: Pair, kind: str) -> str | None:
+    """Why an option can't be had with a model."""
+    try:
+        assemble(problem(kind), knobs_of(**dict([pair])), CPU)
+    except Incompatible as error:
+        return str(error)
+    return None
+
+
+@cache
+def steps(kind: str, pair: Pair) -> Trained:
+    """Plain SGD; where an optimizer is what is tried, the weights stand still."""
+    group, option = pair
+    if group == "optimizer":
+        return train(problem(kind), knobs_of(**{group: option}), SIZES, lr=0.0)
+    return train(problem(kind), knobs_of(optimizer="sgd", **{group: option}), SIZES, lr=0.01)
+
+
+@pytest.mark.parametrize(("pair", "kind"), EXACT, ids=words)
+def test_an_exact_knob_keeps_losses_gradients_and_buffers(pair: Pair, kind: str) -> None:
+    if why := refusal(pair, kind):
+        assert REFUSED[pair[1]] in why
+        return
+    found, wanted = steps(kind, pair), steps(kind, (pair[0], NEUTRAL[pair[0]]))
+    losses: list[dict[str, Tensor]] = [{"": torch.stack(trained.losses)} for trained in (found, wanted)]
+    errors = [
+        relative_error(*losses),
+        relative_error(found.gradients, wanted.gradients),
+        relative_error(found.buffers, wanted.buffers),
+    ]
+    if KNOBS[pair].caveat(problem(kind).make_model()):  # BatchNorm in parts
+        assert max(errors) > 1e-3
+    else:
+        assert max(errors) <= KNOBS[pair].band
+
+
+@pytest.mark.parametrize(("pair", "kind"), INEXACT, ids=words)
+def test_an_inexact_knob_stays_in_its_band(pair: Pair, kind: str) -> None:
+    if why := refusal(pair, kind):
+        assert REFUSED[pair[1]] in why
+        return
+    found = train(smooth(kind), knobs_of(**dict([pair])), [32])
+    wanted = train(InDouble(smooth(kind)), knobs_of(), [32])
+    gradients = [
+        {name: each for name, each in trained.gradients.items() if "embedder" not in name}
+        for trained in (found, wanted)
+    ]
+    assert 0 < relative_error(*gradients) <= KNOBS[pair].band
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"resnet"}))
+def test_recomputing_every_block_saves_two_fifths(kind: str) -> None:
+    assert kept_by_every1(problem(kind)) <= 0.6
+
+
+def test_recomputing_every_block_of_a_resnet50_saves_three_fifths() -> None:
+    """That of transformers, as its configuration is by default."""
+    sizes = {"embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]}
+    assert kept_by_every1(posed(HfConfig(name=tiny("resnet"), args=sizes))) <= 0.4
+
+
+def kept_by_every1(task: Problem) -> float:
+    """The share of its activations that a forward pass still keeps."""
+    batch = make_batch(task.spec, 2)
+    kept = [saved_bytes(task, knobs_of(ckpt=option), batch) for option in ("none", "every1")]
+    return kept[1] / kept[0]
