@@ -1,3 +1,20 @@
 """lowvram: train models on a GPU that is too small, and know what every choice costs."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowvram.api import Knob, Measured, Part, Rig, Task, assemble, knob, ledger, measure, plan, step, task
+
 __version__ = "0.1.0"
+__all__ = ["Knob", "Measured", "Part", "Rig", "Task", "assemble", "knob", "ledger", "measure", "plan", "step", "task"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of lowvram/api.py. Not imported before they are used: that takes torch, and the command line's parent
+    does without."""
+    if name in __all__:
+        return getattr(importlib.import_module("lowvram.api"), name)
+    raise AttributeError(f"module 'lowvram' has no attribute {name!r}")
