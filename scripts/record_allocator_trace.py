@@ -29,7 +29,7 @@ from lowvram.data.spec import DataSpec, Modality
 from lowvram.identity import ROOT
 from lowvram.options import knob_of, neutral_options, node_of
 from lowvram.plan.recorded import Recording, Sample, actions_of, first_difference, load_recording
-from lowvram.plan.replay import least_limit_bytes
+from lowvram.plan.replay import needs_of
 from lowvram.tasks import Auto, Problem
 
 CUDA = torch.device("cuda")
@@ -170,7 +170,7 @@ def record_all(folder: Path) -> None:
     for name in CASES:
         is_limited = name.endswith("_limited")
         recording = record_apart(name, folder / f"{name}.json", limit_bytes if is_limited else None)
-        limit_bytes = limit_bytes or least_limit_bytes(recording.events())
+        limit_bytes = limit_bytes or needs_of(recording.events()).least_limit_bytes
         difference = first_difference(recording)
         print(f"{name}: {len(recording.actions)} actions, {difference or 'replayed to the byte'}", flush=True)
 

@@ -13,7 +13,7 @@ CUDA graphs). Expandable segments are on from the start or never. Imports no tor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lowvram.plan.blocks import (
     LARGE_SEGMENT_BYTES,
@@ -21,6 +21,7 @@ from lowvram.plan.blocks import (
     SMALL_BYTES,
     Block,
     Pool,
+    copied,
     rounded_up,
     segment_bytes,
 )
@@ -42,6 +43,8 @@ class CachingAllocator:
         device_bytes: of the device's memory, for this allocator; None: more than is ever asked for.
         address_of: gives the address of the next segment, from its bytes of address space. It decides between free
             blocks of equal size.
+        gives_back: where there is no room under the limit, it gives back what it keeps and tries again, as it should;
+            else it gives up before it has changed anything.
     """
 
     def __init__(
@@ -50,11 +53,13 @@ class CachingAllocator:
         limit_bytes: int | None = None,
         device_bytes: int | None = None,
         address_of: Callable[[int], int] | None = None,
+        gives_back: bool = True,
     ) -> None:
         self.expandable = expandable
         self.limit_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
         self.device_bytes = UNLIMITED_BYTES if device_bytes is None else device_bytes
         self.address_of = self.next_address if address_of is None else address_of
+        self.gives_back = gives_back
         self.pools: dict[tuple[bool, int], Pool] = {}  # by (whether it is small, stream)
         self.allocated_bytes = self.allocated_peak_bytes = 0
         self.reserved_bytes = self.reserved_peak_bytes = 0
@@ -68,7 +73,7 @@ class CachingAllocator:
         Raises:
             OutOfMemory: there is no room under the limit.
         """
-        num_bytes = rounded_up(num_bytes, MIN_BLOCK_BYTES)
+        num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # in a hot loop, so `rounded_up` isn't called
         is_small = num_bytes <= SMALL_BYTES
         pool = self.pools.get((is_small, stream)) or self.pools.setdefault((is_small, stream), Pool(is_small))
         block = self._best_fit(pool, num_bytes) or self._grow(pool, num_bytes) or self._retry(pool, num_bytes)
@@ -77,12 +82,14 @@ class CachingAllocator:
             pool.put(block.cut(num_bytes))
         block.is_free = False
         self.allocated_bytes += block.num_bytes
-        self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.allocated_peak_bytes:
+            self.allocated_peak_bytes = self.allocated_bytes
         return block
 
     def free(self, block: Block) -> None:
-        self.request_free(block)
-        self.complete_free(block)
+        self.allocated_bytes -= block.num_bytes
+        block.is_free = True
+        block.pool.settle(block)
 
     def request_free(self, block: Block) -> None:
         """From here on it doesn't count as allocated, but another stream may still use it (`Tensor.record_stream`)."""
@@ -103,6 +110,15 @@ class CachingAllocator:
                 elif block.is_alone():
                     pool.take(block)
                     self.reserved_bytes -= block.num_bytes
+
+    def copied(self, limit_bytes: int | None, living: Iterable[Block]) -> tuple[CachingAllocator, list[Block]]:
+        """An allocator in the same state, which no limit has shaped so far, and its blocks for those that live."""
+        other = CachingAllocator(self.expandable, limit_bytes, self.device_bytes)
+        other.allocated_bytes, other.allocated_peak_bytes = self.allocated_bytes, self.allocated_peak_bytes
+        other.reserved_bytes, other.reserved_peak_bytes = self.reserved_bytes, self.reserved_peak_bytes
+        other.granted_bytes, other._next_address = self.granted_bytes, self._next_address
+        other.pools, blocks = copied(self.pools, living)
+        return other, blocks
 
     def next_address(self, num_bytes: int) -> int:
         """Behind all others, and aligned as every segment is."""
@@ -139,6 +155,8 @@ class CachingAllocator:
         return Block(pool, address, new_bytes, start=address)
 
     def _retry(self, pool: Pool, num_bytes: int) -> Block:
+        if not self.gives_back:
+            raise OutOfMemory
         self.num_retries += 1
         self.empty_cache()
         block = self._grow(pool, num_bytes)

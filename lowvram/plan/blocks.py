@@ -4,6 +4,8 @@ Imports no torch."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 MIB = 2**20
 # c10/core/AllocatorConfig.h, by the names there
@@ -13,6 +15,7 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: a small pool's segments, and its 
 LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_: the same of a large pool
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on an allocation gets a segment of its own size,
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
+Key = TypeVar("Key")
 
 
 class Block:
@@ -33,9 +36,10 @@ class Block:
     def cut(self, num_bytes: int) -> Block:
         """Keep the first bytes; the rest becomes a block of its own."""
         rest = Block(self.pool, self.address + num_bytes, self.num_bytes - num_bytes, self.start, self.is_mapped)
-        rest.before, rest.after = self, self.after
-        if self.after is not None:
-            self.after.before = rest
+        after = self.after
+        rest.before, rest.after = self, after
+        if after is not None:
+            after.before = rest
         self.after = rest
         self.num_bytes = num_bytes
         return rest
@@ -70,27 +74,48 @@ class Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def absorb(self, block: Block, neighbour: Block | None) -> None:
-        """Let `block`, which is in no list, grow over a neighbour that is free and of its kind."""
-        if neighbour is None or not neighbour.is_free or neighbour.is_mapped != block.is_mapped:
-            return
-        self.take(neighbour)
-        if neighbour is block.before:
-            block.address = neighbour.address
-            block.before = neighbour.before
+    def settle(self, block: Block) -> None:
+        """Join `block`, which is in no list, with neighbours that are free and of its kind, and keep it."""
+        before, after, is_mapped = block.before, block.after, block.is_mapped
+        if before is not None and before.is_free and before.is_mapped == is_mapped:
+            self.take(before)
+            block.address = before.address
+            block.num_bytes += before.num_bytes
+            block.before = before.before
             if block.before is not None:
                 block.before.after = block
-        else:
-            block.after = neighbour.after
+        if after is not None and after.is_free and after.is_mapped == is_mapped:
+            self.take(after)
+            block.num_bytes += after.num_bytes
+            block.after = after.after
             if block.after is not None:
                 block.after.before = block
-        block.num_bytes += neighbour.num_bytes
-
-    def settle(self, block: Block) -> None:
-        """Join `block` with its free neighbours and keep it."""
-        self.absorb(block, block.before)
-        self.absorb(block, block.after)
         self.put(block)
+
+
+def copied(pools: Mapping[Key, Pool], living: Iterable[Block]) -> tuple[dict[Key, Pool], list[Block]]:
+    """Pools and blocks of their own in the same state.
+
+    Args:
+        living: all blocks that are in no pool. Their copies are returned, in the same order.
+    """
+    living = list(living)
+    others = {key: Pool(pool.is_small) for key, pool in pools.items()}
+    pool_of = {pools[key]: other for key, other in others.items()}
+    free = [entry[-1] for pool in pools.values() for entry in [*pool.free, *pool.unmapped]]
+    twins: dict[Block, Block] = {}
+    for block in [*living, *free]:
+        twin = Block(pool_of[block.pool], block.address, block.num_bytes, block.start, block.is_mapped)
+        twin.is_free = block.is_free
+        twins[block] = twin
+    for block, twin in twins.items():
+        if block.after is not None:
+            twin.after = twins[block.after]
+            twin.after.before = twin
+    for pool, other in pool_of.items():
+        other.free = [(num_bytes, address, twins[block]) for num_bytes, address, block in pool.free]
+        other.unmapped = [(address, twins[block]) for address, block in pool.unmapped]
+    return others, [twins[block] for block in living]
 
 
 def rounded_up(num_bytes: int, multiple: int) -> int:

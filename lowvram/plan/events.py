@@ -102,14 +102,12 @@ class Trace:
         """What an allocator of the device is asked for. A storage that changes its size is freed and asked for anew."""
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)
-        columns = (self.storages, self.num_bytes, before)
-        found: list[Event] = []
-        for storage, num_bytes, num_before in zip(*(column[is_asked].tolist() for column in columns), strict=True):
-            if num_before:
-                found.append(Event(storage, FREE))
-            if num_bytes:
-                found.append(Event(storage, num_bytes))
-        return found
+        storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
+        is_anew = (before > 0) & (num_bytes > 0)
+        times = 1 + is_anew.long()
+        asked = num_bytes.where(num_bytes > 0, FREE).repeat_interleave(times)
+        asked[(times.cumsum(0) - times)[is_anew]] = FREE
+        return list(map(Event, storages.repeat_interleave(times).tolist(), asked.tolist()))
 
     @cached_property
     def before(self) -> Tensor:

@@ -13,7 +13,7 @@ from lowvram.core.knob import Kind
 from lowvram.plan.devices import DeviceSpec
 from lowvram.plan.events import Phase, Trace
 from lowvram.plan.hidden import Line, hidden_lines
-from lowvram.plan.replay import Event, least_limit_bytes, replay
+from lowvram.plan.replay import Event, needs_of
 from lowvram.plan.target import Target
 from lowvram.plan.timing import DataSheet, Rates, step_time
 
@@ -47,7 +47,7 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
     lines = hidden_lines(device, torch.__version__, place.num_ranks)
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
-        **(on_card(trace, lines, is_expandable) if device.is_cuda else on_cpu(trace, lines)),
+        **(on_card(trace, lines, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, lines)),
         "host_bytes": sums.host_bytes or None,
         "by_kind": named(sums.by_kind),
         "by_kind_max": named(sums.by_kind_max),
@@ -77,15 +77,15 @@ def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
     }
 
 
-def on_card(trace: Trace, lines: list[Line], is_expandable: bool) -> Fields:
+def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: int) -> Fields:
     """As the caching allocator plays it."""
     events = [*workspaces(lines), *trace.requests()]
-    played = replay(events, expandable=is_expandable)
+    found = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes)
     outside = sum(line.num_bytes or 0 for line in lines if not line.is_in_allocator)
     return {
-        "allocated_bytes": played.allocated_peak_bytes,
-        "reserved_bytes": played.reserved_peak_bytes,
-        "least_vram_bytes": least_limit_bytes(events, expandable=is_expandable, free=played) + outside,
+        "allocated_bytes": found.free.allocated_peak_bytes,
+        "reserved_bytes": found.free.reserved_peak_bytes,
+        "least_vram_bytes": found.least_limit_bytes + outside,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from lowvram.plan.allocator import CachingAllocator, OutOfMemory
@@ -44,6 +45,50 @@ class Replay:
     oom: Oom | None
 
 
+class Run:
+    """A replay under way."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.living: dict[int, Block] = {}  # by allocation
+        self.allocated: list[int] = []  # these three as in `Replay`
+        self.reserved: list[int] = []
+        self.oom: Oom | None = None
+
+    def play(self, events: Sequence[Event]) -> Replay:
+        """Those of the events that weren't played yet, to the end or to where memory runs out."""
+        allocator, living, allocated, reserved = self.allocator, self.living, self.allocated, self.reserved
+        for allocation, num_bytes, stream in islice(events, len(allocated), None):
+            if num_bytes > 0:
+                try:
+                    living[allocation] = allocator.malloc(num_bytes, stream)
+                except OutOfMemory:
+                    self.oom = Oom(len(allocated), num_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
+                    break
+            elif num_bytes < 0:
+                allocator.free(living.pop(allocation))
+            allocated.append(allocator.allocated_bytes)
+            reserved.append(allocator.reserved_bytes)
+        return Replay(
+            allocated,
+            reserved,
+            allocator.allocated_peak_bytes,
+            allocator.reserved_peak_bytes,
+            allocator.granted_bytes,
+            allocator.refused_bytes,
+            allocator.num_retries,
+            self.oom,
+        )
+
+    def copied(self, limit_bytes: int | None) -> Run:
+        """The same under another limit, that would have changed nothing so far."""
+        allocator, living = self.allocator.copied(limit_bytes, self.living.values())
+        run = Run(allocator)
+        run.living = dict(zip(self.living, living, strict=True))
+        run.allocated, run.reserved = self.allocated.copy(), self.reserved.copy()
+        return run
+
+
 def replay(
     events: Sequence[Event],
     *,
@@ -52,53 +97,44 @@ def replay(
     device_bytes: int | None = None,
 ) -> Replay:
     """Run the events through an empty allocator; the options are `CachingAllocator`'s."""
-    allocator = CachingAllocator(expandable, limit_bytes, device_bytes)
-    live: dict[int, Block] = {}
-    allocated: list[int] = []
-    reserved: list[int] = []
-    oom = None
-    for allocation, num_bytes, stream in events:
-        if num_bytes > 0:
-            try:
-                live[allocation] = allocator.malloc(num_bytes, stream)
-            except OutOfMemory:
-                oom = Oom(len(allocated), num_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
-                break
-        elif num_bytes < 0:
-            allocator.free(live.pop(allocation))
-        allocated.append(allocator.allocated_bytes)
-        reserved.append(allocator.reserved_bytes)
-    return Replay(
-        allocated,
-        reserved,
-        allocator.allocated_peak_bytes,
-        allocator.reserved_peak_bytes,
-        allocator.granted_bytes,
-        allocator.refused_bytes,
-        allocator.num_retries,
-        oom,
-    )
+    return Run(CachingAllocator(expandable, limit_bytes, device_bytes)).play(events)
 
 
-def least_limit_bytes(events: Sequence[Event], *, expandable: bool = False, free: Replay | None = None) -> int:
-    """The least limit (as of `torch.cuda.set_per_process_memory_fraction`) under which the events fit, a multiple of
-    2 MiB, by which everything is reserved.
+class Needs(NamedTuple):
+    """What a sequence of events needs."""
+
+    free: Replay  # without any limit
+    least_limit_bytes: int
+
+
+def needs_of(events: Sequence[Event], *, expandable: bool = False, live_peak_bytes: int = 0) -> Needs:
+    """What happens without a limit, and the least limit (as of `torch.cuda.set_per_process_memory_fraction`) under
+    which the events fit, a multiple of 2 MiB, by which everything is reserved.
 
     By trial between bounds, nearer to the lower one, where it mostly lies. A trial answers for all limits under which
     the same happens, so a few are enough. What fits under a limit fits under a larger one but for rare accidents of
     best fit, so a still lower limit may do. Under the one that is returned they do fit.
 
+    What happens before the lowest of these limits would refuse anything happens under all: it is played once, and each
+    trial goes on from a copy of that.
+
     Args:
-        free: their replay without a limit, if it is known.
+        live_peak_bytes: the most that is asked for at a time, or anything less, which takes longer.
     """
-    free = free or replay(events, expandable=expandable)
-    # The last pages of an expandable segment may reach beyond the limit.
-    lowest = max(0, free.allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES
-    highest = free.granted_bytes
+    start = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
+    start.play(events)
+    free = start.copied(None).play(events)
+    lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
     while lowest < highest:
-        tried = replay(events, expandable=expandable, limit_bytes=lowest + (highest - lowest) // 4)
+        limit_bytes = lowest + (highest - lowest) // 4
+        tried = start.copied(limit_bytes).play(events)
         if tried.oom is None:
             highest = tried.granted_bytes
         else:
             lowest = tried.refused_bytes
-    return highest
+    return Needs(free, highest)
+
+
+def lowest_limit_bytes(allocated_peak_bytes: int) -> int:
+    """That may do: the last pages of an expandable segment may reach beyond the limit."""
+    return max(0, allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES

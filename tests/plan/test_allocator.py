@@ -6,7 +6,7 @@ import pytest
 
 from lowvram.plan.allocator import CachingAllocator
 from lowvram.plan.blocks import MIB
-from lowvram.plan.replay import FREE, Event, Oom, least_limit_bytes, replay
+from lowvram.plan.replay import FREE, Event, Oom, needs_of, replay
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
 
@@ -150,18 +150,18 @@ def test_under_a_limit_expandable_segments_ask_for_more_than_they_need() -> None
     assert replay(events, expandable=True, device_bytes=40 * MIB).oom is None
     assert replay(events, expandable=True, device_bytes=40 * MIB - 1).oom is not None
     assert replay(events, expandable=True, limit_bytes=40 * MIB).oom is not None
-    assert least_limit_bytes(events, expandable=True) == 58 * MIB
-    assert least_limit_bytes(events) == 58 * MIB
+    assert needs_of(events, expandable=True).least_limit_bytes == 58 * MIB
+    assert needs_of(events).least_limit_bytes == 58 * MIB
 
 
 def test_the_least_limit_is_less_than_what_is_reserved_without_one() -> None:
     events = [Event(0, 16 * MIB), Event(0, FREE), Event(1, 30 * MIB), Event(1, FREE), Event(2, 44 * MIB)]
     assert replay(events).reserved_peak_bytes == 90 * MIB
-    assert least_limit_bytes(events) == 44 * MIB
+    assert needs_of(events).least_limit_bytes == 44 * MIB
 
 
 def test_nothing_takes_nothing() -> None:
-    assert least_limit_bytes([]) == 0
+    assert needs_of([]).least_limit_bytes == 0
     assert replay([Event(0, 0), Event(0, 0)]).reserved_bytes == [0, 0]  # nothing is asked for a tensor of no bytes
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from lowvram.plan.allocator import CachingAllocator, OutOfMemory
 from lowvram.plan.blocks import MIB, SMALL_BYTES, Block, Pool, segment_bytes
-from lowvram.plan.replay import FREE, Event, least_limit_bytes, replay
+from lowvram.plan.replay import FREE, Event, Run, needs_of, replay
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
 seeds = pytest.mark.parametrize("seed", range(5))
@@ -127,7 +127,7 @@ def test_under_a_limit_too(expandable: bool, seed: int) -> None:
 @both
 def test_the_least_limit_fits_and_less_does_not(expandable: bool, seed: int) -> None:
     events = sequence(seed, num_events=400)
-    limit_bytes = least_limit_bytes(events, expandable=expandable)
+    limit_bytes = needs_of(events, expandable=expandable).least_limit_bytes
     free = replay(events, expandable=expandable)
     assert replay(events, expandable=expandable, limit_bytes=limit_bytes).oom is None
     assert replay(events, expandable=expandable, limit_bytes=limit_bytes - 2 * MIB).oom is not None
@@ -139,13 +139,43 @@ def test_the_least_limit_fits_and_less_does_not(expandable: bool, seed: int) -> 
 @both
 def test_limits_between_what_was_granted_and_refused_change_nothing(expandable: bool, seed: int) -> None:
     events = sequence(seed, num_events=400)
-    least = least_limit_bytes(events, expandable=expandable)
+    least = needs_of(events, expandable=expandable).least_limit_bytes
     for limit_bytes in (least, least - 2 * MIB, least - 20 * MIB):
         done = replay(events, expandable=expandable, limit_bytes=limit_bytes)
         assert done.granted_bytes <= limit_bytes < done.refused_bytes
         for other in (done.granted_bytes, done.refused_bytes - 1):
             assert replay(events, expandable=expandable, limit_bytes=other) == done
         assert done != replay(events, expandable=expandable, limit_bytes=done.granted_bytes - 1)
+
+
+@seeds
+@both
+def test_trials_may_share_what_happens_under_all_limits(expandable: bool, seed: int) -> None:
+    events = sequence(seed, num_events=400)
+    living: dict[int, int] = {}
+    live_bytes = []
+    for allocation, num_bytes, _ in events:
+        living[allocation] = max(0, num_bytes)
+        live_bytes.append(sum(living.values()))
+    found = needs_of(events, expandable=expandable, live_peak_bytes=max(live_bytes))
+    assert found == needs_of(events, expandable=expandable)
+    assert found.free == replay(events, expandable=expandable)
+    assert replay(events, expandable=expandable, limit_bytes=found.least_limit_bytes).oom is None
+
+
+@seeds
+@both
+def test_a_copy_goes_on_alone(expandable: bool, seed: int) -> None:
+    events = sequence(seed, num_events=400)
+    start = Run(CachingAllocator(expandable))
+    start.play(events[:250])
+    limit_bytes = start.allocator.granted_bytes
+    limited, free = start.copied(limit_bytes), start.copied(None)
+    check(limited.allocator, list(limited.living.values()))
+    assert limited.play(events) == replay(events, expandable=expandable, limit_bytes=limit_bytes)
+    assert free.play(events) == replay(events, expandable=expandable)
+    check(start.allocator, list(start.living.values()))
+    assert start.play(events) == replay(events, expandable=expandable)
 
 
 @both

@@ -13,7 +13,7 @@ import pytest
 from lowvram.core.step import step
 from lowvram.identity import ROOT
 from lowvram.plan.recorded import Action, Kind, Recording, Sample, actions_of, first_difference, load_recording
-from lowvram.plan.replay import FREE, Event, least_limit_bytes, replay
+from lowvram.plan.replay import FREE, Event, needs_of, replay
 from scripts.record_allocator_trace import CASES, record_apart
 from tests.laboratory import CPU, needs_gpu
 
@@ -171,7 +171,7 @@ def test_segments_given_back_when_asked_to() -> None:
 def test_segments_given_back_for_want_of_memory() -> None:
     wanting = acted("A 0 20, a 0 4, A 40 30, a 40 30, f 40 30, c 40 30, F 40 30, A 100 40, a 100 40")
     assert first_difference(recording(wanting, limit_bytes=60 * MIB)) is None
-    assert least_limit_bytes(recording(wanting).events()) == 60 * MIB
+    assert needs_of(recording(wanting).events()).least_limit_bytes == 60 * MIB
     found = first_difference(recording(wanting, limit_bytes=58 * MIB))
     assert found is not None
     assert f"reserved is None in the replay, {60 * MIB}" in found
