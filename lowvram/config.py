@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
 PACKAGE = "lowvram."
+BUILT: dict[tuple[type, str, str], Any] = {}  # by class, key and values
 CONSTANTS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -53,8 +54,12 @@ def build(node: DictConfig, key: str) -> Any:
 
 
 def build_as(target: type, values: dict[Any, Any], key: str) -> Any:
-    """The dataclass `target` made from `values`; raises like `build`."""
-    return target(**typed_values(target, values, key))
+    """The dataclass `target` made from `values`; raises like `build`. The same values make the same object, as all
+    points of a sweep but for what is swept: it is frozen."""
+    known = (target, key, repr(values))
+    if known not in BUILT:
+        BUILT[known] = target(**typed_values(target, values, key))
+    return BUILT[known]
 
 
 def checked_values(node: DictConfig, key: str) -> dict[Any, Any]:

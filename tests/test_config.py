@@ -38,9 +38,21 @@ def test_a_node_becomes_its_dataclass() -> None:
     assert type(found.layers) is list
 
 
+def test_the_same_values_make_the_same_object() -> None:
+    """So a sweep's points share it, and yet a mistake is told each time under its own key."""
+    assert built(width=24) is built(width=24)
+    assert built(width=24) is not built(width=32)
+    assert built(dropout=0) is not built(dropout=0.5)
+    for key in ("model", "other"):
+        with pytest.raises(BadInput, match=f"^{key}.width='wide'"):
+            build(DictConfig({"_target_": RESNET, "width": "wide"}), key)
+
+
 def test_interpolations_are_resolved() -> None:
     config = OmegaConf.create({"width": 24, "model": {"_target_": RESNET, "width": "${width}"}})
     assert build(config.model, "model").width == 24
+    config.width = 32
+    assert build(config.model, "model").width == 32
 
 
 @pytest.mark.parametrize(
