@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, final
 
 import torch
 
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.config import Incompatible
+from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
+from lowvram.core.rig import absent_of
 from lowvram.knobs.accum import Parts
 from lowvram.plan.events import KINDS, PHASES, Phase, Trace
+from lowvram.plan.paper import paper
 from lowvram.plan.store import Store, key_of
 from lowvram.plan.target import Target
-from lowvram.plan.tracing import trace
+from lowvram.plan.tracing import is_played, trace
 from lowvram.plan.work import Column
 from lowvram.tasks import Problem
 
@@ -41,7 +45,7 @@ class Priced(NamedTuple):
     why_direct: str | None = None  # where computing them was not possible
 
 
-Structure = tuple[object, int]  # knobs, and the parts that are traced
+Structure = tuple[tuple[str, ...], int]  # the knobs that are played, and the parts that are traced
 
 
 @dataclass
@@ -75,7 +79,10 @@ class Pricer:
             direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
             return Priced(direct, True, "the batch doesn't divide into equal parts")
         num_traced = min(parts, MOST_PARTS)
-        known = self.known[tuple(sorted((name, repr(knob)) for name, knob in knobs.items())), num_traced]
+        # Before anything known is looked up: what conflicts may look on paper like what was traced.
+        self.check({**knobs, "accum": Parts(num_traced)})
+        knobs = {name: knob for name, knob in knobs.items() if is_played(knob)}
+        known = self.known[tuple(repr(knob) for knob in knobs.values()), num_traced]
         why = None
         if known.traces and samples not in known.traces:
             line = self.line(known, knobs, num_traced, samples)
@@ -83,6 +90,19 @@ class Pricer:
                 return Priced(with_parts(line.at(samples), parts), False)
             why = line
         return Priced(with_parts(self.traced(known, knobs, num_traced, samples), parts), parts == num_traced, why)
+
+    def check(self, knobs: Mapping[str, Knob]) -> None:
+        """Raises `Incompatible` where `trace` would, in the same words."""
+        for absent in (self.target.absent(), self.absent):
+            if found := conflicts(knobs, absent):
+                raise Incompatible("; ".join(found))
+
+    @cached_property
+    def absent(self) -> dict[Fact, str]:
+        """The facts that the target or the problem lacks."""
+        with paper(self.target), torch.device("meta"):
+            model = self.problem.make_model()
+        return {**self.target.absent(), **absent_of(self.problem, model)}
 
     def line(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
         """A line that passes over so many samples, between what was traced; or why there is none."""

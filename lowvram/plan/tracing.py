@@ -73,8 +73,12 @@ def take_step(scribe: Scribe, rig: Rig, problem: Problem, num_samples: int) -> N
 
 def on_paper(knob: Knob) -> Knob:
     """The knob itself, or what stands in for one that only acts on a real process or in compiled code."""
-    is_real = knob.stage in (Stage.PROCESS, Stage.COMPILE) or Fact.COMPILED in knob.needs()
-    return Unplayed(knob) if is_real else knob
+    return knob if is_played(knob) else Unplayed(knob)
+
+
+def is_played(knob: Knob) -> bool:
+    """Whether a trace depends on it, beside its conflicts."""
+    return knob.stage not in (Stage.PROCESS, Stage.COMPILE) and Fact.COMPILED not in knob.needs()
 
 
 @final

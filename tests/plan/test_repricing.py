@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lowvram.config import Incompatible
 from lowvram.core.device import Card
 from lowvram.core.knob import Knob
 from lowvram.knobs.accum import Parts
@@ -103,6 +104,40 @@ def test_many_prices_take_no_more_traces_than_two(num_traced: Callable[[], int])
     for batch_size in range(64, 8, -1):
         assert pricer.price(knobs, 1, batch_size).is_direct is (batch_size == 64)
     assert num_traced() == 2
+
+
+def test_what_is_alike_on_paper_shares_a_trace(num_traced: Callable[[], int], tmp_path: Path) -> None:
+    alike: list[dict[str, str | Knob]] = [{}, {"compile": "blocks"}, {"compile": "model"}, {"allocator": "expandable"}]
+    pricer = Pricer(PROBLEMS["resnet"], H100)
+    for choices in alike:
+        found = pricer.price(without_accum(**choices), 1, 8)
+        assert found.is_direct
+        assert found.trace.sums() == traced(PROBLEMS["resnet"], without_accum(**choices), 1, 8).sums()
+    assert num_traced() == 1
+    for choices in alike:
+        Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(**choices), 1, 8)
+    assert num_traced() == 2
+    pricer.price(without_accum(ckpt="every1"), 1, 8)
+    assert num_traced() == 3
+
+
+@pytest.mark.parametrize(
+    ("problem", "choices", "why"),
+    [
+        ("transformer", {"compile": "none", "ckpt": "compiler"}, "compile=none ends that"),  # with each other
+        ("transformer", {"allocator": "tight"}, "the device is the CPU"),  # with the target
+        ("transformer_dropout", {"compile": "model", "ckpt": "compiler"}, "this one has dropout"),  # with the problem
+    ],
+    ids=str,
+)
+def test_a_trace_that_is_shared_hides_no_conflict(
+    problem: str, choices: dict[str, str | Knob], why: str, num_traced: Callable[[], int]
+) -> None:
+    pricer = Pricer(PROBLEMS[problem], H100)
+    pricer.price(without_accum(), 1, 8)
+    with pytest.raises(Incompatible, match=why):
+        pricer.price(without_accum(**choices), 1, 8)
+    assert num_traced() == 1
 
 
 def test_a_store_spares_the_next_process_the_trace(tmp_path: Path, num_traced: Callable[[], int]) -> None:
