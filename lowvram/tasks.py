@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.config import BadInput
 from lowvram.core.rig import IGNORE, Fill, Part, Task
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import MASK, DataSpec, Modality
 
 
 class ModelConfig(Protocol):
@@ -86,6 +86,10 @@ class Problem(Task):
     def num_correct(self, outputs: Tensor, part: Part) -> Tensor:
         """How many targets are the likeliest class (0-dim)."""
         return (outputs.argmax(-1) == part.targets).sum()
+
+    def num_tokens(self, part: Part) -> Tensor:
+        """How many of the part's tokens are no padding (0-dim); of what has no tokens, its targets."""
+        return part.inputs[MASK].sum() if self.spec.modality is Modality.LABELLED_TOKENS else self.num_targets(part)
 
     @abstractmethod
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:

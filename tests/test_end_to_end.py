@@ -61,7 +61,7 @@ def plain_eval_loss(model: torch.nn.Module) -> float:
     data = PythonSource(sequence_length=32, eval_samples=16).open(0)
     model.eval()
     with torch.no_grad():
-        (part,) = eval_batches(data.eval, 16, torch.device("cpu"))
+        ((part, _),) = eval_batches(data.eval, 16, torch.device("cpu"))
         return F.cross_entropy(model(part.inputs).flatten(0, 1), part.targets.flatten()).item()
 
 

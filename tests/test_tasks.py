@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from lowvram.config import BadInput
 from lowvram.core.rig import IGNORE, Part
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.tasks import Auto, Classification, Classifier, LanguageModel, LanguageModelling
 from tests.laboratory import IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER
 
@@ -51,6 +52,14 @@ def test_sums_are_at_least_fp32(dtype: torch.dtype) -> None:
 def test_correct_answers_are_counted_and_ignored_ones_never_are() -> None:
     logits = torch.eye(4)
     assert PROBLEMS["resnet"].num_correct(logits, Part(None, torch.tensor([0, 1, 0, IGNORE]))).item() == 2
+
+
+def test_tokens_are_targets_or_where_texts_have_a_class_what_is_no_padding() -> None:
+    labelled = Auto().pose(RESNET, DataSpec(Modality.LABELLED_TOKENS, 2, (3,), 256))
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+    assert labelled.num_tokens(Part(inputs, torch.tensor([0, IGNORE]))).item() == 3
+    assert labelled.num_targets(Part(inputs, torch.tensor([0, IGNORE]))).item() == 1
+    assert PROBLEMS["transformer"].num_tokens(Part(None, torch.tensor([[4, IGNORE], [5, 6]]))).item() == 3
 
 
 def test_scores() -> None:

@@ -121,6 +121,10 @@ class Task(ABC):
     def criterion(self, outputs: Any, part: Part) -> Tensor:
         """The *sum* of the losses of the part's targets (0-dim, at least fp32)."""
 
+    def num_targets(self, part: Part) -> Tensor:
+        """How many targets the criterion sums over (0-dim, on their device: asking waits for nothing)."""
+        return part.num_targets
+
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated units of the model, in the order of the forward pass; none where nobody knows them."""
@@ -166,11 +170,11 @@ class Rig:
     model: nn.Module
     forward: Callable[[Part], Any]  # calls the model
     criterion: Callable[[Any, Part], Tensor]  # outputs, part -> the sum over the part's targets
+    total: Callable[[list[Part]], Tensor]  # how many targets that are
     make_optimizer: MakeOptimizer = None  # pyright: ignore[reportAssignmentType] # until OPTIMIZER
     stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
     rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 update lands in weights of fewer bits
     split: Callable[[Part], list[Part]] = lambda batch: [batch]
-    total: Callable[[list[Part]], Tensor] = lambda parts: torch.stack([part.num_targets for part in parts]).sum()
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
     run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another
     finish: Callable[[], None] = lambda: None  # what is left to do after the update of a step
@@ -206,7 +210,14 @@ def assemble(
     """
     with torch.device("meta"):
         model = task.make_model()
-    rig = Rig(task, device, model, forward=lambda part: task.call(model, part.inputs), criterion=task.criterion)
+    rig = Rig(
+        task,
+        device,
+        model,
+        forward=lambda part: task.call(model, part.inputs),
+        criterion=task.criterion,
+        total=lambda parts: torch.stack([task.num_targets(part) for part in parts]).sum(),
+    )
     rig = act(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device) if absent is None else absent
     if found := conflicts(knobs, {**absent, **absent_of(task, model)}):

@@ -37,7 +37,7 @@ class Glyphs(Source):
         BadInput: a value out of range.
     """
 
-    modality: ClassVar[Modality | None] = Modality.IMAGES
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
 
     image_size: int | None = None
     num_samples: int = 50_000

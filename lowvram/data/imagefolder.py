@@ -54,7 +54,7 @@ class ImageFolder(Source):
             isn't an image or can't be read. The file is named.
     """
 
-    modality: ClassVar[Modality | None] = Modality.IMAGES
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
 
     path: str = MISSING
     image_size: int | None = None

@@ -8,19 +8,20 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import final
+from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lowvram.config import require
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Part
+from lowvram.core.rig import Part
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Samples
 
@@ -127,24 +128,31 @@ class Waited(Iterator[Part]):
         self.batches.close()
 
 
-def eval_batches(samples: Samples, batch_size: int, device: torch.device) -> Iterator[Part]:
-    """Every sample once, in order, as in epoch 0. The last batch may be smaller.
+def eval_batches(samples: Samples, batch_size: int, device: torch.device) -> Iterator[tuple[Part, bool]]:
+    """Every sample once, in order, as in epoch 0, and whether the batch counts. The last batch may be smaller.
 
-    Of several ranks each gets its share, and all get as many batches: whoever has no samples left gets one without
-    targets, because a model that is sharded computes on all ranks or on none.
+    Of several ranks each gets its share, and all get as many batches: whoever has no samples left gets one that doesn't
+    count, because a model that is sharded computes on all ranks or on none.
     """
     keys = [(index, 0) for index in range(len(samples))]
     for first in range(0, len(keys), num_ranks() * batch_size):
         start = first + rank() * batch_size
         part = collate(samples, keys[start : start + batch_size] or keys[:1])
-        targets = part.targets if start < len(keys) else torch.full_like(part.targets, IGNORE)
-        yield Part(part.inputs, targets).to(device)
+        yield part.to(device), start < len(keys)
 
 
 def collate(samples: Samples, keys: list[Key]) -> Part:
     """The samples as one part on the CPU: inputs (num_samples, ...), targets (num_samples, ...)."""
     inputs, targets = zip(*(samples.sample(index, epoch) for index, epoch in keys), strict=True)
-    return Part(torch.stack(inputs), torch.stack(targets))
+    return Part(stacked(inputs), torch.stack(targets))
+
+
+def stacked(inputs: Sequence[Any]) -> Tensor | dict[str, Tensor]:
+    """Inputs of samples, each a tensor or tensors by name, as those of a part."""
+    first = inputs[0]
+    if isinstance(first, Mapping):
+        return {name: torch.stack([each[name] for each in inputs]) for name in first}
+    return torch.stack(list(inputs))
 
 
 def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:

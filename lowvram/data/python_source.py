@@ -31,7 +31,7 @@ class PythonSource(Source):
         BadInput: a value out of range, `max_bytes` too small for a sample, or a Python without its source.
     """
 
-    modality: ClassVar[Modality | None] = Modality.TOKENS
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
     sequence_length: int | None = None
     max_bytes: int = 8_000_000

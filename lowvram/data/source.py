@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 from lowvram.config import BadInput, require
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, TextRules
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FITTING_OPTIONS = {
-    Modality.TOKENS: "auto, python_source, text or synthetic",
-    Modality.IMAGES: "auto, glyphs, imagefolder or synthetic",
+    Modality.TOKENS: "auto, python_source, text, hub, external or synthetic",
+    Modality.LABELLED_TOKENS: "auto, python_packages, hub (with data.label), external or synthetic",
+    Modality.IMAGES: "auto, glyphs, imagefolder, hub (with data.image), external or synthetic",
+    Modality.OTHER: "external",
 }
 
 
@@ -22,7 +24,12 @@ class FollowedModel(Protocol):
     """The part of a model's configuration that a source follows."""
 
     @property
-    def modality(self) -> Modality: ...
+    def modality(self) -> Modality | None:
+        """What it reads; None: whatever the data are."""
+        ...
+
+    @property
+    def text_rules(self) -> TextRules: ...
 
     def natural_shape(self) -> tuple[int, ...]:
         """Shape of one sample's inputs when the source leaves its size open."""
@@ -36,10 +43,11 @@ class Samples(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
+    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
         """(inputs, targets) on the CPU: a pure function of the seed, the epoch and the index.
 
         TOKENS: inputs and targets (sequence_length,) int64, the targets one token ahead.
+        LABELLED_TOKENS: inputs {"input_ids", "attention_mask"}, each (sequence_length,) int64; targets () int64.
         IMAGES: inputs (channels, height, width) float32, centred near 0; targets () int64.
         """
 
@@ -57,7 +65,7 @@ class Data:
 class Source(ABC):
     """The configuration of one option of `data`: `resolve` it for a model, then `open` it."""
 
-    modality: ClassVar[Modality | None] = None  # None: whatever the model reads
+    modalities: ClassVar[tuple[Modality, ...]] = tuple(Modality)  # what its samples can be
 
     @abstractmethod
     def resolve(self, model: FollowedModel) -> Source:
@@ -68,17 +76,57 @@ class Source(ABC):
         """Scans and checks everything. Raises BadInput before any tensor is made."""
 
 
+class TextSource(Source):
+    """A source that does what the model asks of texts. `resolve` it into a `Following`."""
+
+    @abstractmethod
+    def read(self, rules: TextRules, seed: int) -> Data:
+        """Like `open`."""
+
+    def open(self, seed: int) -> Data:
+        return self.read(TextRules(), seed)
+
+
+@final
+@dataclass(frozen=True)
+class Following(Source):
+    """A source of texts, and what the model asks of them."""
+
+    source: TextSource
+    rules: TextRules
+
+    def resolve(self, model: FollowedModel) -> Source:
+        return self
+
+    def open(self, seed: int) -> Data:
+        return self.source.read(self.rules, seed)
+
+
 def resolve_source(source: Source, model: FollowedModel) -> Source:
     """The source, ready to be opened for this model.
 
     Raises:
         BadInput: the model reads something else than the source holds. No file has been opened yet.
     """
-    wanted = model.modality
     option = type(source).__module__.rpartition(".")[2]  # a source's module is named like its option
-    allowed = f"a source of {wanted.value}, which this model reads: {FITTING_OPTIONS[wanted]}"
-    require(source.modality in (None, wanted), "data", option, allowed)
+    check_modality(option, source.modalities, model)
     return source.resolve(model)
+
+
+def check_modality(option: str, held: tuple[Modality, ...], model: FollowedModel) -> None:
+    """Raises BadInput unless the model reads something that the option can hold."""
+    wanted = model.modality
+    if wanted is not None and wanted not in held:
+        allowed = f"a source of {wanted.value}, which this model reads: {FITTING_OPTIONS[wanted]}"
+        raise BadInput("data", option, allowed)
+
+
+def followed_modality(option: str, model: FollowedModel) -> Modality:
+    """What the model reads, for an option that has something for each kind of model."""
+    if model.modality is None:
+        kinds = ", ".join(kind.name for kind in FITTING_OPTIONS if kind is not Modality.OTHER)
+        raise BadInput("model.reads", None, f"one of {kinds} with data={option}, which follows the model")
+    return model.modality
 
 
 def require_count(key: str, value: int | None) -> None:

@@ -16,22 +16,68 @@ class Modality(Enum):
     TOKENS = "tokens"  # each the target of those before it
     LABELLED_TOKENS = "labelled tokens"  # filled up to one length; each sample has a class
     IMAGES = "images"  # each has a class
+    OTHER = "other tensors"  # as the user's own data hold them
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What a model asks of texts.
+
+    pad_id     the token that short texts are filled up with
+    end_id     the token that must end each text; None: none must
+    tokenizer  where the model's own tokenizer would be: a folder, or a name on the hub; None: it has none
+    revision   of the hub
+    """
+
+    pad_id: int = 0
+    end_id: int | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One tensor of a sample; `dtype` is torch's name for it, such as float32."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def full(self, num_samples: int, value: int) -> Tensor:
+        return torch.full((num_samples, *self.shape), value, dtype=getattr(torch, self.dtype))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of a sample. One that is the input by itself has the name ""."""
+
+    inputs: tuple[tuple[str, TensorLayout], ...]
+    targets: TensorLayout
+
+    def example(self, num_samples: int) -> tuple[Any, Tensor]:
+        """Inputs and targets like those of so many samples, all zero (a mask: all one)."""
+        tensors = {name: each.full(num_samples, int(name == MASK)) for name, each in self.inputs}
+        return tensors.get("", tensors), self.targets.full(num_samples, 0)
+
+
+IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
 
 
 @dataclass(frozen=True)
 class DataSpec:
     """The shape of one sample's inputs, and how many classes its targets have.
 
-    modality     TOKENS                        LABELLED_TOKENS      IMAGES
-    num_classes  size of the vocabulary        classes              classes
-    shape        (sequence_length,)            (sequence_length,)   (channels, height, width)
-    vocab_size   None: that are the classes    tokens there are     None
+    modality     TOKENS                        LABELLED_TOKENS      IMAGES                     OTHER
+    num_classes  size of the vocabulary        classes              classes                    classes, or 0
+    shape        (sequence_length,)            (sequence_length,)   (channels, height, width)  of the first input
+    vocab_size   None: that are the classes    tokens there are     None                       None
+    layout       None, unless a sample has other tensors than its modality says
     """
 
     modality: Modality
     num_classes: int
     shape: tuple[int, ...]
     vocab_size: int | None = None
+    layout: Layout | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +86,8 @@ class DataSpec:
 
     def example(self, num_samples: int) -> tuple[Any, Tensor]:
         """Inputs and targets like those of so many samples, all zero (a mask: all one)."""
+        if self.layout is not None:
+            return self.layout.example(num_samples)
         shape = (num_samples, *self.shape)
         label = torch.zeros(num_samples, dtype=torch.long)
         if self.modality is Modality.IMAGES:
@@ -47,4 +95,4 @@ class DataSpec:
         tokens = torch.zeros(shape, dtype=torch.long)
         if self.modality is Modality.TOKENS:
             return tokens, torch.zeros_like(tokens)
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, label
+        return {IDS: tokens, MASK: torch.ones_like(tokens)}, label

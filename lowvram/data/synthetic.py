@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowvram.config import BadInput, require
+from lowvram.data.padded import padded
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.source import Data, FollowedModel, Samples, Source, followed_modality, require_count
+from lowvram.data.spec import DataSpec, Modality, TextRules
 
 NUM_SAMPLES = 65_536  # in an epoch
 POOL_SIZE = 32  # different samples in memory; the others are views of them
-PINNED_FIELD = {Modality.TOKENS: "vocab_size", Modality.IMAGES: "num_classes"}  # of a model's configuration
-NUM_CLASSES = {Modality.TOKENS: 256, Modality.IMAGES: 1000}  # when neither the source nor the model says
+VOCABULARY = 256  # when neither the source nor the model says
+NUM_CLASSES = {Modality.LABELLED_TOKENS: 2, Modality.IMAGES: 1000}  # the same
 
 
 @final
@@ -28,6 +30,8 @@ class Synthetic(Source):
     Raises:
         BadInput: a value out of range.
     """
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES)
 
     sequence_length: int | None = None
     image_size: int | None = None
@@ -41,15 +45,19 @@ class Synthetic(Source):
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
     def resolve(self, model: FollowedModel) -> Source:
-        field = PINNED_FIELD[model.modality]
-        pinned = getattr(model, field, None)  # a model that pins nothing need not have the field
-        num_classes = getattr(self, field) or pinned or NUM_CLASSES[model.modality]
-        if model.modality is Modality.TOKENS:
-            shape = (self.sequence_length or model.natural_shape()[0],)
-            return SyntheticTokens(DataSpec(Modality.TOKENS, num_classes, shape), self.eval_samples)
-        channels, height, width = model.natural_shape()
-        shape = (channels, self.image_size or height, self.image_size or width)
-        return SyntheticImages(DataSpec(Modality.IMAGES, num_classes, shape), self.eval_samples)
+        modality = followed_modality("synthetic", model)
+        # A model that pins nothing need not have the field.
+        vocab_size = self.vocab_size or getattr(model, "vocab_size", None) or VOCABULARY
+        num_classes = self.num_classes or getattr(model, "num_classes", None) or NUM_CLASSES.get(modality, 0)
+        if modality is Modality.IMAGES:
+            channels, height, width = model.natural_shape()
+            shape = (channels, self.image_size or height, self.image_size or width)
+            return SyntheticImages(DataSpec(modality, num_classes, shape), self.eval_samples)
+        shape = (self.sequence_length or model.natural_shape()[0],)
+        if modality is Modality.TOKENS:
+            return SyntheticTokens(DataSpec(modality, vocab_size, shape), self.eval_samples)
+        spec = DataSpec(modality, num_classes, shape, vocab_size)
+        return SyntheticLabelledTokens(spec, self.eval_samples, model.text_rules)
 
     def open(self, seed: int) -> Data:
         raise BadInput("data", "synthetic", "resolved for a model first: see resolve_source")
@@ -60,7 +68,7 @@ class Synthetic(Source):
 class SyntheticTokens(Source):
     """Random tokens; the targets are the tokens one further on."""
 
-    modality: ClassVar[Modality | None] = Modality.TOKENS
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
     spec: DataSpec
     eval_samples: int
@@ -77,10 +85,32 @@ class SyntheticTokens(Source):
 
 @final
 @dataclass(frozen=True)
+class SyntheticLabelledTokens(Source):
+    """Random tokens without padding; random classes."""
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.LABELLED_TOKENS,)
+
+    spec: DataSpec
+    eval_samples: int
+    rules: TextRules
+
+    def resolve(self, model: FollowedModel) -> Source:
+        return self
+
+    def open(self, seed: int) -> Data:
+        (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
+        texts = rng.integers(self.spec.num_tokens, size=(POOL_SIZE, length))
+        labels = torch.from_numpy(rng.integers(self.spec.num_classes, size=POOL_SIZE))
+        inputs = [padded(text, length, self.rules) for text in texts]
+        return pooled(self.spec, inputs, labels, self.eval_samples)
+
+
+@final
+@dataclass(frozen=True)
 class SyntheticImages(Source):
     """Random pixels of mean 0 and variance 1; random classes."""
 
-    modality: ClassVar[Modality | None] = Modality.IMAGES
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
 
     spec: DataSpec
     eval_samples: int
@@ -97,26 +127,26 @@ class SyntheticImages(Source):
 
 @final
 class Pool(Samples):
-    """A few samples again and again, as views: (pool size, ...) each."""
+    """A few samples again and again."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, num_samples: int) -> None:
-        self.inputs, self.targets, self.num_samples = inputs, targets, num_samples
+    def __init__(self, samples: list[tuple[Any, Tensor]], num_samples: int) -> None:
+        self.samples, self.num_samples = samples, num_samples
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index % len(self.inputs)], self.targets[index % len(self.targets)]
+    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+        return self.samples[index % len(self.samples)]
 
 
-def pooled(spec: DataSpec, inputs: Tensor, targets: Tensor, eval_samples: int) -> Data:
-    """One half of the pool to train on, the other held out."""
-    half = POOL_SIZE // 2
+def pooled(spec: DataSpec, inputs: Iterable[Any], targets: Tensor, eval_samples: int) -> Data:
+    """One half of the pool to train on, the other held out; samples of one tensor are views of it."""
+    samples, half = list(zip(inputs, targets, strict=True)), POOL_SIZE // 2
     shape = "x".join(map(str, spec.shape))
     kind = f"synthetic {spec.modality.value} of shape {shape}, {spec.num_classes} classes"
     return Data(
         spec,
-        train=Pool(inputs[:half], targets[:half], NUM_SAMPLES),
-        eval=Pool(inputs[half:], targets[half:], eval_samples),
+        train=Pool(samples[:half], NUM_SAMPLES),
+        eval=Pool(samples[half:], eval_samples),
         description=f"{kind}: nothing can be learnt",
     )

@@ -33,7 +33,7 @@ class Text(Source):
             holds a file that can't be read or is not UTF-8. The file is named.
     """
 
-    modality: ClassVar[Modality | None] = Modality.TOKENS
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
     path: str = MISSING
     pattern: str = "**/*"

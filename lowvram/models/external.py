@@ -16,7 +16,7 @@ from omegaconf import MISSING
 from torch import nn
 
 from lowvram.config import BadInput, require
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models.foreign import ForeignModel, without_values
 
 # What the words in model.args stand for: what the data have.
@@ -60,6 +60,11 @@ class ExternalConfig(ForeignModel):
     def description(self) -> str:
         """With an address, so that it is kept on no disk: code changes, and its name stays."""
         return f"{self!r} {object.__repr__(self.find())}"
+
+    @property
+    def text_rules(self) -> TextRules:
+        """What it asks of texts: nothing that could be known."""
+        return TextRules()
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
 from lowvram.core.quiet import quiet
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models.foreign import ForeignModel
 
 with quiet():
@@ -131,6 +131,11 @@ class HfConfig(ForeignModel):
         """The token that must end each text, if the model looks for it."""
         config = self.config()
         return config.eos_token_id if config.is_encoder_decoder else None
+
+    @property
+    def text_rules(self) -> TextRules:
+        """What it asks of texts."""
+        return TextRules(self.pad_id, self.end_id, self.name, self.revision)
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowvram.core.seeds import generator_for
-from lowvram.data.spec import DataSpec
+from lowvram.data.spec import DataSpec, TextRules
 
 
 class OwnModel:
@@ -21,6 +21,11 @@ class OwnModel:
     def description(self) -> str:
         """All that the model is made of: two of one description are the same."""
         return repr(self)
+
+    @property
+    def text_rules(self) -> TextRules:
+        """What it asks of texts: nothing in particular."""
+        return TextRules()
 
     def call(self, model: nn.Module, inputs: Tensor) -> Tensor:
         return model(inputs)

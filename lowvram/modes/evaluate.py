@@ -34,7 +34,7 @@ def evaluate(session: Session) -> Evaluation:
     parts = eval_batches(session.data.eval, part_size, rig.device)
     rig.model.eval()
     try:
-        sums = summed(torch.stack([part_sums(session, rig, part) for part in parts]).sum(0))
+        sums = summed(torch.stack([part_sums(session, rig, part) * counts for part, counts in parts]).sum(0))
     finally:
         rig.model.train()
     loss, correct, num_targets = sums.tolist()
@@ -48,4 +48,4 @@ def part_sums(session: Session, rig: Rig, part: Part) -> Any:
     """(loss, correct answers, targets) of one part, summed: fp64 (3,)."""
     outputs = rig.forward(part)
     loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
-    return torch.stack([loss.double(), correct.double(), part.num_targets.double()])
+    return torch.stack([loss.double(), correct.double(), session.problem.num_targets(part).double()])

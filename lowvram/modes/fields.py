@@ -64,22 +64,22 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
     return {"loss": {"first": first, "last": last, "eval": evaluation.loss}, "eval": evaluation.scores}
 
 
-def pace(session: Session, num_targets: list[Tensor], seconds: float) -> dict[str, float]:
-    """Throughput of all ranks over steps with so many targets each on this one, by W&B's names. What is no target is no
+def pace(session: Session, num_tokens: list[Tensor], seconds: float) -> dict[str, float]:
+    """Throughput of all ranks over steps with so many tokens each on this one, by W&B's names. Padding is no
     throughput."""
-    num_steps = len(num_targets)
+    num_steps = len(num_tokens)
     values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
-    if session.data.spec.modality is Modality.TOKENS:
-        values["throughput/tokens_per_s"] = int(summed(torch.stack(num_targets).sum())) / seconds
+    if session.data.spec.modality in (Modality.TOKENS, Modality.LABELLED_TOKENS):
+        values["throughput/tokens_per_s"] = int(summed(torch.stack(num_tokens).sum())) / seconds
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 
 
-def times(session: Session, step_ms: list[float], waits_s: list[float], num_targets: list[Tensor]) -> Fields:
+def times(session: Session, step_ms: list[float], waits_s: list[float], num_tokens: list[Tensor]) -> Fields:
     """Throughput and the spread of the step's time over the timed steps; null when there were none."""
     if not step_ms:
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
-    values = pace(session, num_targets, seconds)
+    values = pace(session, num_tokens, seconds)
     p05, *_, p95 = quantiles(step_ms, n=20, method="inclusive") if len(step_ms) > 1 else (step_ms[0], step_ms[0])
     return {
         "throughput": {

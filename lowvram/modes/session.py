@@ -77,7 +77,7 @@ class Session:
         self.rig.stepper.set_lr(self.lr(num_applied, num_steps))
         loss, update = step(self.rig, batch)
         if not (update.applied or update.recoverable):
-            remedy = self.remedy(batch.num_targets)
+            remedy = self.remedy(self.problem.num_targets(batch))
             raise NonFinite(f"the gradients are not finite any more (loss {loss.item():g}): {remedy}")
         return loss, update
 

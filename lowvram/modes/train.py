@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from lowvram.core.ranks import of_all
@@ -67,7 +68,8 @@ class TrainingRun:
         self.first_loss = self.last_loss = math.nan
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
-        self.num_targets: list[Tensor] = []  # of each step of this process
+        self.num_targets = torch.tensor(0)  # of the last step
+        self.num_tokens: list[Tensor] = []  # of each step of this process
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         check = partial(check_form, self.formed_state())
@@ -88,7 +90,8 @@ class TrainingRun:
         lr = self.session.lr(self.num_applied, settings.steps)
         self.step += 1
         self.num_applied += update.applied
-        self.num_targets.append(batch.num_targets)
+        self.num_targets = self.session.problem.num_targets(batch)
+        self.num_tokens.append(self.session.problem.num_tokens(batch))
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
             self.last_loss = loss.item()
             self.first_loss = self.last_loss if self.step == 1 else self.first_loss
@@ -97,13 +100,13 @@ class TrainingRun:
     def log(self, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, with the pace since the last one; compiling is no part of it."""
         if not math.isfinite(self.last_loss):
-            remedy = self.session.remedy(self.num_targets[-1])
+            remedy = self.session.remedy(self.num_targets)
             raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {remedy}")
         now = time.monotonic()
         steps = self.step - self.logged_step
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
-        pace = fields.pace(self.session, self.num_targets[-steps:], seconds)
+        pace = fields.pace(self.session, self.num_tokens[-steps:], seconds)
         self.session.events("metrics", step=self.step, values=values | pace | fields.memory_now(self.session))
         self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
@@ -160,13 +163,13 @@ class TrainingRun:
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
         timed = self.compiling.steady(SETTLING_STEPS)
-        waits_s, num_targets = chosen(batches.waits_s, timed), chosen(self.num_targets, timed)
+        waits_s, num_tokens = chosen(batches.waits_s, timed), chosen(self.num_tokens, timed)
         self.save()  # first: whoever interrupts the evaluation loses nothing
         evaluation = self.evaluate()
         self.export()
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
-            fields.times(self.session, chosen(step_ms, timed), waits_s, num_targets),
+            fields.times(self.session, chosen(step_ms, timed), waits_s, num_tokens),
             last_acts(self.session, batches),
         )

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from lowvram.data.spec import Modality
+from lowvram.data.spec import Modality, TextRules
 
 
 @dataclass(frozen=True)
 class FakeModel:
     """What a source may know of a model's configuration."""
 
-    modality: Modality
+    modality: Modality | None
     shape: tuple[int, ...]
     vocab_size: int | None = None
     num_classes: int | None = None
+    text_rules: TextRules = field(default_factory=TextRules)
 
     def natural_shape(self) -> tuple[int, ...]:
         return self.shape
@@ -29,6 +30,12 @@ class FakeModel:
 def token_model() -> Callable[..., FakeModel]:
     """Makes a model of 32 tokens; keywords pin its number of classes."""
     return lambda **pinned: FakeModel(Modality.TOKENS, (32,), **pinned)
+
+
+@pytest.fixture
+def classifier_of_texts() -> Callable[..., FakeModel]:
+    """Makes a model of texts of 32 tokens with a class; keywords pin its numbers and say what it asks of texts."""
+    return lambda **pinned: FakeModel(Modality.LABELLED_TOKENS, (32,), **pinned)
 
 
 @pytest.fixture

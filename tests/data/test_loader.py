@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.core.rig import IGNORE, Part
+from lowvram.core.rig import Part
 from lowvram.data import loader as loader_module
 from lowvram.data.glyphs import Glyphs
-from lowvram.data.loader import Inline, Loader, Waited, Workers, batch_keys, eval_batches, slice_of
+from lowvram.data.loader import Inline, Loader, Waited, Workers, batch_keys, eval_batches, slice_of, stacked
 from lowvram.data.source import Samples
 
 # torch's advice on a machine of one core; two workers are right there too.
@@ -147,8 +147,16 @@ def test_a_worker_hands_its_error_on_and_ends() -> None:
     assert children() == before
 
 
+def test_tensors_by_name_are_batched_by_name() -> None:
+    pair = {"a": torch.tensor([1, 2]), "b": torch.tensor(3)}
+    found = stacked([pair, {"a": torch.tensor([4, 5]), "b": torch.tensor(6)}])
+    assert isinstance(found, dict)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [[1, 2], [4, 5]], "b": [3, 6]}
+
+
 def test_evaluation_reads_every_sample_once_in_order() -> None:
-    parts = list(eval_batches(Numbers(10), 4, CPU))
+    parts, counts = zip(*eval_batches(Numbers(10), 4, CPU), strict=True)
+    assert all(counts)
     assert [part.num_samples for part in parts] == [4, 4, 2]
     assert torch.cat([part.inputs.flatten() for part in parts]).tolist() == list(range(10))
 
@@ -215,5 +223,5 @@ def test_ranks_share_what_is_held_out(num_samples: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(loader_module, "rank", lambda each=each: each)
         shares.append(list(eval_batches(Numbers(num_samples), 2, CPU)))
     assert len(shares[0]) == len(shares[1])
-    targets = torch.cat([part.targets for share in shares for part in share])
-    assert sorted(targets[targets != IGNORE].tolist()) == list(range(num_samples))
+    counted = [target for share in shares for part, counts in share if counts for target in part.targets.tolist()]
+    assert sorted(counted) == list(range(num_samples))

@@ -8,18 +8,19 @@ from lowvram.data.glyphs import Glyphs
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
 from lowvram.data.source import Source, given, require_count, resolve_source
+from lowvram.data.spec import Modality
 from lowvram.data.synthetic import Synthetic
 from lowvram.data.text import Text
 
 
 @pytest.mark.parametrize("source", [Auto(), Synthetic(), Text("nowhere"), PythonSource()])
 def test_sources_of_tokens_fit_a_model_of_tokens(source: Source, token_model) -> None:
-    assert resolve_source(source, token_model()).modality is token_model().modality
+    assert resolve_source(source, token_model()).modalities == (Modality.TOKENS,)
 
 
 @pytest.mark.parametrize("source", [Auto(), Synthetic(), ImageFolder("nowhere"), Glyphs()])
 def test_sources_of_images_fit_a_model_of_images(source: Source, image_model) -> None:
-    assert resolve_source(source, image_model()).modality is image_model().modality
+    assert resolve_source(source, image_model()).modalities == (Modality.IMAGES,)
 
 
 def test_a_mismatch_names_the_options_that_fit_and_opens_nothing(token_model, image_model) -> None:

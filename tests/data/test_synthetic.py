@@ -5,7 +5,7 @@ import torch
 
 from lowvram.config import BadInput
 from lowvram.data.source import Data
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.synthetic import Synthetic
 
 
@@ -34,6 +34,18 @@ def test_tokens(token_model) -> None:
     assert torch.equal(inputs[1:], targets[:-1])
     seen = torch.cat([data.train.sample(index, 0)[0] for index in range(16)]).unique()
     assert torch.equal(seen, torch.arange(10))
+
+
+def test_labelled_tokens(classifier_of_texts) -> None:
+    labelled = Modality.LABELLED_TOKENS
+    model = classifier_of_texts(vocab_size=50, num_classes=3, text_rules=TextRules(end_id=49))
+    assert opened(Synthetic(), classifier_of_texts()).spec == DataSpec(labelled, 2, (32,), 256)
+    data = opened(Synthetic(sequence_length=9), model)
+    assert data.spec == DataSpec(labelled, 3, (9,), 50)
+    samples = [data.train.sample(index, 0) for index in range(16)]
+    assert {int(label) for _, label in samples} == {0, 1, 2}
+    assert all(inputs["input_ids"][-1] == 49 for inputs, _ in samples)
+    assert all(inputs["attention_mask"].tolist() == [1] * 9 for inputs, _ in samples)
 
 
 def test_images(image_model) -> None:

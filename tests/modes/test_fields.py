@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.modes.fields import merged, pace, status_bytes, times
 from lowvram.modes.session import Session
 
@@ -28,6 +30,8 @@ def test_throughput_counts_targets_not_padding(make_session: MakeSession) -> Non
     found = pace(session, [torch.tensor(10), torch.tensor(20)], seconds=2.0)
     assert found == {"throughput/samples_per_s": 4.0, "throughput/tokens_per_s": 15.0, "time/step_ms": 1000.0}
     assert "throughput/tokens_per_s" not in pace(make_session("resnet"), [torch.tensor(10)], seconds=2.0)
+    texts = replace(session.data, spec=DataSpec(Modality.LABELLED_TOKENS, 2, (8,), 256))
+    assert pace(replace(session, data=texts), [torch.tensor(10)], 2.0)["throughput/tokens_per_s"] == 5.0
 
 
 def test_times_are_of_the_timed_steps(make_session: MakeSession) -> None:

@@ -1,0 +1,113 @@
+"""data=python_packages: pieces of the source code of Python's own library, each of one of ten packages. Texts with a
+class that every machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowvram.config import BadInput, require
+from lowvram.data.padded import padded
+from lowvram.data.python_source import library_files
+from lowvram.data.randomness import Stream, generator
+from lowvram.data.source import Data, FollowedModel, Following, Samples, Source, TextSource, given, require_count
+from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.windows import VOCABULARY, ByteStream
+
+# Of those that every Python since 3.11 has, the larger ones.
+PACKAGES = (
+    "asyncio",
+    "email",
+    "encodings",
+    "http",
+    "importlib",
+    "logging",
+    "multiprocessing",
+    "unittest",
+    "urllib",
+    "xml",
+)
+HELD_OUT_SHARE = 10  # one byte in so many, at the end of each file
+SHORTEST_SHARE = 4  # the shortest piece is one in so many of the longest
+
+
+@final
+@dataclass(frozen=True)
+class PythonPackages(TextSource):
+    """Which of ten packages is a piece of source code from? Places and lengths are random, and new in every epoch. The
+    last tenth of each file is held out.
+
+    Raises:
+        BadInput: a value out of range, or a Python without its source.
+    """
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.LABELLED_TOKENS,)
+
+    sequence_length: int | None = None
+    num_samples: int = 50_000
+    eval_samples: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("data.sequence_length", self.sequence_length)
+        require(self.num_samples >= 1, "data.num_samples", self.num_samples, "at least 1")
+        require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
+
+    def resolve(self, model: FollowedModel) -> Source:
+        length = self.sequence_length or model.natural_shape()[0]
+        return Following(replace(self, sequence_length=length), model.text_rules)
+
+    def read(self, rules: TextRules, seed: int) -> Data:
+        length = given("data.sequence_length", self.sequence_length)
+        train, held_out = package_texts()
+        missing = [name for name, text in zip(PACKAGES, held_out, strict=True) if not len(text)]
+        if missing:
+            allowed = f"another source: this Python came without the source code of {', '.join(missing)}"
+            raise BadInput("data", "python_packages", allowed)
+        description = (
+            f"source code of {len(PACKAGES)} packages of Python's library: which is a piece of up to {length} bytes"
+            f" from? {self.num_samples} samples, {self.eval_samples} held out"
+        )
+        return Data(
+            DataSpec(Modality.LABELLED_TOKENS, len(PACKAGES), (length,), VOCABULARY),
+            train=Pieces(train, self.num_samples, length, rules, Stream.TRAIN, seed),
+            eval=Pieces(held_out, self.eval_samples, length, rules, Stream.EVAL, seed),
+            description=description,
+        )
+
+
+@final
+class Pieces(Samples):
+    """Sample i is from text i modulo their number, so classes are balanced."""
+
+    def __init__(
+        self, texts: list[ByteStream], num_samples: int, length: int, rules: TextRules, stream: Stream, seed: int
+    ) -> None:
+        self.texts, self.num_samples, self.length, self.rules = texts, num_samples, length, rules
+        self.stream, self.seed = stream, seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
+        label = index % len(self.texts)
+        text, rng = self.texts[label], generator(self.stream, self.seed, epoch, index)
+        shortest = max(1, self.length // SHORTEST_SHARE)
+        num_bytes = min(int(rng.integers(shortest, self.length + 1)), len(text))
+        piece = text.read(int(rng.integers(len(text) - num_bytes + 1)), num_bytes)
+        return padded(piece, self.length, self.rules), torch.tensor(label)
+
+
+def package_texts() -> tuple[list[ByteStream], list[ByteStream]]:
+    """The text of each package to train on, and that which is held out."""
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in PACKAGES}
+    for name, path in library_files().items():
+        package = name.partition("/")[0]
+        if package in pieces:
+            pieces[package].append(np.frombuffer(path.read_bytes(), np.uint8))
+    cut = [[(text, len(text) - len(text) // HELD_OUT_SHARE) for text in texts] for texts in pieces.values()]
+    train = [ByteStream([text[:end] for text, end in texts]) for texts in cut]
+    return train, [ByteStream([text[end:] for text, end in texts]) for texts in cut]
