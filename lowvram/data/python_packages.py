@@ -16,7 +16,8 @@ from lowvram.data.python_source import library_files
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Following, Samples, Source, TextSource, given, require_count
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.windows import VOCABULARY, ByteStream
+from lowvram.data.tokenizer import Bytes
+from lowvram.data.windows import TokenStream
 
 # Of those that every Python since 3.11 has, the larger ones.
 PACKAGES = (
@@ -72,7 +73,7 @@ class PythonPackages(TextSource):
             f" from? {self.num_samples} samples, {self.eval_samples} held out"
         )
         return Data(
-            DataSpec(Modality.LABELLED_TOKENS, len(PACKAGES), (length,), VOCABULARY),
+            DataSpec(Modality.LABELLED_TOKENS, len(PACKAGES), (length,), Bytes.vocab_size),
             train=Pieces(train, self.num_samples, length, rules, Stream.TRAIN, seed),
             eval=Pieces(held_out, self.eval_samples, length, rules, Stream.EVAL, seed),
             description=description,
@@ -84,7 +85,7 @@ class Pieces(Samples):
     """Sample i is from text i modulo their number, so classes are balanced."""
 
     def __init__(
-        self, texts: list[ByteStream], num_samples: int, length: int, rules: TextRules, stream: Stream, seed: int
+        self, texts: list[TokenStream], num_samples: int, length: int, rules: TextRules, stream: Stream, seed: int
     ) -> None:
         self.texts, self.num_samples, self.length, self.rules = texts, num_samples, length, rules
         self.stream, self.seed = stream, seed
@@ -101,7 +102,7 @@ class Pieces(Samples):
         return padded(piece, self.length, self.rules), torch.tensor(label)
 
 
-def package_texts() -> tuple[list[ByteStream], list[ByteStream]]:
+def package_texts() -> tuple[list[TokenStream], list[TokenStream]]:
     """The text of each package to train on, and that which is held out."""
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in PACKAGES}
     for name, path in library_files().items():
@@ -109,5 +110,5 @@ def package_texts() -> tuple[list[ByteStream], list[ByteStream]]:
         if package in pieces:
             pieces[package].append(np.frombuffer(path.read_bytes(), np.uint8))
     cut = [[(text, len(text) - len(text) // HELD_OUT_SHARE) for text in texts] for texts in pieces.values()]
-    train = [ByteStream([text[:end] for text, end in texts]) for texts in cut]
-    return train, [ByteStream([text[end:] for text, end in texts]) for texts in cut]
+    train = [TokenStream([text[:end] for text, end in texts]) for texts in cut]
+    return train, [TokenStream([text[end:] for text, end in texts]) for texts in cut]

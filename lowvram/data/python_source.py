@@ -16,7 +16,8 @@ import numpy as np
 from lowvram.config import BadInput, require
 from lowvram.data.source import Data, FollowedModel, Source, given, require_count
 from lowvram.data.spec import Modality
-from lowvram.data.windows import ByteStream, byte_data
+from lowvram.data.tokenizer import Bytes
+from lowvram.data.windows import TokenStream, windowed
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_SHARE = 10  # one file in so many, and one byte in so many
@@ -60,7 +61,7 @@ class PythonSource(Source):
         )
         require(length < min(len(train), len(held_out)), "data.max_bytes", self.max_bytes, allowed)
         origin = f"source code of Python {platform.python_version()}'s library"
-        return byte_data(train, held_out, length, self.eval_samples, seed, origin)
+        return windowed(train, held_out, Bytes(), length, self.eval_samples, seed, origin)
 
 
 def library_files() -> dict[str, Path]:
@@ -79,11 +80,11 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0
 
 
-def read(max_bytes: int, files: Iterable[Path]) -> ByteStream:
+def read(max_bytes: int, files: Iterable[Path]) -> TokenStream:
     """The first `max_bytes` bytes of the files, or all of them."""
     text = bytearray()
     for file in files:
         text += file.read_bytes()
         if len(text) >= max_bytes:
             break
-    return ByteStream([np.frombuffer(text[:max_bytes], np.uint8)])
+    return TokenStream([np.frombuffer(text[:max_bytes], np.uint8)])

@@ -1,42 +1,41 @@
-"""data=text: text files of the user's own, as bytes. Read through the library `datasets`."""
+"""data=text: text files of the user's own. Read through the library `datasets`."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
-import numpy as np
 from omegaconf import MISSING
 
 from lowvram.config import BadInput, require
 from lowvram.data.local import escaped, existing_path, is_hidden, load_local
-from lowvram.data.source import Data, FollowedModel, Source, given, require_count
-from lowvram.data.spec import Modality
-from lowvram.data.windows import ByteStream, byte_data
+from lowvram.data.source import Data, FollowedModel, Following, Source, TextSource, given, require_count
+from lowvram.data.spec import Modality, TextRules
+from lowvram.data.tokenizer import choose_tokenizer
+from lowvram.data.windows import TokenStream, windowed
 
-HELD_OUT_SHARE = 10  # one byte in so many, at the end of each file
+HELD_OUT_SHARE = 10  # one token in so many, at the end of each file
 CHUNK_BYTES = 1 << 20  # read at once
 MAX_FILE_BYTES = 2**31 - 1  # of one text in an Arrow table
 
 
 @final
 @dataclass(frozen=True)
-class Text(Source):
-    """The next byte of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out.
+class Text(TextSource):
+    """The next token of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out.
 
     Raises:
         BadInput: a value out of range; a path that is missing or empty, too short for one sample, or that
-            holds a file that can't be read or is not UTF-8. The file is named.
+            holds a file that can't be read or is not UTF-8. The file is named. Or there is no such tokenizer.
     """
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
     path: str = MISSING
     pattern: str = "**/*"
+    tokenizer: str = "auto"
     sequence_length: int | None = None
     eval_samples: int = 256
 
@@ -45,24 +44,27 @@ class Text(Source):
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
     def resolve(self, model: FollowedModel) -> Source:
-        return replace(self, sequence_length=self.sequence_length or model.natural_shape()[0])
+        length = self.sequence_length or model.natural_shape()[0]
+        return Following(replace(self, sequence_length=length), model.text_rules)
 
-    def open(self, seed: int) -> Data:
+    def read(self, rules: TextRules, seed: int) -> Data:
         length = given("data.sequence_length", self.sequence_length)
         files = text_files(self.path, self.pattern)
         for file in files:
             check_text(self.path, file)
-        table = load_local("text", {"train": escaped(files)}, sample_by="document")["train"].data
-        texts = list(mapped_texts(table.column("text")))
+        tokenizer = choose_tokenizer(self.tokenizer, rules)
+        dataset = load_local("text", {"train": escaped(files)}, sample_by="document")["train"]
+        texts = tokenizer.documents(dataset, "text")
         cuts = [len(text) - len(text) // HELD_OUT_SHARE for text in texts]
-        train = ByteStream([text[:cut] for text, cut in zip(texts, cuts, strict=True)])
-        held_out = ByteStream([text[cut:] for text, cut in zip(texts, cuts, strict=True)])
+        train = TokenStream([text[:cut] for text, cut in zip(texts, cuts, strict=True)])
+        held_out = TokenStream([text[cut:] for text, cut in zip(texts, cuts, strict=True)])
         allowed = (
-            f"longer: a tenth of each file is held out, {len(held_out)} bytes in all,"
+            f"longer: a tenth of each file is held out, {len(held_out)} {tokenizer.unit} in all,"
             f" and one sample takes {length + 1} (data.sequence_length={length})"
         )
         require(len(held_out) > length, "data.path", self.path, allowed)
-        return byte_data(train, held_out, length, self.eval_samples, seed, f"text of {self.path}, files: {len(files)}")
+        origin = f"text of {self.path}, files: {len(files)}"
+        return windowed(train, held_out, tokenizer, length, self.eval_samples, seed, origin)
 
 
 def text_files(path: str, pattern: str) -> list[Path]:
@@ -102,14 +104,3 @@ def check_text(path: str, file: Path) -> None:
         raise BadInput("data.path", path, f"readable: {file} can't be read ({error.strerror}): {hint}") from None
     allowed = f"made of files of at most {MAX_FILE_BYTES} bytes: split {file}"
     require(num_bytes <= MAX_FILE_BYTES, "data.path", path, allowed)
-
-
-def mapped_texts(column: Any) -> Iterator[np.ndarray]:
-    """The texts of an Arrow string column, (num_bytes,) uint8 each: views of the mapped file, no copies."""
-    for chunk in column.chunks:
-        _, offsets, letters = chunk.buffers()
-        if letters is None:  # Arrow keeps no buffer for nothing but empty texts
-            continue
-        ends = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
-        for start, stop in pairwise(ends.tolist()):
-            yield np.frombuffer(letters, np.uint8)[start:stop]

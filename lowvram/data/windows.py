@@ -1,4 +1,4 @@
-"""Bytes as tokens: text of any length, read in windows of sequence_length tokens and the one that follows."""
+"""Text of any length, read in windows of sequence_length tokens and the one that follows."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from torch import Tensor
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec, Modality
-
-VOCABULARY = 256  # every byte is a token
+from lowvram.data.tokenizer import Tokenizer
 
 
 @final
-class ByteStream:
+class TokenStream:
     """Pieces of text as one long text. Pieces may be mapped files: only what is read is copied."""
 
     def __init__(self, pieces: Sequence[np.ndarray]) -> None:
-        self.pieces = pieces  # each (num_bytes,) uint8
+        self.pieces = pieces  # each (num_tokens,) integers
         self.ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def read(self, start: int, num_bytes: int) -> np.ndarray:
-        """A copy of `num_bytes` bytes from `start` on, (num_bytes,) uint8."""
-        stop = start + num_bytes
+    def read(self, start: int, num_tokens: int) -> np.ndarray:
+        """A copy of `num_tokens` tokens from `start` on, (num_tokens,) integers."""
+        stop = start + num_tokens
         first, last = np.searchsorted(self.ends, [start, stop - 1], side="right")
         touched = zip(self.pieces[first : last + 1], self.ends[first : last + 1].tolist(), strict=True)
         begins = ((piece, end - len(piece)) for piece, end in touched)
@@ -41,7 +40,7 @@ class ByteStream:
 class TrainWindows(Samples):
     """Windows side by side, all over the text. In each epoch they start somewhere else."""
 
-    def __init__(self, stream: ByteStream, sequence_length: int, seed: int) -> None:
+    def __init__(self, stream: TokenStream, sequence_length: int, seed: int) -> None:
         self.stream, self.sequence_length, self.seed = stream, sequence_length, seed
 
     def __len__(self) -> int:
@@ -50,14 +49,14 @@ class TrainWindows(Samples):
     def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
         num_starts = len(self.stream) - self.sequence_length
         start = (index * self.sequence_length + shift(self.seed, epoch, num_starts)) % num_starts
-        return next_byte(self.stream, start, self.sequence_length)
+        return next_token(self.stream, start, self.sequence_length)
 
 
 @final
 class EvalWindows(Samples):
     """At most `limit` windows that do not overlap, spread evenly over the text. The same in every epoch."""
 
-    def __init__(self, stream: ByteStream, sequence_length: int, limit: int) -> None:
+    def __init__(self, stream: TokenStream, sequence_length: int, limit: int) -> None:
         self.stream, self.sequence_length = stream, sequence_length
         self.num_windows = min(limit, (len(stream) - 1) // sequence_length)
 
@@ -66,29 +65,35 @@ class EvalWindows(Samples):
 
     def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
         start = index * ((len(self.stream) - 1) // self.num_windows)
-        return next_byte(self.stream, start, self.sequence_length)
+        return next_token(self.stream, start, self.sequence_length)
 
 
 @lru_cache(maxsize=8)
 def shift(seed: int, epoch: int, num_starts: int) -> int:
-    """By how many bytes the windows of an epoch are moved."""
+    """By how many tokens the windows of an epoch are moved."""
     return int(generator(Stream.SHIFT, seed, epoch).integers(num_starts))
 
 
-def next_byte(stream: ByteStream, start: int, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (sequence_length,) int64: the target of each byte is the byte after it."""
+def next_token(stream: TokenStream, start: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (sequence_length,) int64: the target of each token is the one after it."""
     tokens = torch.from_numpy(stream.read(start, sequence_length + 1).astype(np.int64))
     return tokens[:-1], tokens[1:]
 
 
-def byte_data(
-    train: ByteStream, held_out: ByteStream, sequence_length: int, eval_samples: int, seed: int, origin: str
+def windowed(
+    train: TokenStream,
+    held_out: TokenStream,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    eval_samples: int,
+    seed: int,
+    origin: str,
 ) -> Data:
     """Windows over two texts. Each must be longer than `sequence_length`; `origin` says what they are."""
     trained_on = TrainWindows(train, sequence_length, seed)
     evaluated = EvalWindows(held_out, sequence_length, eval_samples)
     description = (
-        f"{origin}: {len(train) / 1e6:.2f} MB to train on, {len(trained_on)} samples of"
-        f" {sequence_length} bytes, {len(evaluated)} held out"
+        f"{origin}: {len(train) / 1e6:.2f} million {tokenizer.unit} to train on, {len(trained_on)} samples of"
+        f" {sequence_length} {tokenizer.unit}, {len(evaluated)} held out"
     )
-    return Data(DataSpec(Modality.TOKENS, VOCABULARY, (sequence_length,)), trained_on, evaluated, description)
+    return Data(DataSpec(Modality.TOKENS, tokenizer.vocab_size, (sequence_length,)), trained_on, evaluated, description)

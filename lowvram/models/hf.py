@@ -212,7 +212,7 @@ class HfConfig(ForeignModel):
         longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
         most = f"at most {longest}, the model's positions"
         require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
-        most = f"at most {vocab_size}, the model's vocabulary"
+        most = f"at most {vocab_size}, the model's vocabulary: choose its own with data.tokenizer=auto, or bytes"
         require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
         config.pad_token_id = self.pad_id
 

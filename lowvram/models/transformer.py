@@ -102,7 +102,7 @@ class TransformerConfig(OwnModel):
         room = f"at most model.context={self.context}: shorten it, or raise model.context"
         require(length <= self.context, "data.sequence_length", length, room)
         vocab_size = self.vocab_size or spec.num_classes
-        holds = f"at least {spec.num_classes}, the data's vocabulary: null follows the data"
+        holds = f"at least {spec.num_classes}, the data's vocabulary (see data.tokenizer): null follows the data"
         require(vocab_size >= spec.num_classes, "model.vocab_size", vocab_size, holds)
         return Transformer(self, vocab_size)
 

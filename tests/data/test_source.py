@@ -7,13 +7,13 @@ from lowvram.data.auto import Auto
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
-from lowvram.data.source import Source, given, require_count, resolve_source
-from lowvram.data.spec import Modality
+from lowvram.data.source import Following, Source, given, require_count, resolve_source
+from lowvram.data.spec import Modality, TextRules
 from lowvram.data.synthetic import Synthetic
 from lowvram.data.text import Text
 
 
-@pytest.mark.parametrize("source", [Auto(), Synthetic(), Text("nowhere"), PythonSource()])
+@pytest.mark.parametrize("source", [Auto(), Synthetic(), PythonSource()])
 def test_sources_of_tokens_fit_a_model_of_tokens(source: Source, token_model) -> None:
     assert resolve_source(source, token_model()).modalities == (Modality.TOKENS,)
 
@@ -30,9 +30,11 @@ def test_a_mismatch_names_the_options_that_fit_and_opens_nothing(token_model, im
         resolve_source(ImageFolder("nowhere"), token_model())
 
 
-@pytest.mark.parametrize("source", [Text("x", sequence_length=7), PythonSource(sequence_length=7)])
-def test_a_chosen_length_is_kept(source: Source, token_model) -> None:
-    assert resolve_source(source, token_model()) == source
+def test_a_chosen_length_is_kept_and_another_is_the_models(token_model) -> None:
+    model, rules = token_model(), TextRules()
+    assert resolve_source(PythonSource(sequence_length=7), model) == PythonSource(sequence_length=7)
+    assert resolve_source(Text("x", sequence_length=7), model) == Following(Text("x", sequence_length=7), rules)
+    assert resolve_source(Text("x"), model) == Following(Text("x", sequence_length=32), rules)
 
 
 def test_opened_without_a_model_a_source_says_what_it_lacks() -> None:

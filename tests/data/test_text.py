@@ -3,12 +3,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lowvram.config import BadInput
 from lowvram.data.source import Data, Samples
 from lowvram.data.text import Text
+from lowvram.data.tokenizer import Pretrained
+from tests.wordy import save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("datasets_offline")
 
@@ -178,3 +181,46 @@ def test_a_file_too_long_for_one_text_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_bad_pattern_is_named(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(BadInput, match=r"data\.pattern="):
         opened(tmp_path, pattern=pattern)
+
+
+# Tokenizers
+
+
+def test_a_tokenizer_makes_the_tokens(tmp_path: Path, token_model) -> None:
+    words = save_tokenizer(tmp_path / "words")
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text("the fox\n" * 90 + "the dog\n" * 10)
+    source = Text(str(tmp_path / "texts"), sequence_length=4, tokenizer=str(words))
+    data = source.resolve(token_model()).open(seed=0)
+    assert (data.spec.num_classes, data.spec.shape) == (15, (4,))
+    assert (len(data.train), len(data.eval)) == (359 // 4, 39 // 4)
+    the, fox = data.train.sample(0, 0)[0].unique().tolist()
+    assert data.eval.sample(0, 0)[0].unique().tolist() != [the, fox]
+
+
+def test_tokens_are_kept_until_text_or_tokenizer_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, calls = tmp_path / "book.txt", []
+    file.write_text("the fox\n" * 100)
+    tokenise = Pretrained.in_stream
+
+    def counted(self: Pretrained, texts: list[str]) -> list[np.ndarray]:
+        calls.extend(text for text in texts if text != "\n")
+        return tokenise(self, texts)
+
+    monkeypatch.setattr(Pretrained, "in_stream", counted)
+
+    def read_with(folder: Path) -> int:
+        opened(file, tokenizer=str(folder))
+        return len(calls)
+
+    words, others = save_tokenizer(tmp_path / "words"), save_tokenizer(tmp_path / "others", end="<end>")
+    assert [read_with(words), read_with(words), read_with(others)] == [1, 1, 2]
+    file.write_text("the dog\n" * 100)
+    assert read_with(words) == 3
+
+
+def test_a_text_without_any_token_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(" \n" * 500)
+    with pytest.raises(BadInput, match=r"longer: .*, 0 tokens in all"):
+        opened(tmp_path / "book.txt", tokenizer=str(save_tokenizer(tmp_path / "words")))

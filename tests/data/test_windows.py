@@ -4,20 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from lowvram.data.windows import ByteStream, EvalWindows, TrainWindows, byte_data
+from lowvram.data.tokenizer import Bytes
+from lowvram.data.windows import EvalWindows, TokenStream, TrainWindows, windowed
 
 LENGTH = 8
 
 
-def stream(num_bytes: int) -> ByteStream:
+def stream(num_bytes: int) -> TokenStream:
     """The bytes 0, 1, 2, …, so that a byte tells its place."""
-    return ByteStream([np.arange(num_bytes, dtype=np.uint8)])
+    return TokenStream([np.arange(num_bytes, dtype=np.uint8)])
 
 
 def test_pieces_read_as_one() -> None:
     text = np.frombuffer(b"no piece of this text is longer than another one", np.uint8)
     pieces = [text[:0], text[:3], text[3:4], text[4:4], text[4:30], text[30:], text[:0]]
-    joined = ByteStream(pieces)
+    joined = TokenStream(pieces)
     assert len(joined) == len(text)
     for start in range(len(text)):
         for stop in range(start + 1, len(text) + 1):
@@ -25,7 +26,7 @@ def test_pieces_read_as_one() -> None:
 
 
 def test_no_pieces_are_an_empty_stream() -> None:
-    assert len(ByteStream([])) == 0
+    assert len(TokenStream([])) == 0
 
 
 def test_a_target_is_the_byte_after_its_input() -> None:
@@ -64,7 +65,7 @@ def test_eval_windows_never_overlap(num_bytes: int, limit: int) -> None:
 
 
 def test_the_data_says_what_it_is() -> None:
-    data = byte_data(stream(200), stream(50), LENGTH, 3, 0, "numbers")
+    data = windowed(stream(200), stream(50), Bytes(), LENGTH, 3, 0, "numbers")
     assert (data.spec.num_classes, data.spec.shape) == (256, (LENGTH,))
     assert (len(data.train), len(data.eval)) == (24, 3)
     assert "numbers" in data.description

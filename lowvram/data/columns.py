@@ -1,0 +1,51 @@
+"""Columns of `datasets`, which lie in mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from lowvram.data.local import quiet_progress
+
+ROWS = 256  # that are tokenised at once
+
+
+def mapped_texts(column: Any) -> Iterator[np.ndarray]:
+    """The texts of an Arrow string column, (num_bytes,) uint8 each: views of the mapped file, no copies."""
+    for chunk in column.chunks:
+        _, offsets, letters = chunk.buffers()
+        if letters is None:  # Arrow keeps no buffer for nothing but empty texts
+            continue
+        ends = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+        for start, stop in pairwise(ends.tolist()):
+            yield np.frombuffer(letters, np.uint8)[start:stop]
+
+
+def mapped_lists(column: Any) -> Iterator[np.ndarray]:
+    """The lists of an Arrow column, (length,) each: views of the mapped file, no copies."""
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy()
+        for start, stop in pairwise(chunk.offsets.to_numpy().tolist()):
+            yield values[start:stop]
+
+
+def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np.ndarray]], key: str) -> Any:
+    """The tokens of each text of a column, as an Arrow column of lists. `datasets` keeps them in its cache, where they
+    are found by the data's fingerprint and the `key`."""
+    from datasets import Features, List, Value
+
+    about = repr((dataset._fingerprint, column, key))
+    with quiet_progress():
+        mapped = dataset.map(
+            lambda rows: {"tokens": tokenise(rows[column])},
+            batched=True,
+            batch_size=ROWS,
+            remove_columns=dataset.column_names,
+            features=Features({"tokens": List(Value("int32"))}),
+            new_fingerprint=hashlib.blake2b(about.encode(), digest_size=16).hexdigest(),
+        )
+    return mapped.data.column("tokens")

@@ -1,0 +1,182 @@
+"""How text becomes tokens: each byte is one, or a tokenizer of transformers says."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from lowvram.config import BadInput, require
+from lowvram.core.quiet import quiet
+from lowvram.data.columns import mapped_lists, mapped_texts, tokenised
+from lowvram.data.spec import TextRules
+from lowvram.reach import hub
+
+FILES = (  # a folder with a tokenizer has at least one of them
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+PIECE_LETTERS = 1 << 14  # a long text is cut at the end of a line after so many: no list of its tokens is ever whole
+PIECES = 256  # that are tokenised at once
+ALLOWED = "bytes, auto (the model's own) or a folder with a tokenizer of transformers"
+
+
+class Tokenizer(ABC):
+    """Tokens are integers, in (num_tokens,) arrays."""
+
+    unit: str  # what a token is called
+    vocab_size: int
+    key: str  # all that its tokens depend on: what is cached is found by it
+    separator: np.ndarray  # what parts two texts in a stream
+
+    @abstractmethod
+    def in_stream(self, texts: list[str]) -> list[np.ndarray]:
+        """Texts among others, without any marks."""
+
+    @abstractmethod
+    def alone(self, texts: list[str], length: int) -> list[np.ndarray]:
+        """Each text by itself, with the marks that belong there, cut to at most `length` tokens."""
+
+    @abstractmethod
+    def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
+        """All texts of a column of a `datasets.Dataset`, as in a stream: views of a mapped file."""
+
+
+@final
+class Bytes(Tokenizer):
+    """Every byte of UTF-8 is a token."""
+
+    unit = "bytes"
+    vocab_size = 256
+    key = "bytes"
+    separator = np.frombuffer(b"\n", np.uint8)
+
+    def in_stream(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def alone(self, texts: list[str], length: int) -> list[np.ndarray]:
+        return [tokens[:length] for tokens in self.in_stream(texts)]
+
+    def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
+        return list(mapped_texts(dataset.data.column(column)))
+
+
+@final
+class Pretrained(Tokenizer):
+    """A tokenizer of transformers."""
+
+    unit = "tokens"
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+        self.key = hash_of_files(inner.save_pretrained)  # now: it keeps how it was last called
+        end = inner.eos_token_id  # where it has none: a new line, as far as it knows one
+        self.separator = self.in_stream(["\n"])[0] if end is None else np.array([end], np.int32)
+
+    def in_stream(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.concatenate([np.zeros(0, np.int32), *self.pieces(text)]) for text in texts]
+
+    def pieces(self, text: str) -> Iterator[np.ndarray]:
+        """The tokens of a text, piece by piece."""
+        lines = cut_at_lines(text)
+        while batch := list(islice(lines, PIECES)):
+            for ids in self.inner(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+                yield np.array(ids, np.int32)
+
+    def alone(self, texts: list[str], length: int) -> list[np.ndarray]:
+        ids = self.inner(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
+        return [np.array(each, np.int32) for each in ids]
+
+    def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
+        return list(mapped_lists(tokenised(dataset, column, self.in_stream, f"documents {self.key}")))
+
+
+def hash_of_files(save: Callable[[str], Any]) -> str:
+    """Of all that is saved to a folder."""
+    digest = hashlib.blake2b(digest_size=16)
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        for path in sorted(Path(folder).iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cut_at_lines(text: str) -> Iterator[str]:
+    """Pieces of a text; all but the last end with a line."""
+    start = 0
+    while start < len(text):
+        stop = text.find("\n", start + PIECE_LETTERS) + 1 or len(text)
+        yield text[start:stop]
+        start = stop
+
+
+def choose_tokenizer(choice: str, rules: TextRules) -> Tokenizer:
+    """What `data.tokenizer` says, for a model with such rules.
+
+    Raises:
+        BadInput: there is no such tokenizer, or it can't be read.
+    """
+    make = BY_NAME.get(choice)
+    return pretrained(choice, choice, None) if make is None else make(rules)
+
+
+def of_the_model(rules: TextRules) -> Tokenizer:
+    """The tokenizer of the model's folder; where there is none, bytes."""
+    name = rules.tokenizer
+    if name is None:
+        return Bytes()
+    if is_folder(name) and not has_tokenizer(name):
+        print(f"data.tokenizer=auto: there is no tokenizer in {name}, so every byte is a token")
+        return Bytes()
+    return pretrained("auto", name, rules.revision)
+
+
+BY_NAME: dict[str, Callable[[TextRules], Tokenizer]] = {"auto": of_the_model, "bytes": lambda rules: Bytes()}
+
+
+def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
+    """The tokenizer of a folder or, where there is none of this name, of a model on the hub. Code beside it is never
+    run."""
+    if is_folder(name):
+        require(has_tokenizer(name), "data.tokenizer", choice, f"{ALLOWED}: {name} has none of {', '.join(FILES)}")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise BadInput("data.tokenizer", choice, f"{ALLOWED}: there is no folder {name}")
+    where = str(Path(name).expanduser()) if is_folder(name) else name
+    try:
+        with hub():
+            return Pretrained(library().from_pretrained(where, revision=revision, trust_remote_code=False))
+    except Exception as error:  # each kind of tokenizer has its own for a broken file
+        what = f"{name} can't be read ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+        raise BadInput("data.tokenizer", choice, f"{ALLOWED}: {what}") from None
+
+
+def library() -> Any:
+    """transformers' class of all tokenizers."""
+    try:
+        with quiet():
+            import transformers
+    except ModuleNotFoundError as missing:
+        needed = f"bytes, or {missing.name} installed: pip install 'lowvram[hf]'"
+        raise BadInput("data.tokenizer", "auto", needed) from None
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoTokenizer
+
+
+def is_folder(name: str) -> bool:
+    return Path(name).expanduser().is_dir()
+
+
+def has_tokenizer(name: str) -> bool:
+    return any((Path(name).expanduser() / file).is_file() for file in FILES)
