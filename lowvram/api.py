@@ -31,9 +31,9 @@ from lowvram.models.foreign import logits_of
 from lowvram.models.survey import Survey, survey, without_memory
 from lowvram.modes.clock import clock_for, synchronise
 from lowvram.options import knob_of, neutral_options, node_of, options_of
-from lowvram.plan.devices import load_device
-from lowvram.plan.forecast import Place, needs
-from lowvram.plan.tracing import trace
+from lowvram.planner.devices import load_device
+from lowvram.planner.forecast import Place, needs
+from lowvram.planner.tracing import trace
 
 __all__ = ["Knob", "Measured", "Part", "Rig", "Task", "assemble", "knob", "ledger", "measure", "plan", "step", "task"]
 

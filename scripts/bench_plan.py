@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from lowvram.cli import chosen, plain
 from lowvram.identity import CONF, register_resolvers
 from lowvram.modes.plan import Planner
-from lowvram.plan.forecast import Fields
+from lowvram.planner.forecast import Fields
 from lowvram.settings import Settings, settings
 
 Point = tuple[Settings, dict[str, str]]  # and its choices

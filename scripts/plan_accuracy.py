@@ -33,7 +33,7 @@ from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.identity import device_name, git_state
 from lowvram.job import open_data
-from lowvram.plan.paper import example
+from lowvram.planner.paper import example
 from lowvram.results.row import Row, Status, to_json
 from lowvram.runs import Runs
 from lowvram.settings import KNOB_GROUPS, Settings, settings

@@ -32,8 +32,8 @@ CALIBRATE = """
 import sys
 import torch
 from lowvram.knobs.allocator import Tight
-from lowvram.plan.calibration import Calibrations
-from lowvram.plan.gauge import calibrate
+from lowvram.planner.calibration import Calibrations
+from lowvram.planner.gauge import calibrate
 if sys.argv[2] == "tight":
     Tight().apply(None)
 Calibrations().get(torch.device(sys.argv[1]), sys.argv[2], calibrate)

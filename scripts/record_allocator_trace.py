@@ -28,8 +28,8 @@ from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.identity import ROOT
 from lowvram.options import knob_of, neutral_options, node_of
-from lowvram.plan.recorded import Recording, Sample, actions_of, first_difference, load_recording
-from lowvram.plan.replay import needs_of
+from lowvram.planner.recorded import Recording, Sample, actions_of, first_difference, load_recording
+from lowvram.planner.replay import needs_of
 from lowvram.tasks import Auto, Problem
 
 CUDA = torch.device("cuda")

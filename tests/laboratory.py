@@ -25,9 +25,9 @@ from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.options import all_options, knob_of, neutral_options, options_of
-from lowvram.plan.events import Sums
-from lowvram.plan.target import Target
-from lowvram.plan.tracing import trace
+from lowvram.planner.events import Sums
+from lowvram.planner.target import Target
+from lowvram.planner.tracing import trace
 from lowvram.tasks import Auto, Problem
 
 torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long

@@ -30,7 +30,7 @@ TORCH_FREE = {
         "cli composed config growing identity mistakes planning point resume runs searching settings start sweeper "
         "table verdict winner"
     ),
-    "lowvram.plan": "allocator blocks devices hidden recorded replay",
+    "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": "accuracy advice columns planned row table terminal wandb",
     "lowvram.process": "client crew launch orders server",
 }

@@ -16,14 +16,14 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.data.spec import DataSpec
 from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.modes.fields import about_model
-from lowvram.plan.calibration import Calibrations
-from lowvram.plan.devices import DeviceSpec, find_device, load_device
-from lowvram.plan.forecast import Fields, Place, needs
-from lowvram.plan.paper import CantPlan
-from lowvram.plan.repricing import Pricer
-from lowvram.plan.store import Store
-from lowvram.plan.target import Target
-from lowvram.plan.tracing import is_equivalent
+from lowvram.planner.calibration import Calibrations
+from lowvram.planner.devices import DeviceSpec, find_device, load_device
+from lowvram.planner.forecast import Fields, Place, needs
+from lowvram.planner.paper import CantPlan
+from lowvram.planner.repricing import Pricer
+from lowvram.planner.store import Store
+from lowvram.planner.target import Target
+from lowvram.planner.tracing import is_equivalent
 from lowvram.process.meeting import wanted_ranks
 from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import KNOB_GROUPS, Settings

@@ -13,8 +13,8 @@ from lowvram.core.knob import Exactness, Knob
 from lowvram.job import check_batch_size
 from lowvram.modes.plan import Planner
 from lowvram.options import variants_of
-from lowvram.plan.forecast import Fields, Place
-from lowvram.plan.space import Estimate, Estimator, Option, Options, Plan, Space, space_of, useless
+from lowvram.planner.forecast import Fields, Place
+from lowvram.planner.space import Estimate, Estimator, Option, Options, Plan, Space, space_of, useless
 from lowvram.results.row import size_text
 from lowvram.settings import KNOB_GROUPS, Settings
 

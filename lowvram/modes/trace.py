@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import assemble
 from lowvram.core.step import step
-from lowvram.plan.paper import example, paper
+from lowvram.planner.paper import example, paper
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from lowvram.core.ranks import num_ranks
 from lowvram.modes.session import Session
 from lowvram.modes.trace import model_flops
-from lowvram.plan.devices import find_device
+from lowvram.planner.devices import find_device
 
 MULTIPLIES_IN = {"bf16_pure": "bf16"}  # options that are not called like the format of their products
 

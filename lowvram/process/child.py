@@ -24,10 +24,10 @@ from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.knobs.allocator import Tight
 from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
 from lowvram.modes.search import Book, search
-from lowvram.plan.calibration import Calibrations
-from lowvram.plan.gauge import calibrate
-from lowvram.plan.paper import CantPlan
-from lowvram.plan.store import Store
+from lowvram.planner.calibration import Calibrations
+from lowvram.planner.gauge import calibrate
+from lowvram.planner.paper import CantPlan
+from lowvram.planner.store import Store
 from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift

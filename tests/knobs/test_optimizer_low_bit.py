@@ -21,7 +21,7 @@ from lowvram.knobs.optimizer import AdamW, AdamW4bit, AdamW8bit, low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step, contiguous
 from lowvram.knobs.optimizer.widened import Landing
 from lowvram.models.transformer import TransformerConfig
-from lowvram.plan.paper import paper
+from lowvram.planner.paper import paper
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, peak_on_paper
 

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from lowvram.composed import chosen, plain
 from lowvram.identity import CONF, register_resolvers
 from lowvram.modes.plan import Fields, Planner
-from lowvram.plan.store import Store
+from lowvram.planner.store import Store
 from lowvram.results.planned import plan_lines
 from lowvram.settings import Settings, settings
 from tests.calls import TINY, TINY_RESNET
@@ -147,5 +147,5 @@ def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("traced again")
 
-    monkeypatch.setattr("lowvram.plan.repricing.trace", refuse)
+    monkeypatch.setattr("lowvram.planner.repricing.trace", refuse)
     assert planned(*words, planner=Planner(Store(tmp_path))) == first

@@ -9,7 +9,7 @@ import pytest
 from lowvram.config import BadInput, Incompatible
 from lowvram.modes.plan import Planner, place_of
 from lowvram.modes.search import Book, offered, ranked, search
-from lowvram.plan.space import Plan
+from lowvram.planner.space import Plan
 from tests.calls import TINY
 from tests.modes.test_plan import composed
 

@@ -1,0 +1,140 @@
+"""What a sequence of allocations does to the caching allocator: its peaks, and the least memory in which it fits.
+Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from lowvram.planner.allocator import CachingAllocator, OutOfMemory
+from lowvram.planner.blocks import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Block
+
+FREE = -1  # the bytes of an event that frees
+
+
+class Event(NamedTuple):
+    """An allocation is born, or dies."""
+
+    allocation: int  # any number that is its own while it lives
+    num_bytes: int  # as asked for; FREE, or anything negative, at its death. 0 never reaches the allocator
+    stream: int = 0  # that it belongs to: what one stream freed no other gets
+
+
+class Oom(NamedTuple):
+    """Where a sequence ran out of memory."""
+
+    event: int  # its index in the sequence
+    asked_bytes: int
+    allocated_bytes: int  # before it
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a sequence of events did, up to its end or to where memory ran out."""
+
+    allocated_bytes: list[int]  # after each event: torch.cuda.memory_allocated()
+    reserved_bytes: list[int]  # torch.cuda.memory_reserved()
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    granted_bytes: int  # with any limit from this one on
+    refused_bytes: int  # and below this one, the same happens
+    num_retries: int  # times that all free segments had to be given back first, which waits for the device
+    oom: Oom | None
+
+
+class Run:
+    """A replay under way."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.living: dict[int, Block] = {}  # by allocation
+        self.allocated: list[int] = []  # these three as in `Replay`
+        self.reserved: list[int] = []
+        self.oom: Oom | None = None
+
+    def play(self, events: Sequence[Event]) -> Replay:
+        """Those of the events that weren't played yet, to the end or to where memory runs out."""
+        allocator, living, allocated, reserved = self.allocator, self.living, self.allocated, self.reserved
+        for allocation, num_bytes, stream in islice(events, len(allocated), None):
+            if num_bytes > 0:
+                try:
+                    living[allocation] = allocator.malloc(num_bytes, stream)
+                except OutOfMemory:
+                    self.oom = Oom(len(allocated), num_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
+                    break
+            elif num_bytes < 0:
+                allocator.free(living.pop(allocation))
+            allocated.append(allocator.allocated_bytes)
+            reserved.append(allocator.reserved_bytes)
+        return Replay(
+            allocated,
+            reserved,
+            allocator.allocated_peak_bytes,
+            allocator.reserved_peak_bytes,
+            allocator.granted_bytes,
+            allocator.refused_bytes,
+            allocator.num_retries,
+            self.oom,
+        )
+
+    def copied(self, limit_bytes: int | None) -> Run:
+        """The same under another limit, that would have changed nothing so far."""
+        allocator, living = self.allocator.copied(limit_bytes, self.living.values())
+        run = Run(allocator)
+        run.living = dict(zip(self.living, living, strict=True))
+        run.allocated, run.reserved = self.allocated.copy(), self.reserved.copy()
+        return run
+
+
+def replay(
+    events: Sequence[Event],
+    *,
+    expandable: bool = False,
+    limit_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> Replay:
+    """Run the events through an empty allocator; the options are `CachingAllocator`'s."""
+    return Run(CachingAllocator(expandable, limit_bytes, device_bytes)).play(events)
+
+
+class Needs(NamedTuple):
+    """What a sequence of events needs."""
+
+    free: Replay  # without any limit
+    least_limit_bytes: int
+
+
+def needs_of(events: Sequence[Event], *, expandable: bool = False, live_peak_bytes: int = 0) -> Needs:
+    """What happens without a limit, and the least limit (as of `torch.cuda.set_per_process_memory_fraction`) under
+    which the events fit, a multiple of 2 MiB, by which everything is reserved.
+
+    By trial between bounds, nearer to the lower one, where it mostly lies. A trial answers for all limits under which
+    the same happens, so a few are enough. What fits under a limit fits under a larger one but for rare accidents of
+    best fit, so a still lower limit may do. Under the one that is returned they do fit.
+
+    What happens before the lowest of these limits would refuse anything happens under all: it is played once, and each
+    trial goes on from a copy of that.
+
+    Args:
+        live_peak_bytes: the most that is asked for at a time, or anything less, which takes longer.
+    """
+    start = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
+    start.play(events)
+    free = start.copied(None).play(events)
+    lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
+    while lowest < highest:
+        limit_bytes = lowest + (highest - lowest) // 4
+        tried = start.copied(limit_bytes).play(events)
+        if tried.oom is None:
+            highest = tried.granted_bytes
+        else:
+            lowest = tried.refused_bytes
+    return Needs(free, highest)
+
+
+def lowest_limit_bytes(allocated_peak_bytes: int) -> int:
+    """That may do: the last pages of an expandable segment may reach beyond the limit."""
+    return max(0, allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES
