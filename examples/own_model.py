@@ -1,7 +1,8 @@
 """A module of your own with every knob, planned for a card, then measured here. Run it: python examples/own_model.py
 
 From the command line the same module trains with
-    python train.py model=external model.target=examples.own_model.Speaker model.args.vocab_size=data.vocab_size
+    python train.py model=external model.target=examples.own_model.Speaker model.reads=TOKENS \\
+        'model.args={vocab_size: data.vocab_size}'
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from omegaconf import OmegaConf
 
 from tests.calls import TINY, Outcome
@@ -27,3 +31,20 @@ def test_a_run_that_an_agent_of_wandb_would_start(call: Callable[..., Outcome]) 
     assert outcome.row["choices"]["precision"] == picked["precision"]
     assert outcome.row["loss"]["eval"] is not None  # what the sweep minimises
     assert (ROOT / sweep.program).exists()
+
+
+@pytest.mark.parametrize(("name", "printed"), [("own_loop", "step 2: loss"), ("own_model", "on an RTX 3060")])
+def test_an_example_runs(name: str, printed: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
+def test_the_examples_model_trains_from_the_command_line(call: Callable[..., Outcome]) -> None:
+    words = ["model=external", "model.target=examples.own_model.Speaker", "model.args={vocab_size: data.vocab_size}"]
+    words += ["model.reads=TOKENS"]
+    outcome = call(*words, "ckpt=every1", "train.steps=2", "train.batch_size=2", "data.eval_samples=2", "logger=none")
+    assert outcome.code == 0, outcome.said()
+    assert outcome.row["model"]["blocks"] == "6 TransformerEncoderLayer"

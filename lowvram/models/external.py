@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -39,7 +39,7 @@ class ExternalConfig(ForeignModel):
     """
 
     target: str = MISSING
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] | None = None
     reads: Modality | None = None
     sequence_length: int = 128
     image_size: int = 64
@@ -48,7 +48,7 @@ class ExternalConfig(ForeignModel):
     def __post_init__(self) -> None:
         require(self.sequence_length > 0, "model.sequence_length", self.sequence_length, "a positive number")
         require(self.image_size > 0, "model.image_size", self.image_size, "a positive number")
-        for name, value in self.args.items():
+        for name, value in (self.args or {}).items():
             is_known = not isinstance(value, str) or not value.startswith("data.") or value in FROM_DATA
             require(is_known, f"model.args.{name}", value, f"a value, or one of {', '.join(FROM_DATA)}")
 
@@ -84,11 +84,11 @@ class ExternalConfig(ForeignModel):
 
     def build(self, spec: DataSpec) -> nn.Module:
         target = self.find()
-        args = {name: with_data(value, spec) for name, value in self.args.items()}
+        args = {name: with_data(value, spec) for name, value in (self.args or {}).items()}
         try:
             inspect.signature(target).bind(**args)
         except TypeError as error:
-            raise BadInput("model.args", self.args, f"what {self.target} takes ({error})") from None
+            raise BadInput("model.args", self.args or {}, f"what {self.target} takes ({error})") from None
         except ValueError:  # it tells nobody what it takes
             pass
         model = target(**args)

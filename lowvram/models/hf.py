@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
@@ -90,7 +90,7 @@ class HfConfig(ForeignModel):
     weights: Weights = Weights.auto
     head: Head = Head.auto
     reset_head: bool = False
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] | None = None
     dropout: float | None = 0.0
     blocks: str | None = None
 
@@ -98,7 +98,7 @@ class HfConfig(ForeignModel):
         allowed = "null (as the model's own configuration says), or at least 0 and less than 1"
         require(self.dropout is None or 0 <= self.dropout < 1, "model.dropout", self.dropout, allowed)
         known = read_config(self.name, self.revision).to_dict()
-        for name, value in self.args.items():
+        for name, value in (self.args or {}).items():
             require(name in known, f"model.args.{name}", value, f"removed: this model knows {', '.join(sorted(known))}")
 
     @property
@@ -153,7 +153,7 @@ class HfConfig(ForeignModel):
     def config(self) -> Any:
         """The configuration, with what is changed of it."""
         config = deepcopy(read_config(self.name, self.revision))
-        changes = dict(self.args)
+        changes = dict(self.args or {})
         if self.dropout is not None:
             given = config.to_dict().items()
             changes |= {name: self.dropout for name, value in given if "drop" in name and isinstance(value, float)}

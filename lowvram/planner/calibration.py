@@ -1,4 +1,4 @@
-"""The rates of the device that is here, as they were measured on it (lowvram/planner/gauge.py), and where they are kept.
+"""The rates of the device that is here, as they were measured on it (planner/gauge.py), and where they are kept.
 
 A rate is no constant: small work doesn't fill a device, large work doesn't fit its caches. So each family of operators
 has, in each number format, a curve of rates over the size of the work, straight between what was measured if both are

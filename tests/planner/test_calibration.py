@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowvram.modes.plan import Planner
-from lowvram.plan import calibration
+from lowvram.planner import calibration
 from lowvram.planner.calibration import Calibration, Calibrations, Curve
 from lowvram.planner.families import FAMILIES, PRODUCTS, Family
 from lowvram.planner.gauge import calibrate, counted, in_tf32

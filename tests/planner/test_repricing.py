@@ -13,7 +13,7 @@ from lowvram.core.device import Card
 from lowvram.core.knob import Knob
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
-from lowvram.plan import repricing
+from lowvram.planner import repricing
 from lowvram.planner.events import Trace
 from lowvram.planner.repricing import Pricer
 from lowvram.planner.store import Store, default_folder, key_of

@@ -14,7 +14,7 @@ from lowvram.core.knob import Knob
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
 from lowvram.models.transformer import TransformerConfig
-from lowvram.plan import timing
+from lowvram.planner import timing
 from lowvram.planner.devices import DeviceSpec, load_device
 from lowvram.planner.events import Trace
 from lowvram.planner.repricing import Pricer

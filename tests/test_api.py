@@ -1,0 +1,125 @@
+"""`import lowvram`: knobs, plans and measurements for somebody's own loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowvram
+from lowvram.config import BadInput, Incompatible
+from lowvram.core.knob import Knob
+from lowvram.knobs.ckpt import RecomputeEvery
+from lowvram.knobs.precision import Bf16
+
+TOKENS = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
+BATCH = lowvram.Part(TOKENS[:, :-1], TOKENS[:, 1:])
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(11, 16), *layers, nn.Linear(16, 11))
+
+
+def plain_gradients() -> dict[str, Tensor]:
+    module = model()
+    nn.functional.cross_entropy(module(BATCH.inputs).flatten(0, 1), BATCH.targets.flatten()).backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def test_a_knob_in_a_loop_of_ones_own_changes_memory_and_not_the_gradients() -> None:
+    module = model()
+    with lowvram.ledger(model()) as plain:
+        pass
+    peaks = []
+    for knobs in ([], ["ckpt=every1"]):
+        lowvram.assemble(lowvram.task(module, BATCH.inputs), knobs, "cpu")
+        module.zero_grad()
+        with lowvram.ledger(module, inputs=BATCH.inputs) as peak:
+            loss = nn.functional.cross_entropy(module(BATCH.inputs).flatten(0, 1), BATCH.targets.flatten())
+            loss.backward()
+            del loss
+        peaks.append(peak.peak_bytes)
+    assert plain.peak_bytes < peaks[1] < peaks[0]
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    assert all(torch.equal(found[name], wanted) for name, wanted in plain_gradients().items())  # pyright: ignore[reportArgumentType]
+
+
+def test_the_step_trains_the_module_itself() -> None:
+    module = model()
+    rig = lowvram.assemble(lowvram.task(module, BATCH.inputs), ["accum=x2", "optimizer=sgd optimizer.lr=0.5"], "cpu")
+    assert rig.model is module
+    losses = [lowvram.step(rig, BATCH)[0].item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_knobs_are_words_or_values() -> None:
+    assert lowvram.knob("ckpt=every2") == RecomputeEvery(2)
+    assert lowvram.knob("ckpt=every2", "ckpt.every=3") == RecomputeEvery(3)
+    task = lowvram.task(model(), BATCH.inputs)
+    rig = lowvram.assemble(task, [Bf16(), RecomputeEvery(1)], "cpu")
+    assert rig.forward(BATCH).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["precison=bf16"], "precison='bf16': must be one of the groups"),
+        (["precision=bf61"], "precision='bf61': must be one of bf16,"),
+        (["ckpt=every2", "ckpt.evry=3"], "ckpt.evry"),
+        (["ckpt=every2", "ckpt.every=0"], "ckpt.every=0: must be at least 1"),
+    ],
+)
+def test_a_wrong_word_is_told(words: list[str], message: str) -> None:
+    with pytest.raises(BadInput) as told:
+        lowvram.knob(*words)
+    assert message in str(told.value)
+
+
+def test_knobs_that_do_not_fit_are_told() -> None:
+    with pytest.raises(Incompatible, match="logits=chunked needs that the task knows the model's last layer"):
+        lowvram.assemble(lowvram.task(model(), BATCH.inputs), ["logits=chunked"], "cpu")
+
+
+@pytest.mark.parametrize("knobs", [[], ["precision=bf16", "ckpt=every1", "optimizer=sgd"]])
+def test_a_plan_for_the_cpu_says_what_is_measured(knobs: list[str | Knob]) -> None:
+    task = lowvram.task(model(), BATCH.inputs)
+    planned = lowvram.plan(task, BATCH.targets, batch_size=4, knobs=knobs, device="cpu")
+    found = lowvram.measure(lowvram.assemble(task, knobs, "cpu"), [BATCH] * 5, warmup_steps=1, steps=3)
+    assert planned["allocated_bytes"] == pytest.approx(found.peak_bytes, rel=0.05)
+    assert len(found.step_ms) == 3
+    assert len(found.losses) == 4
+    assert found.by_kind["parameters"] > 0
+    assert found.spread_ms[0] <= found.step_ms_p50 <= found.spread_ms[1]
+
+
+def test_a_plan_for_a_card_needs_none() -> None:
+    planned = lowvram.plan(lowvram.task(model(), BATCH.inputs), BATCH.targets, batch_size=8, device="rtx3060")
+    assert planned["reserved_bytes"] >= planned["allocated_bytes"] > 0
+
+
+def test_dictionaries_become_keywords_and_the_criterion_is_ones_own() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, left: Tensor, right: Tensor) -> Any:
+            return (left - right) * self.weight
+
+    inputs = {"right": torch.ones(2, 3), "left": torch.zeros(2, 3)}
+    task = lowvram.task(Named(), inputs, lambda outputs, targets: (outputs - targets[:, None]).square().sum())
+    loss, _ = lowvram.step(lowvram.assemble(task, ["ckpt=none"], "cpu"), lowvram.Part(inputs, torch.tensor([1, 1])))
+    assert loss.item() == pytest.approx(3.0)  # of each target
+
+
+def test_the_import_is_light_and_other_names_are_unknown() -> None:
+    code = "import sys, lowvram; assert 'torch' not in sys.modules; print(sorted(lowvram.__all__))"
+    assert "assemble" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = lowvram.nothing
