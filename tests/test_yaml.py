@@ -21,6 +21,7 @@ OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / gro
 GIVEN = {  # what the user has to say of an option
     ("data", "text"): {"path": "somewhere"},
     ("data", "imagefolder"): {"path": "somewhere"},
+    ("data", "hub"): {"name": "somewhere"},
     ("model", "external"): {"target": "torch.nn.Linear"},
     ("model", "hf"): {"name": tiny("gpt2")},
 }

@@ -33,15 +33,22 @@ def mapped_lists(column: Any) -> Iterator[np.ndarray]:
             yield values[start:stop]
 
 
+def flat_lists(column: Any) -> Iterator[np.ndarray]:
+    """The lists of an Arrow column, one after another, in (length,) pieces of any size: views of the mapped file."""
+    for chunk in column.chunks:
+        offsets = chunk.offsets
+        yield chunk.values.to_numpy()[offsets[0].as_py() : offsets[-1].as_py()]
+
+
 def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np.ndarray]], key: str) -> Any:
-    """The tokens of each text of a column, as an Arrow column of lists. `datasets` keeps them in its cache, where they
-    are found by the data's fingerprint and the `key`."""
+    """The tokens of each text of a column, as an Arrow column of lists; null is an empty text. `datasets` keeps them in
+    its cache, where they are found by the data's fingerprint and the `key`."""
     from datasets import Features, List, Value
 
     about = repr((dataset._fingerprint, column, key))
     with quiet_progress():
         mapped = dataset.map(
-            lambda rows: {"tokens": tokenise(rows[column])},
+            lambda rows: {"tokens": tokenise([text or "" for text in rows[column]])},
             batched=True,
             batch_size=ROWS,
             remove_columns=dataset.column_names,

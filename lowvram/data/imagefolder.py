@@ -9,8 +9,9 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 import torch
@@ -100,21 +101,35 @@ class ImageFiles:
     def load(self, row: int, size: int) -> Image.Image:
         """The image in RGB and upright. Raises RuntimeError, naming the file, when it can't be decoded."""
         path = self.paths[row].as_py()
-        try:
-            with Image.open(path) as image:
-                image.draft("RGB", (2 * size, 2 * size))  # a JPEG far larger than needed is decoded at a fraction
-                upright = ImageOps.exif_transpose(image)
-                # A palette may hold transparency, which only RGBA can take over.
-                return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
-        except BROKEN as error:
-            raise RuntimeError(f"the image {path} can't be decoded ({error}): mend it or take it out") from error
+        return decoded(path, path, size)
+
+
+def decoded(file: str | Path | BytesIO, name: str, size: int) -> Image.Image:
+    """The image in RGB and upright. Raises RuntimeError, naming it, when it can't be decoded."""
+    try:
+        with Image.open(file) as image:
+            image.draft("RGB", (2 * size, 2 * size))  # a JPEG far larger than needed is decoded at a fraction
+            upright = ImageOps.exif_transpose(image)
+            # A palette may hold transparency, which only RGBA can take over.
+            return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+    except BROKEN as error:
+        raise RuntimeError(f"the image {name} can't be decoded ({error}): mend it or take it out") from error
+
+
+class Images(Protocol):
+    """Images and their classes, by row."""
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    def load(self, row: int, size: int) -> Image.Image: ...
 
 
 @final
 class CroppedImages(Samples):
     """The images of some rows; `crop` says which part of each is seen, and whether from behind."""
 
-    def __init__(self, files: ImageFiles, rows: np.ndarray, size: int, crop: Crop) -> None:
+    def __init__(self, files: Images, rows: np.ndarray, size: int, crop: Crop) -> None:
         self.files, self.rows, self.size, self.crop = files, rows, size, crop
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from lowvram.config import BadInput, build
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted([*(CONF / "data").glob("*.yaml"), *(CONF / "loader").glob("*.yaml")])
-NEEDS_PATH = {"text", "imagefolder"}
+NEEDED = {"text": "path", "imagefolder": "path", "hub": "name"}
 
 
 def node(option: Path) -> DictConfig:
@@ -24,7 +24,7 @@ def node(option: Path) -> DictConfig:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.stem)
 def test_yaml_and_dataclass_agree(option: Path) -> None:
     config = node(option)
-    given = {"path": "somewhere"} if option.stem in NEEDS_PATH else {}
+    given = {NEEDED[option.stem]: "somewhere"} if option.stem in NEEDED else {}
     built = build(OmegaConf.merge(config, given), option.parent.name)  # pyright: ignore[reportArgumentType]
     assert built == type(built)(**given)
     assert set(config) - {"_target_"} == {field.name for field in dataclasses.fields(built)}
@@ -38,9 +38,9 @@ def test_every_field_has_a_comment(option: Path) -> None:
     assert all("  # " in line for line in fields)
 
 
-@pytest.mark.parametrize("option", sorted(NEEDS_PATH))
-def test_a_missing_path_is_named(option: str) -> None:
-    with pytest.raises(BadInput, match=r"data\.path="):
+@pytest.mark.parametrize(("option", "field"), NEEDED.items())
+def test_what_is_missing_is_named(option: str, field: str) -> None:
+    with pytest.raises(BadInput, match=rf"data\.{field}="):
         build(node(CONF / "data" / f"{option}.yaml"), "data")
 
 
@@ -71,6 +71,11 @@ def test_a_missing_path_is_named(option: str) -> None:
         ("imagefolder", "min_area", 1.5),
         ("imagefolder", "min_area", float("nan")),
         ("imagefolder", "eval_samples", 0),
+        ("hub", "sequence_length", 0),
+        ("hub", "image_size", 0),
+        ("hub", "min_area", 0.0),
+        ("hub", "buffer_samples", 0),
+        ("hub", "eval_samples", 0),
         ("workers", "num_workers", 0),
         ("workers", "prefetch", 0),
     ],
@@ -79,7 +84,7 @@ def test_values_out_of_range_are_named(option: str, field: str, value: float) ->
     group = "loader" if option == "workers" else "data"
     config = node(CONF / group / f"{option}.yaml")
     config[field] = value
-    if option in NEEDS_PATH:
-        config.path = "somewhere"
+    if option in NEEDED:
+        config[NEEDED[option]] = "somewhere"
     with pytest.raises(BadInput, match=rf"{group}\.{field}={value}"):
         build(config, group)

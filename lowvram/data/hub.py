@@ -1,0 +1,272 @@
+"""data=hub: a data set of Hugging Face's hub, or in local files of the same kinds: texts, texts with a class, images.
+
+Shapes: s side of the image in pixels, always square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from omegaconf import MISSING
+from PIL import Image
+from torch import Tensor
+
+from lowvram.config import BadInput, require
+from lowvram.data.classes import class_names, class_numbers, require_column
+from lowvram.data.columns import flat_lists, tokenised
+from lowvram.data.imagefolder import CroppedImages, RandomCrop, decoded, held_out_tenth, middle, spread
+from lowvram.data.padded import padded
+from lowvram.data.source import (
+    Data,
+    FollowedModel,
+    Following,
+    Samples,
+    Source,
+    TextSource,
+    check_modality,
+    given,
+    require_count,
+)
+from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.splits import Place, read_splits
+from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+from lowvram.data.windows import TokenStream, windowed
+
+HELD_OUT_SHARE = 10  # one text in so many, the last ones; of samples with a class one in so many of each class
+
+
+@final
+@dataclass(frozen=True)
+class Hub(TextSource):
+    """With `image`: which class has an image? With `label` alone: which has a text? With neither: the next token of all
+    texts, one after another.
+
+    Raises:
+        BadInput: a value out of range; no such data set, split or column, or no network; a label without a class.
+    """
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES)
+
+    name: str = MISSING
+    revision: str | None = None
+    config: str | None = None
+    train_split: str = "train"
+    eval_split: str | None = None
+    text: str | None = None
+    label: str | None = None
+    image: str | None = None
+    tokenizer: str = "auto"
+    sequence_length: int | None = None
+    image_size: int | None = None
+    min_area: float = 0.35
+    flip: bool = True
+    streaming: bool = False
+    buffer_samples: int = 10_000
+    eval_samples: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "image_size"):
+            require_count(f"data.{name}", getattr(self, name))
+        for name in ("buffer_samples", "eval_samples"):
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
+        require(0 < self.min_area <= 1, "data.min_area", self.min_area, "more than 0 and at most 1")
+        require(self.image is None or self.text is None, "data.text", self.text, "null where data.image is given")
+        labelled = self.image is None or self.label is not None
+        require(labelled, "data.label", self.label, "the column of the images' classes")
+
+    @property
+    def modality(self) -> Modality:
+        if self.image is not None:
+            return Modality.IMAGES
+        return Modality.TOKENS if self.label is None else Modality.LABELLED_TOKENS
+
+    @property
+    def place(self) -> Place:
+        buffer_samples = self.buffer_samples if self.streaming else None
+        return Place(self.name, self.revision, self.config, self.train_split, self.eval_split, buffer_samples)
+
+    def resolve(self, model: FollowedModel) -> Source:
+        check_modality("hub", (self.modality,), model)
+        size = model.natural_shape()[-1]
+        sizes = {"sequence_length": self.sequence_length or size, "image_size": self.image_size or size}
+        return Following(replace(self, **sizes), model.text_rules)
+
+    def read(self, rules: TextRules, seed: int) -> Data:
+        train, held_out = read_splits(self.place, self.eval_samples)
+        if self.modality is Modality.TOKENS:
+            return self.stream(train, held_out, choose_tokenizer(self.tokenizer, rules), seed)
+        split = split_by_class(self, train, held_out)
+        if self.modality is Modality.IMAGES:
+            return self.images(split, seed)
+        return self.texts(split, choose_tokenizer(self.tokenizer, rules), rules)
+
+    def stream(self, train: Any, held_out: Any | None, tokenizer: Tokenizer, seed: int) -> Data:
+        """All texts as one, in windows."""
+        length = given("data.sequence_length", self.sequence_length)
+        column = stream_of(train, self.text, tokenizer)
+        if held_out is None:
+            num_train = len(column) - max(1, len(column) // HELD_OUT_SHARE)
+            columns = column.slice(0, num_train), column.slice(num_train)
+        else:
+            columns = column, stream_of(held_out, self.text, tokenizer)
+        trained_on, evaluated = (TokenStream(list(flat_lists(each))) for each in columns)
+        allowed = (
+            f"longer: it has {len(trained_on)} {tokenizer.unit} to train on and {len(evaluated)} held out, and one"
+            f" sample takes {length + 1} of each (data.sequence_length={length})"
+        )
+        require(min(len(trained_on), len(evaluated)) > length, "data.name", self.name, allowed)
+        return windowed(trained_on, evaluated, tokenizer, length, self.eval_samples, seed, f"texts of {self.name}")
+
+    def texts(self, split: Split, tokenizer: Tokenizer, rules: TextRules) -> Data:
+        """Each text by itself."""
+        length = given("data.sequence_length", self.sequence_length)
+        train, held_out = (
+            LabelledTexts(alone(each.dataset, self.text, self.label, tokenizer, length), each, length, rules)
+            for each in (split.train, split.held_out.only(self.eval_samples))
+        )
+        spec = DataSpec(Modality.LABELLED_TOKENS, len(split.classes), (length,), tokenizer.vocab_size)
+        what = f"texts of up to {length} {tokenizer.unit}"
+        return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)))
+
+    def images(self, split: Split, seed: int) -> Data:
+        """Each image by itself."""
+        size, name = given("data.image_size", self.image_size), str(self.image)
+        crops = RandomCrop(self.min_area, self.flip, seed), middle
+        train, held_out = (
+            CroppedImages(StoredImages(image_column(each.dataset, name), each.labels, self.root), each.rows, size, crop)
+            for each, crop in zip((split.train, split.held_out.only(self.eval_samples)), crops, strict=True)
+        )
+        spec = DataSpec(Modality.IMAGES, len(split.classes), (3, size, size))
+        return Data(
+            spec, train, held_out, self.described(f"images, {size}x{size} pixels", split, len(train), len(held_out))
+        )
+
+    @property
+    def root(self) -> Path:
+        """What paths of images are relative to."""
+        path = self.place.path
+        return path if path.is_dir() else path.parent
+
+    def described(self, what: str, split: Split, num_train: int, num_eval: int) -> str:
+        return f"{self.name}: {what}, {len(split.classes)} classes, {num_train} to train on, {num_eval} held out"
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a data set, and the classes of all of its rows."""
+
+    dataset: Any
+    labels: np.ndarray  # (num_rows of the data set,) int64
+    rows: np.ndarray
+
+    def only(self, limit: int) -> Rows:
+        """At most so many of the rows, evenly spread."""
+        return replace(self, rows=spread(self.rows, limit))
+
+
+@final
+@dataclass(frozen=True)
+class Split:
+    """What is trained on and what is held out, and their classes."""
+
+    train: Rows
+    held_out: Rows
+    classes: list[Any]
+
+
+def split_by_class(source: Hub, train: Any, held_out: Any | None) -> Split:
+    """Where nothing is held out yet, a tenth of each class is."""
+    label = str(source.label)
+    classes = class_names(train, label)
+    labels = class_numbers(train, label, classes, source.train_split)
+    if held_out is not None:
+        others = class_numbers(held_out, label, classes, "what is held out")
+        return Split(
+            Rows(train, labels, np.arange(len(labels))), Rows(held_out, others, np.arange(len(others))), classes
+        )
+    is_held = held_out_tenth([str(row) for row in range(len(labels))], labels)
+    allowed = "a data set in which a class has at least 2 samples, so that one can be held out"
+    require(bool(is_held.any()), "data.name", source.name, allowed)
+    return Split(Rows(train, labels, np.flatnonzero(~is_held)), Rows(train, labels, np.flatnonzero(is_held)), classes)
+
+
+@final
+class LabelledTexts(Samples):
+    """Texts of some rows, whose tokens are an Arrow column of lists."""
+
+    def __init__(self, tokens: Any, rows: Rows, length: int, rules: TextRules) -> None:
+        self.tokens, self.rows, self.length, self.rules = tokens, rows, length, rules
+
+    def __len__(self) -> int:
+        return len(self.rows.rows)
+
+    def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
+        row = int(self.rows.rows[index])
+        inputs = padded(self.tokens[row].values.to_numpy(), self.length, self.rules)
+        return inputs, torch.tensor(int(self.rows.labels[row]))
+
+
+@final
+@dataclass(frozen=True)
+class StoredImages:
+    """Images in an Arrow column: their bytes, their paths, or both."""
+
+    column: Any
+    labels: np.ndarray
+    root: Path
+
+    def load(self, row: int, size: int) -> Image.Image:
+        """The image in RGB and upright. Raises RuntimeError, naming the row, when it can't be decoded."""
+        value = self.column[row].as_py()
+        value = (value["bytes"] or value["path"]) if isinstance(value, dict) else value
+        return decoded(BytesIO(value) if isinstance(value, bytes) else self.root / str(value), f"in row {row}", size)
+
+
+def image_column(dataset: Any, name: str) -> Any:
+    from datasets import Image as ImageFeature
+    from datasets import Value
+
+    require_column("data.image", name, dataset)
+    feature = dataset.features[name]
+    is_fit = isinstance(feature, ImageFeature) or is_text(feature) or feature == Value("binary")
+    require(is_fit, "data.image", name, f"a column of images, or of paths or bytes of some; it is {feature}")
+    return dataset.data.column(name)
+
+
+def text_column(dataset: Any, name: str | None, label: str | None) -> str:
+    """The column of texts: the one that is named, or `text`, or the only one."""
+    texts = [each for each, feature in dataset.features.items() if is_text(feature) and each != label]
+    found = name or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
+    if found is None:
+        raise BadInput("data.text", None, f"one of the columns: {', '.join(dataset.column_names)}")
+    require_column("data.text", found, dataset)
+    require(is_text(dataset.features[found]), "data.text", found, f"a column of texts; it is {dataset.features[found]}")
+    return found
+
+
+def is_text(feature: Any) -> bool:
+    from datasets import Value
+
+    return feature in (Value("string"), Value("large_string"))
+
+
+def stream_of(dataset: Any, text: str | None, tokenizer: Tokenizer) -> Any:
+    """The tokens of each row and what parts it from the next, as an Arrow column of lists."""
+
+    def tokenise(texts: list[str]) -> list[np.ndarray]:
+        return [np.concatenate([each, tokenizer.separator]) for each in tokenizer.in_stream(texts)]
+
+    return tokenised(dataset, text_column(dataset, text, None), tokenise, f"stream {tokenizer.key}")
+
+
+def alone(dataset: Any, text: str | None, label: str | None, tokenizer: Tokenizer, length: int) -> Any:
+    """The tokens of each row by itself, as an Arrow column of lists."""
+    tokenise, key = partial(tokenizer.alone, length=length), f"alone {length} {tokenizer.key}"
+    return tokenised(dataset, text_column(dataset, text, label), tokenise, key)

@@ -1,0 +1,118 @@
+"""Data sets of the hub, or in local files: what is trained on, and what is held out. Read through `datasets`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lowvram.config import BadInput, require
+from lowvram.data.local import escaped, quiet_progress
+from lowvram.reach import hub
+
+BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that is there
+SAVED = ("dataset_dict.json", "state.json")  # in folders that `save_to_disk` makes
+LOCAL = f"a file ({', '.join(BUILDERS)}) or a folder of such files"
+ELSEWHERE = (
+    f"{LOCAL}, or the name of a data set on the hub that can be reached and read from here; `hf download NAME"
+    " --repo-type dataset --local-dir FOLDER` on another machine makes such a folder"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a data set is, as the user says it: `data.<field>`."""
+
+    name: str
+    revision: str | None
+    config: str | None
+    train_split: str
+    eval_split: str | None
+    buffer_samples: int | None  # samples that are read of a stream; None: it isn't streamed, all are there
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name).expanduser()
+
+    @property
+    def is_local(self) -> bool:
+        return self.path.exists()
+
+
+def read_splits(place: Place, eval_samples: int) -> tuple[Any, Any | None]:
+    """Two `datasets.Dataset`: to train on, and held out, if there is one.
+
+    Raises:
+        BadInput: there is no such data set or split, or it can't be read.
+    """
+    splits = loaded(place)
+    train = split_of(splits, "data.train_split", place.train_split)
+    chosen = place.eval_split or next((name for name in EVAL_SPLITS if name in splits), None)
+    held_out = None if chosen is None else split_of(splits, "data.eval_split", chosen)
+    if place.buffer_samples is None:
+        return train, held_out
+    return first_rows(train, place.buffer_samples), held_out and first_rows(held_out, eval_samples)
+
+
+def split_of(splits: Any, key: str, name: str) -> Any:
+    require(name in splits, key, name, f"one of the splits that there are: {', '.join(splits)}")
+    return splits[name]
+
+
+def first_rows(stream: Any, num_rows: int) -> Any:
+    """The first rows of a `datasets.IterableDataset`, in memory."""
+    from datasets import Dataset
+
+    undecoded = stream if stream.features is None else stream.decode(False)  # of some files they come with the rows
+    return Dataset.from_list(list(islice(undecoded, num_rows)), features=stream.features)
+
+
+def loaded(place: Place) -> Any:
+    """All splits by their names."""
+    from datasets.exceptions import DatasetsError
+
+    looks_local = place.name.startswith((".", "/", "~")) or place.name.count("/") > 1
+    if looks_local and not place.is_local:
+        raise BadInput("data.name", place.name, f"{ELSEWHERE}; nothing is there")
+    try:
+        with quiet_progress():
+            return load_local_set(place) if place.is_local else load_from_hub(place)
+    except BadInput:
+        raise
+    except (DatasetsError, OSError, ValueError) as error:
+        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput("data.name", place.name, f"{LOCAL if place.is_local else ELSEWHERE} ({reason})") from None
+
+
+def load_from_hub(place: Place) -> Any:
+    from datasets import load_dataset
+
+    with hub():
+        return load_dataset(place.name, place.config, revision=place.revision, streaming=is_streamed(place))
+
+
+def load_local_set(place: Place) -> Any:
+    """Nothing here goes near a network."""
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+    path, streaming = place.path, is_streamed(place)
+    if path.is_file():
+        builder = BUILDERS.get(path.suffix.lower())
+        if builder is None:
+            raise BadInput("data.name", place.name, f"{LOCAL}: what {path.suffix or 'a file without an ending'} is")
+        return load_dataset(builder, data_files={place.train_split: escaped([path])}, streaming=streaming)
+    if any((path / name).is_file() for name in SAVED):
+        saved = load_from_disk(str(path))
+        splits = DatasetDict({place.train_split: saved}) if isinstance(saved, Dataset) else saved
+        return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
+    plain = not set(str(path.absolute())) & set("[]*?")
+    require(
+        plain, "data.name", place.name, "a folder whose path has none of [ ] * ?, which `datasets` takes for patterns"
+    )
+    return load_dataset(str(path.absolute()), place.config, streaming=streaming)
+
+
+def is_streamed(place: Place) -> bool:
+    return place.buffer_samples is not None
