@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 import torch.nn.functional as F
+from omegaconf import MISSING
 from torch import Tensor, nn
 
-from lowvram.config import BadInput
+from lowvram.config import BadInput, require
 from lowvram.core.rig import IGNORE, Fill, Part, Task
 from lowvram.data.spec import MASK, DataSpec, Modality
+from lowvram.found import check_args, find
 
 
 class ModelConfig(Protocol):
@@ -110,6 +112,59 @@ class Classifier(Problem):
         return {"accuracy": accuracy}
 
 
+@final
+class UserProblem(Problem):
+    """What an object of the user's own code says. It has `criterion(outputs, targets)`, a sum over the targets, and may
+    have `count(targets)`, `num_correct(outputs, targets)`, `blocks(model)` and `head(model)`."""
+
+    def __init__(self, model: ModelConfig, spec: DataSpec, user: Any, name: str) -> None:
+        super().__init__(model, spec)
+        self.user, self.name = user, name
+
+    @property
+    def description(self) -> str:
+        """With an address, so that it is kept on no disk: code changes, and its name stays."""
+        return f"{super().description} {self.name} {object.__repr__(type(self.user))}"
+
+    def offered(self, method: str) -> Any:
+        """A method that the object need not have, or None."""
+        return getattr(self.user, method, None)
+
+    def criterion(self, outputs: Any, part: Part) -> Tensor:
+        loss = self.user.criterion(outputs, part.targets)
+        is_sum = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
+        allowed = "a task whose criterion returns one number as a tensor, the sum of the losses of all targets"
+        require(is_sum, "task.target", self.name, allowed)
+        return loss
+
+    def num_targets(self, part: Part) -> Tensor:
+        count = self.offered("count")
+        if count is None:
+            return super().num_targets(part)
+        return torch.as_tensor(count(part.targets), dtype=torch.long, device=part.targets.device)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        blocks = self.offered("blocks")
+        return super().blocks(model) if blocks is None else list(blocks(model))
+
+    def has_plain_blocks(self, model: nn.Module) -> bool:
+        """Of blocks that the user names nobody knows how they are called."""
+        return self.offered("blocks") is None and super().has_plain_blocks(model)
+
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        """The model's own would do only if the criterion were known."""
+        head = self.offered("head")
+        return None if head is None else head(model)
+
+    def num_correct(self, outputs: Any, part: Part) -> Tensor:
+        count = self.offered("num_correct")
+        found = 0 if count is None else count(outputs, part.targets)
+        return torch.as_tensor(found, device=part.targets.device)
+
+    def scores(self, loss: float, accuracy: float) -> dict[str, float]:
+        return {} if self.offered("num_correct") is None else {"accuracy": accuracy}
+
+
 @dataclass(frozen=True)
 class LanguageModelling:
     """conf/task/language_modelling.yaml"""
@@ -138,7 +193,32 @@ class Auto:
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
         options = (LanguageModelling(), Classification())
-        return next(option for option in options if spec.modality in option.modalities).pose(model, spec)
+        fitting = next((option for option in options if spec.modality in option.modalities), None)
+        if fitting is None:
+            allowed = (
+                f"external for data that are {spec.modality.value}: task.target=package.module.Class says the loss"
+            )
+            raise BadInput("task", "auto", allowed)
+        return fitting.pose(model, spec)
+
+
+@dataclass(frozen=True)
+class External:
+    """conf/task/external.yaml"""
+
+    target: str = MISSING
+    args: dict[str, Any] | None = None
+
+    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
+        made_by, args = find(self.target, "task.target"), self.args or {}
+        check_args(made_by, self.target, args, "task.args")
+        user = made_by(**args)
+        has_criterion = callable(getattr(user, "criterion", None))
+        allowed = (
+            f"a class whose objects have criterion(outputs, targets): this made a {type(user).__name__} without one"
+        )
+        require(has_criterion, "task.target", self.target, allowed)
+        return UserProblem(model, spec, user, f"{self.target} {args}")
 
 
 def check_modality(option: str, wanted: tuple[Modality, ...], spec: DataSpec) -> None:

@@ -21,6 +21,7 @@ MAY_IMPORT = {
         "lowvram.core.quiet",
         "lowvram.core.seeds",
         "lowvram.data.spec",
+        "lowvram.found",
         *(f"lowvram.models.{base}" for base in ("own", "foreign", "survey")),
     ),
 }

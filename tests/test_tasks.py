@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from lowvram.config import BadInput
-from lowvram.core.rig import IGNORE, Part
+from lowvram.core.rig import IGNORE, Part, assemble
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.tasks import Auto, Classification, Classifier, LanguageModel, LanguageModelling
-from tests.laboratory import IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER
+from lowvram.tasks import Auto, Classification, Classifier, External, LanguageModel, LanguageModelling
+from tests.laboratory import CPU, IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, knobs_of
 
 
 def test_auto_follows_the_model() -> None:
@@ -72,3 +72,60 @@ def test_blocks_are_the_models_repeated_units() -> None:
     for name, count in (("transformer", 3), ("resnet", 3)):
         model = PROBLEMS[name].make_model()
         assert len(PROBLEMS[name].blocks(model)) == count
+
+
+# A task of one's own
+
+OTHER = DataSpec(Modality.OTHER, 0, (4,))
+TWO = Part(None, torch.tensor([[1.0, 2.0], [3.0, IGNORE]]))
+
+
+def test_a_loss_of_ones_own() -> None:
+    task = External("tests.yours.Regression", {"factor": 2.0}).pose(TRANSFORMER, OTHER)
+    assert task.criterion(torch.zeros(2, 2), Part(None, torch.ones(2, 2))).item() == 8
+    assert task.num_targets(TWO).item() == 3
+    assert task.scores(1.0, 0.5) == {}
+    assert task.num_correct(torch.zeros(2, 2), TWO).item() == 0
+    model = TRANSFORMER.make(TOKENS)
+    assert task.blocks(model) == PROBLEMS["transformer"].blocks(model)
+    assert task.head(model) is None  # nobody knows whether the criterion is a cross-entropy
+    assert task.has_plain_blocks(model)
+
+
+def test_a_task_of_ones_own_may_say_more() -> None:
+    task, model = External("tests.yours.Everything").pose(TRANSFORMER, OTHER), TRANSFORMER.make(TOKENS)
+    assert task.num_targets(TWO).item() == 14
+    assert task.num_correct(torch.zeros(1, 2), Part(None, torch.tensor([[0.1, 2.0]]))).item() == 1
+    assert task.scores(1.0, 0.5) == {"accuracy": 0.5}
+    assert task.blocks(model) == [next(model.children())]
+    assert not task.has_plain_blocks(model)
+
+
+def test_the_number_of_targets_is_the_tasks() -> None:
+    task = External("tests.yours.Everything").pose(TRANSFORMER, TOKENS)
+    rig = assemble(task, knobs_of(), CPU)
+    assert rig.total([TWO, TWO]).item() == 28
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("tests.yours.Nope", r"task\.target='tests\.yours\.Nope': must be .*: tests\.yours has no Nope"),
+        ("tests.yours.Listed", r"task\.args=\{\}: must be what tests\.yours\.Listed takes"),
+        ("tests.yours.nothing", r"objects have criterion\(outputs, targets\): this made a NoneType without one"),
+    ],
+)
+def test_what_is_no_task_is_refused(target: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        External(target).pose(TRANSFORMER, TOKENS)
+
+
+def test_a_criterion_that_returns_no_sum_is_refused() -> None:
+    task = External("tests.yours.Mean").pose(TRANSFORMER, OTHER)
+    with pytest.raises(BadInput, match=r"task\.target='tests\.yours\.Mean.*: must be .* returns one number"):
+        task.criterion(torch.zeros(2, 2), TWO)
+
+
+def test_data_of_no_known_kind_need_a_task() -> None:
+    with pytest.raises(BadInput, match=r"task='auto': must be external for data that are other tensors"):
+        Auto().pose(TRANSFORMER, OTHER)

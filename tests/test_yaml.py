@@ -22,6 +22,8 @@ GIVEN = {  # what the user has to say of an option
     ("data", "text"): {"path": "somewhere"},
     ("data", "imagefolder"): {"path": "somewhere"},
     ("data", "hub"): {"name": "somewhere"},
+    ("data", "external"): {"target": "tests.yours.curve"},
+    ("task", "external"): {"target": "tests.yours.Regression"},
     ("model", "external"): {"target": "torch.nn.Linear"},
     ("model", "hf"): {"name": tiny("gpt2")},
 }

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 from omegaconf import MISSING
 from torch import nn
 
-from lowvram.config import BadInput, require
+from lowvram.config import require
 from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.found import check_args, find
 from lowvram.models.foreign import ForeignModel, without_values
 
 # What the words in model.args stand for: what the data have.
@@ -74,7 +71,7 @@ class ExternalConfig(ForeignModel):
 
     def find(self) -> Callable[..., Any]:
         """What `target` names. Its module is imported, because the user named it."""
-        return find(self.target)
+        return find(self.target, "model.target")
 
     def make(self, spec: DataSpec) -> nn.Module:
         key = f"{self.description} {spec!r}"
@@ -85,12 +82,7 @@ class ExternalConfig(ForeignModel):
     def build(self, spec: DataSpec) -> nn.Module:
         target = self.find()
         args = {name: with_data(value, spec) for name, value in (self.args or {}).items()}
-        try:
-            inspect.signature(target).bind(**args)
-        except TypeError as error:
-            raise BadInput("model.args", self.args or {}, f"what {self.target} takes ({error})") from None
-        except ValueError:  # it tells nobody what it takes
-            pass
+        check_args(target, self.target, args, "model.args")
         model = target(**args)
         allowed = f"a class or function that makes an nn.Module: this made a {type(model).__name__}"
         require(isinstance(model, nn.Module), "model.target", self.target, allowed)
@@ -103,27 +95,3 @@ SKELETONS: dict[str, nn.Module] = {}  # models without values
 def with_data(value: Any, spec: DataSpec) -> Any:
     """What an argument stands for."""
     return FROM_DATA[value](spec) if isinstance(value, str) and value in FROM_DATA else value
-
-
-def find(target: str, key: str = "model.target") -> Callable[..., Any]:
-    """The class or function of a dotted name, looked for where Python does and in the working directory.
-
-    Raises:
-        BadInput: there is no such module, or it has no such name, or can't be called.
-    """
-    path, _, name = target.rpartition(".")
-    allowed = "the dotted name of a class or function, such as package.module.Class"
-    require(bool(path) and bool(name), key, target, allowed)
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if not f"{path}.".startswith(f"{error.name}."):
-            raise BadInput(key, target, f"importable: it needs {error.name}, which isn't installed here") from None
-        raise BadInput(key, target, f"{allowed}: there is no module {error.name} here or in Python's path") from None
-    found = getattr(module, name, None)
-    require(found is not None, key, target, f"{allowed}: {path} has no {name}")
-    assert found is not None
-    require(callable(found), key, target, f"{allowed}: {name} is a {type(found).__name__}")
-    return found

@@ -12,7 +12,7 @@ from lowvram.config import BadInput, build
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted([*(CONF / "data").glob("*.yaml"), *(CONF / "loader").glob("*.yaml")])
-NEEDED = {"text": "path", "imagefolder": "path", "hub": "name"}
+NEEDED = {"text": "path", "imagefolder": "path", "hub": "name", "external": "target"}
 
 
 def node(option: Path) -> DictConfig:
@@ -76,6 +76,9 @@ def test_what_is_missing_is_named(option: str, field: str) -> None:
         ("hub", "min_area", 0.0),
         ("hub", "buffer_samples", 0),
         ("hub", "eval_samples", 0),
+        ("external", "num_classes", 0),
+        ("external", "vocab_size", 0),
+        ("external", "eval_samples", 0),
         ("workers", "num_workers", 0),
         ("workers", "prefetch", 0),
     ],

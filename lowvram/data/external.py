@@ -1,0 +1,259 @@
+"""data=external: data sets that a function of the user's own code makes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from omegaconf import MISSING
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from lowvram.config import BadInput, require
+from lowvram.core.rig import IGNORE
+from lowvram.data.randomness import Stream, generator
+from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count
+from lowvram.data.spec import IDS, MASK, DataSpec, Layout, Modality, TensorLayout
+from lowvram.found import check_args, find
+
+TARGET_NAMES = ("labels", "label", "targets", "target")  # of a sample that is a dictionary; the first that is there
+FEW = 1000  # samples, all of which are read to find the largest label
+WIDER = {torch.float64: torch.float32, torch.int16: torch.int64, torch.int32: torch.int64}  # what arrays come as
+CLASS = TensorLayout((), "int64")
+
+
+class Unfit(Exception):
+    """A sample that can't be used. The message says what it is."""
+
+
+@final
+@dataclass(frozen=True)
+class External(Source):
+    """What `target` returns for `args`: two map-style datasets, to train on and held out. Python's, numpy's and torch's
+    generators are seeded for each sample: what is random in it is the same again after resuming, with any workers.
+
+    Raises:
+        BadInput: there is no such function, it returns something else, or its samples can't be used.
+    """
+
+    modalities: ClassVar[tuple[Modality, ...]] = tuple(Modality)
+
+    target: str = MISSING
+    args: dict[str, Any] | None = None
+    num_classes: int | None = None
+    vocab_size: int | None = None
+    eval_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_classes", "vocab_size", "eval_samples"):
+            require_count(f"data.{name}", getattr(self, name))
+
+    def resolve(self, model: FollowedModel) -> Source:
+        # A model that pins nothing need not have the field.
+        return replace(self, vocab_size=self.vocab_size or getattr(model, "vocab_size", None))
+
+    def open(self, seed: int) -> Data:
+        train, held_out = self.datasets(seed)
+        num_held = min(self.eval_samples or len(held_out), len(held_out))
+        first = Reader("the samples to train on", train, Stream.TRAIN, seed)
+        second = Reader("the samples held out", held_out, Stream.EVAL, seed)
+        try:
+            layout = layout_of(*first.read(0, 0))
+            spec = self.spec(first, layout)
+            samples = [UserSamples(each, layout, spec.num_classes) for each in (first, second)]
+            for each in samples:
+                each.checked(0, 0)
+        except Unfit as error:
+            raise BadInput("data.target", self.target, f"a source of samples that can be used: {error}") from None
+        kind = f"{spec.modality.value}, {spec.num_classes} classes" if spec.num_classes else spec.modality.value
+        description = f"{self.target}: {kind}, {len(train)} samples to train on, {num_held} held out"
+        return Data(spec, samples[0], First(samples[1], num_held), description)
+
+    def datasets(self, seed: int) -> tuple[Any, Any]:
+        """What the user's function returns."""
+        target = find(self.target, "data.target")
+        args = self.args or {}
+        check_args(target, self.target, args, "data.args")
+        with seeded(Stream.POOL, seed):
+            made = target(**args)
+        allowed = "a function that returns a pair of datasets, to train on and held out: this returned"
+        is_pair = isinstance(made, tuple | list) and len(made) == 2
+        require(is_pair, "data.target", self.target, f"{allowed} a {type(made).__name__}")
+        for each in made:
+            is_fit = isinstance(each, Sized) and not isinstance(each, IterableDataset) and "__getitem__" in dir(each)
+            require(
+                is_fit, "data.target", self.target, f"{allowed} a {type(each).__name__}, which has no length or items"
+            )
+            require(len(each) > 0, "data.target", self.target, f"{allowed} an empty {type(each).__name__}")
+        return made[0], made[1]
+
+    def spec(self, train: Reader, layout: Layout) -> DataSpec:
+        """What follows from the first sample."""
+        modality, (_, first) = modality_of(layout), layout.inputs[0]
+        if modality is Modality.TOKENS:
+            return DataSpec(modality, self.num_classes or self.vocab_size or num_labels(train), first.shape)
+        is_classified = modality is not Modality.OTHER or layout.targets == CLASS
+        num_classes = self.num_classes or (num_labels(train) if is_classified else 0)
+        if modality is not Modality.LABELLED_TOKENS:
+            return DataSpec(modality, num_classes, first.shape, layout=layout if modality is Modality.OTHER else None)
+        if self.vocab_size is None:
+            raise BadInput("data.vocab_size", None, "how many tokens there are, where the model doesn't say")
+        inputs = dict(layout.inputs)
+        usual = {IDS, MASK} == inputs.keys()
+        return DataSpec(modality, num_classes, inputs[IDS].shape, self.vocab_size, None if usual else layout)
+
+
+@final
+@dataclass(frozen=True)
+class Reader:
+    """Reads samples of a user's dataset, whatever they are."""
+
+    name: str  # what a message calls them
+    dataset: Any
+    stream: Stream
+    seed: int
+
+    def read(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+        with seeded(self.stream, self.seed, epoch, index):
+            found = self.dataset[index]
+        try:
+            return as_tensors(found)
+        except Unfit as error:
+            raise Unfit(f"number {index} of {self.name} is {error}") from None
+
+
+@final
+class UserSamples(Samples):
+    """Samples of a user's dataset, each checked to be like the first one."""
+
+    def __init__(self, reader: Reader, layout: Layout, num_classes: int) -> None:
+        self.reader, self.layout, self.num_classes = reader, layout, num_classes
+
+    def __len__(self) -> int:
+        return len(self.reader.dataset)
+
+    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+        try:
+            return self.checked(index, epoch)
+        except Unfit as error:
+            raise RuntimeError(str(error)) from None
+
+    def checked(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+        inputs, targets = self.reader.read(index, epoch)
+        place, layout = f"number {index} of {self.reader.name}", layout_of(inputs, targets)
+        if layout != self.layout:
+            raise Unfit(f"{place} has {described(layout)}, where the first has {described(self.layout)}")
+        if self.num_classes and targets.dtype is torch.int64:
+            outside = targets[(targets != IGNORE) & ((targets < 0) | (targets >= self.num_classes))]
+            if len(outside.flatten()):
+                label = int(outside.flatten()[0])
+                raise Unfit(f"{place} has the label {label}, outside the {self.num_classes} classes that start at 0")
+        return inputs, targets
+
+
+@final
+class First(Samples):
+    """The first so many of other samples."""
+
+    def __init__(self, samples: Samples, num_samples: int) -> None:
+        self.samples, self.num_samples = samples, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+        return self.samples.sample(index, epoch)
+
+
+def num_labels(train: Reader) -> int:
+    """One more than the largest label, where it is known at little cost."""
+    dataset = train.dataset
+    if isinstance(dataset, TensorDataset):
+        targets = dataset.tensors[-1]
+    elif (named := getattr(dataset, "targets", None)) is not None:  # as torchvision's have them
+        targets = torch.as_tensor(named)
+    elif len(dataset) <= FEW:
+        targets = torch.stack([train.read(index, 0)[1] for index in range(len(dataset))])
+    else:
+        allowed = f"given, where there are more than {FEW} samples and the dataset has no `targets`"
+        raise BadInput("data.num_classes", None, allowed)
+    return max(int(targets.max()) + 1, 1)
+
+
+def modality_of(layout: Layout) -> Modality:
+    """What the samples are, by their shapes."""
+    inputs, targets = dict(layout.inputs), layout.targets
+    whole = inputs.get("")
+    if whole is not None and whole == targets and whole.dtype == "int64" and len(whole.shape) == 1:
+        return Modality.TOKENS
+    if whole is not None and whole.dtype == "float32" and len(whole.shape) == 3 and targets == CLASS:
+        return Modality.IMAGES
+    ids = inputs.get(IDS)
+    is_text = ids is not None and ids.dtype == "int64" and len(ids.shape) == 1
+    return Modality.LABELLED_TOKENS if is_text and targets == CLASS else Modality.OTHER
+
+
+def as_tensors(found: Any) -> tuple[Any, Tensor]:
+    """Inputs and targets of a sample. Raises Unfit when it is neither a pair nor a dictionary with a target."""
+    if isinstance(found, Mapping):
+        name = next((each for each in TARGET_NAMES if each in found), None)
+        if name is None or len(found) < 2:
+            raise Unfit(
+                f"a dictionary of {', '.join(map(str, found))}: one of {', '.join(TARGET_NAMES)} and inputs must be"
+            )
+        inputs, targets = {each: value for each, value in found.items() if each != name}, found[name]
+    elif isinstance(found, tuple | list) and len(found) == 2:
+        inputs, targets = found
+    else:
+        raise Unfit(f"a {type(found).__name__}: pairs (inputs, target) can be used, and dictionaries with a target")
+    targets = as_tensor(targets)
+    if not isinstance(inputs, Mapping):
+        return as_tensor(inputs), targets
+    tensors = {str(name): as_tensor(value) for name, value in inputs.items()}
+    if IDS in tensors and MASK not in tensors and not targets.dim():
+        tensors[MASK] = torch.ones_like(tensors[IDS])
+    return tensors, targets
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor of a number format that models take."""
+    if not isinstance(value, Tensor | np.ndarray | np.generic | int | float | list):
+        raise Unfit(f"made of a {type(value).__name__}: tensors, arrays and numbers can be used")
+    tensor = torch.as_tensor(value)
+    return tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+
+
+def layout_of(inputs: Any, targets: Tensor) -> Layout:
+    tensors = inputs if isinstance(inputs, Mapping) else {"": inputs}
+    return Layout(tuple((name, tensor_layout(each)) for name, each in tensors.items()), tensor_layout(targets))
+
+
+def tensor_layout(tensor: Tensor) -> TensorLayout:
+    return TensorLayout(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def described(layout: Layout) -> str:
+    """Such as "float32 (3, 8, 8) with int64 ()"."""
+    inputs = ", ".join(f"{name} {each.dtype} {each.shape}".strip() for name, each in layout.inputs)
+    return f"{inputs} with {layout.targets.dtype} {layout.targets.shape}"
+
+
+@contextmanager
+def seeded(stream: Stream, seed: int, epoch: int = 0, index: int = 0) -> Iterator[None]:
+    """Inside, the CPU's global generators are a function of the arguments; afterwards they are as before."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    drawn = int(generator(stream, seed, epoch, index).integers(2**32))
+    torch.default_generator.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowvram.config import BadInput
+from lowvram.data.external import External
+from lowvram.data.loader import Inline
+from lowvram.data.source import Data
+from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
+from tests import yours
+
+CPU = torch.device("cpu")
+TEXT = {"input_ids": [3, 4], "labels": 1}
+
+
+def opened(samples: list[Any], held_out: list[Any] | None = None, **fields: Any) -> Data:
+    """The data of a function that is called without arguments."""
+    return made_by(partial(yours.listed, samples, held_out), **fields)
+
+
+def made_by(make: Any, **fields: Any) -> Data:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yours, "here", make, raising=False)
+        return External("tests.yours.here", **fields).open(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sample", "spec"),
+    [
+        ((torch.tensor([1, 2]), torch.tensor([2, 3])), DataSpec(Modality.TOKENS, 4, (2,))),
+        (([1, 2], np.array([2, 3], np.int32)), DataSpec(Modality.TOKENS, 4, (2,))),
+        ((np.zeros((3, 4, 4)), 2), DataSpec(Modality.IMAGES, 3, (3, 4, 4))),
+        (TEXT, DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50)),
+        (({"input_ids": torch.tensor([3, 4])}, 1), DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50)),
+    ],
+)
+def test_what_samples_are_follows_from_the_first(sample: Any, spec: DataSpec) -> None:
+    vocab_size = 50 if spec.modality is Modality.LABELLED_TOKENS else None
+    data = opened([sample] * 3, vocab_size=vocab_size)
+    assert data.spec == spec
+    batch = next(Inline().batches(data.train, 2, 0, 0, CPU))
+    inputs, targets = spec.example(2)
+    assert batch.targets.shape == targets.shape
+    assert [each.shape for each in batch.map(lambda each: each).tensors()[:-1]] == [
+        each.shape for each in (inputs.values() if isinstance(inputs, dict) else [inputs])
+    ]
+
+
+def test_anything_else_is_told_by_its_layout() -> None:
+    data = External("tests.yours.curve", {"num_samples": 8}).open(seed=0)
+    float32 = partial(TensorLayout, dtype="float32")
+    layout = Layout((("", float32((4,))),), float32((2,)))
+    assert data.spec == DataSpec(Modality.OTHER, 0, (4,), layout=layout)
+    inputs, targets = data.spec.example(3)
+    assert (inputs.shape, targets.shape) == ((3, 4), (3, 2))
+    assert (len(data.train), len(data.eval)) == (8, 2)
+
+
+def test_more_tensors_than_texts_usually_have_are_kept() -> None:
+    data = opened([{**TEXT, "token_type_ids": [0, 1]}], vocab_size=50)
+    assert data.spec.modality is Modality.LABELLED_TOKENS
+    assert set(data.spec.example(1)[0]) == {"input_ids", "token_type_ids", "attention_mask"}
+    assert data.train.sample(0, 0)[0]["attention_mask"].tolist() == [1, 1]
+
+
+def test_the_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.zeros(3, 2, 2)
+    assert opened([(image, 1), (image, 5), (image, -100)]).spec.num_classes == 6
+    assert opened([(image, 1)], num_classes=9).spec.num_classes == 9
+    monkeypatch.setattr("lowvram.data.external.FEW", 1)
+    with pytest.raises(BadInput, match=r"data\.num_classes=null: must be given, where there are more than 1 samples"):
+        opened([(image, 1), (image, 5)])
+    monkeypatch.setattr(yours.Listed, "targets", [1, 5], raising=False)
+    assert opened([(image, 1), (image, 5)]).spec.num_classes == 6
+
+
+def test_a_vocabulary_that_nobody_knows_is_asked_for() -> None:
+    with pytest.raises(BadInput, match=r"data\.vocab_size=null: must be how many tokens there are"):
+        opened([TEXT])
+
+
+def test_a_model_that_pins_its_vocabulary_says_it(classifier_of_texts) -> None:
+    assert External("x.y").resolve(classifier_of_texts(vocab_size=40)) == External("x.y", vocab_size=40)
+
+
+def test_what_is_random_is_a_function_of_seed_epoch_and_index() -> None:
+    data = made_by(yours.noisy)
+
+    def draw(index: int, epoch: int) -> list[float]:
+        inputs, targets = data.train.sample(index, epoch)
+        return [*inputs.tolist(), *targets.tolist()]
+
+    before = torch.get_rng_state(), random.getstate()
+    assert draw(1, 0) == draw(1, 0)
+    assert len({*draw(1, 0), *draw(2, 0), *draw(1, 1), *data.eval.sample(1, 0)[0].tolist()}) == 14
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_held_out_samples_can_be_limited() -> None:
+    image = torch.zeros(3, 2, 2)
+    assert len(opened([(image, 1)] * 9, eval_samples=4).eval) == 4
+    assert len(opened([(image, 1)] * 3, eval_samples=4).eval) == 3
+
+
+PAIR = r"data\.target='tests\.yours\.here': must be a function that returns a pair of datasets"
+SAMPLE = r"data\.target='tests\.yours\.here': must be a source of samples that can be used: number 0 of the samples"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (yours.nothing, rf"{PAIR}.* returned a NoneType"),
+        (lambda: (1, 2), rf"{PAIR}.* returned a int, which has no length or items"),
+        (partial(yours.listed, []), rf"{PAIR}.* returned an empty Listed"),
+        (partial(yours.listed, ["text"]), rf"{SAMPLE} to train on is a str: pairs"),
+        (partial(yours.listed, [("text", 1)]), rf"{SAMPLE} to train on is made of a str"),
+        (partial(yours.listed, [{"x": 1}]), rf"{SAMPLE} to train on is a dictionary of x: one of labels, label"),
+        (
+            partial(yours.listed, [([1.0], 0)], [([1.0, 2.0], 0)]),
+            rf"{SAMPLE} held out has float32 \(2,\) with int64 \(\), where the first has float32 \(1,\)",
+        ),
+        (
+            partial(yours.listed, [([1.0], 0)], [([1.0], 3)]),
+            rf"{SAMPLE} held out has the label 3, outside the 1 classes",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        made_by(make)
+
+
+def test_a_later_sample_that_cannot_be_used_is_named() -> None:
+    data = opened([([1.0], 0), ([1.0, 2.0], 0), ([1.0], 7)], num_classes=2)
+    with pytest.raises(RuntimeError, match=r"^number 1 of the samples to train on has float32 \(2,\)"):
+        data.train.sample(1, 0)
+    with pytest.raises(
+        RuntimeError, match=r"^number 2 of the samples to train on has the label 7, outside the 2 classes"
+    ):
+        data.train.sample(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nowhere.at.all", r"data\.target='nowhere\.at\.all': must be .*: there is no module nowhere"),
+        ("tests.yours.nope", r"data\.target='tests\.yours\.nope': must be .*: tests\.yours has no nope"),
+    ],
+)
+def test_a_name_without_anything_behind_it(target: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        External(target).open(seed=0)
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(BadInput, match=r"data\.args=\{'size': 3\}: must be what tests\.yours\.curve takes \(got an"):
+        External("tests.yours.curve", {"size": 3}).open(seed=0)

@@ -1,0 +1,81 @@
+"""What users may have written: data and losses of their own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+
+class Listed(Dataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class Noisy(Listed):
+    """Random in every way, and new each time."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(2), [random.random(), np.random.rand()]
+
+
+def curve(num_samples: int = 64) -> tuple[TensorDataset, TensorDataset]:
+    """The sum of four numbers, and their mean: nothing with classes."""
+    x = torch.linspace(-1, 1, 4 * num_samples).view(num_samples, 4).roll(3, 1)
+    y = torch.stack([x.sum(1), x.mean(1)], 1)
+    return TensorDataset(x, y), TensorDataset(x[::4], y[::4])
+
+
+def listed(samples: list[Any], held_out: list[Any] | None = None) -> tuple[Listed, Listed]:
+    return Listed(samples), Listed(samples if held_out is None else held_out)
+
+
+def noisy() -> tuple[Noisy, Noisy]:
+    return Noisy([0] * 5), Noisy([0] * 5)
+
+
+def nothing() -> None: ...
+
+
+def line() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+class Regression:
+    """Squares of differences, twice as many targets as samples."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.factor * F.mse_loss(outputs, targets, reduction="sum")
+
+
+class Everything(Regression):
+    def count(self, targets: Tensor) -> int:
+        return 7 * len(targets)
+
+    def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().lt(0.5).sum()
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [next(model.children())]
+
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        return None
+
+
+class Mean:
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets) ** 2
