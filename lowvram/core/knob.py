@@ -31,7 +31,7 @@ class Stage(Enum):
 # The fields of the rig that each stage may write. Stages without any patch the model in place.
 WRITES: dict[Stage, frozenset[str]] = {
     Stage.PROCESS: frozenset({"finish"}),
-    Stage.BUILD: frozenset({"model", "criterion", "rounding"}),
+    Stage.BUILD: frozenset({"task", "model", "criterion", "rounding"}),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
     Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -231,11 +232,19 @@ def assemble(
     return rig
 
 
+def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
+    """The model without memory, as the knobs of BUILD leave it."""
+    with torch.device("meta"):
+        model = task.make_model()
+    forward = partial(task.call, model)
+    return act(Stage.BUILD, knobs, Rig(task, torch.device("meta"), model, forward, task.criterion)).model
+
+
 def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
     """The facts that a task lacks, each with what the user can do about it."""
     absent: dict[Fact, str] = {}
     if task.head(model) is None:
-        absent[Fact.HEAD] = "this one names none: leave logits=full"
+        absent[Fact.HEAD] = "this one names none: leave logits=full, and say what trains with adapter.train"
     if not task.blocks(model):
         absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
     elif not task.has_plain_blocks(model):

@@ -3,7 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,10 +32,23 @@ def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
     return entire if rank() == 0 else None
 
 
-def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load whole tensors into a model that may be sharded."""
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state without what never changes: frozen parameters are again what they were when it is made again."""
+    frozen = {name for name, _ in frozen_parameters(model)}
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+
+
+def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    named = model.named_parameters(remove_duplicate=False)
+    return [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+
+
+def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load whole tensors into a model that may be sharded. Frozen parameters may be missing, and stay."""
     like = model.state_dict()
-    model.load_state_dict({name: placed(value, like[name]) if name in like else value for name, value in state.items()})
+    frozen = {name: like[name] for name, _ in frozen_parameters(model)}
+    given = {name: placed(value, like[name]) if name in like else value for name, value in state.items()}
+    model.load_state_dict({**frozen, **given})
 
 
 def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | None:
@@ -48,7 +61,26 @@ def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | 
         return None
     entire = make()
     entire.load_state_dict(state)
+    for name, buffer in model.named_buffers():
+        if name not in state:
+            entire.get_buffer(name).copy_(buffer)
     return entire
+
+
+def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """A model without memory, given values by the names of its parameters and buffers, on the CPU. Tied ones stay
+    tied."""
+    real: dict[Tensor, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor not in real:
+                    value = values[f"{prefix}.{name}".removeprefix(".")].detach().cpu()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    real[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                if tensor is not None:
+                    table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
+    return model
 
 
 def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:

@@ -15,6 +15,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
@@ -56,6 +58,8 @@ class ChunkedLogits(Knob):
         head = rig.task.head(rig.model)
         assert head is not None  # Fact.HEAD
         head.forward = lambda input: input  # the model ends with the hidden states, however it is called or compiled
+        if isinstance(rig.model, FSDPModule) and len(rig.trainable) < len(list(rig.model.parameters())):
+            rig.model.register_forward_hook(torch.compiler.disable(with_gradient), prepend=True)  # pyright: ignore[reportArgumentType]
 
         def forward(part: Part) -> UnmadeLogits:
             return UnmadeLogits(rig.forward(part), head, self.chunk_tokens)
@@ -64,6 +68,18 @@ class ChunkedLogits(Knob):
             return outputs.cross_entropy(part.targets)
 
         return replace(rig, forward=forward, criterion=criterion)
+
+
+def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """A hook after a sharded model's forward pass. FSDP gathers the head's gradients only if those of the model's
+    outputs come by, and hidden states of a frozen model have none."""
+    del model, inputs
+
+    def required(tensor: Tensor) -> Tensor:
+        is_bare = torch.is_grad_enabled() and tensor.is_floating_point() and not tensor.requires_grad
+        return tensor.detach().requires_grad_() if is_bare else tensor
+
+    return tree_map_only(Tensor, required, outputs)
 
 
 @final

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.knob import Knob
+from lowvram.core.packed import num_packed
 from lowvram.core.ranks import summed
 from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
@@ -46,7 +47,7 @@ def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return {
         "model": {
-            "parameters": sum(size for size, _ in sizes),
+            "parameters": sum(size for size, _ in sizes) + num_packed(model),
             "trainable": sum(size for size, is_trainable in sizes if is_trainable),
             "blocks": described_blocks(task.blocks(model)),
         },

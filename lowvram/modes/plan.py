@@ -13,6 +13,7 @@ from torch import nn
 from lowvram.config import BadInput, Incompatible
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Knob, Stage
+from lowvram.core.rig import skeleton
 from lowvram.data.spec import DataSpec
 from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.modes.fields import about_model
@@ -92,7 +93,7 @@ class Planner:
         about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
         fit = verdict(plan, settings, place)
         return {
-            **about_model(problem, self.model(problem), list(knobs.values())),
+            **about_model(problem, self.model(problem, knobs), list(knobs.values())),
             "plan": {**about, **plan, "error": place.device.error, **fit, "advice": advice},
         }
 
@@ -115,12 +116,12 @@ class Planner:
             self.pricers[key] = Pricer(problem, target, self.store)
         return self.pricers[key]
 
-    def model(self, problem: Problem) -> nn.Module:
-        """The model without its weights."""
-        if problem.description not in self.models:
-            with torch.device("meta"):
-                self.models[problem.description] = problem.make_model()
-        return self.models[problem.description]
+    def model(self, problem: Problem, knobs: Mapping[str, Knob]) -> nn.Module:
+        """The model without its weights, as the knobs build it."""
+        key = repr((problem.description, [knob for knob in knobs.values() if knob.stage is Stage.BUILD]))
+        if key not in self.models:
+            self.models[key] = skeleton(problem, knobs)
+        return self.models[key]
 
 
 def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:

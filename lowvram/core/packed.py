@@ -1,0 +1,16 @@
+"""Modules whose weights are kept in a format of fewer bits than any tensor has."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Packed(nn.Module):
+    """Weights lie in its buffers, several to an element; they are no parameters and never train."""
+
+    num_weights: int
+
+
+def num_packed(model: nn.Module) -> int:
+    """How many weights a model has that are no parameters."""
+    return sum(module.num_weights for module in model.modules() if isinstance(module, Packed))

@@ -1,0 +1,100 @@
+"""A task whose model has adapters. Initial values of what was there before are told by its old names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.core.rig import Fill, Part, Task
+from lowvram.core.seeds import generator_for
+from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
+from lowvram.knobs.adapter.nf4 import FourBit, pack, pairs
+
+Adapt = Callable[[Task, nn.Module], None]
+
+
+@final
+class Adapted(Task):
+    """`plain`, but for its model and what fills it.
+
+    Args:
+        adapt: puts adapters into a model of the plain task.
+        is_random: whether adapters draw random numbers.
+    """
+
+    def __init__(self, plain: Task, adapt: Adapt, is_random: bool) -> None:
+        self.plain, self.adapt, self.adds_randomness = plain, adapt, is_random
+
+    def make_model(self) -> nn.Module:
+        model = self.plain.make_model()
+        self.adapt(self.plain, model)
+        return model
+
+    def values(self, model: nn.Module, seed: int) -> Fill:
+        with torch.device("meta"):
+            plain = self.plain.make_model()
+        return Values(model, self.plain.values(plain, seed), seed)
+
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        return self.plain.call(model, inputs)
+
+    def criterion(self, outputs: Any, part: Part) -> Tensor:
+        return self.plain.criterion(outputs, part)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return self.plain.blocks(model)
+
+    def head(self, model: nn.Module) -> nn.Linear | None:
+        return self.plain.head(model)
+
+    def has_plain_blocks(self, model: nn.Module) -> bool:
+        return self.plain.has_plain_blocks(model)
+
+    def is_random(self, model: nn.Module) -> bool:
+        return self.adds_randomness or self.plain.is_random(model)
+
+
+@final
+class Values:
+    """Fills the tensors of a model with adapters, one after another.
+
+    Adapters start as peft starts them, so that at first the model computes what it did without: the first matrix from
+    randomness of its own name, whatever else is chosen, the second one with zeros.
+    """
+
+    def __init__(self, model: nn.Module, fill: Fill, seed: int) -> None:
+        self.fill, self.seed = fill, seed
+        self.layers = set(adapted(model))
+        self.narrow = {name: module for name, module in model.named_modules() if isinstance(module, FourBit)}
+        self.scales: dict[str, Tensor] = {}  # of weights whose codes were asked for already
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        owner, _, last = name.rpartition(".")
+        if owner in self.narrow and last != "bias":
+            self.fill_narrow(owner, last, tensor)
+        elif owner.removesuffix(f".lora_A.{NAME}") in self.layers and owner.endswith(NAME):
+            drawn = torch.empty(tensor.shape, device=tensor.device)
+            generator = generator_for(self.seed, name, tensor.device)
+            tensor.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
+        elif owner.removesuffix(f".lora_B.{NAME}") in self.layers and owner.endswith(NAME):
+            tensor.zero_()
+        else:
+            self.fill(f"{plain_name(owner, self.layers)}.{last}".removeprefix("."), tensor)
+
+    def fill_narrow(self, owner: str, last: str, tensor: Tensor) -> None:
+        """One of the buffers that hold a weight; its codes are asked for before its scales."""
+        match last:
+            case "codes":
+                weight = torch.empty(self.narrow[owner].shape, device=tensor.device)
+                self.fill(f"{plain_name(owner, self.layers)}.weight", weight)
+                packed = pack(weight)
+                tensor.copy_(packed.codes)
+                self.scales[owner] = packed.scales
+            case "scales":
+                tensor.copy_(self.scales.pop(owner))
+            case _:
+                tensor.copy_(pairs())

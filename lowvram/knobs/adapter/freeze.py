@@ -1,0 +1,48 @@
+"""The whole model trains, or some parts of it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from lowvram.config import require
+from lowvram.core.knob import Fact
+from lowvram.core.rig import Rig
+from lowvram.knobs.adapter.parts import Adapter, Frozen, check_matches, hold_statistics, is_named
+
+
+@final
+@dataclass(frozen=True)
+class NoAdapter(Adapter):
+    """The model trains whole."""
+
+    def apply(self, rig: Rig) -> Rig:
+        return rig
+
+
+@final
+@dataclass(frozen=True)
+class Freeze(Frozen):
+    """Named parts of the model train, or its head alone; the rest stays as it is."""
+
+    train: list[str] | None = None
+
+    band = 2e-6  # of the gradients that there are
+
+    def __post_init__(self) -> None:
+        allowed = "null (the head) or a list of at least one name"
+        require(self.train is None or bool(self.train), "adapter.train", "[]", allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.HEAD} if self.train is None else ())
+
+    def apply(self, rig: Rig) -> Rig:
+        parameters = dict(rig.model.named_parameters(remove_duplicate=False))
+        check_matches("adapter.train", self.train or [], parameters, "the model's parameters")
+        head = rig.task.head(rig.model) if self.train is None else None
+        trains = {weight for name, weight in parameters.items() if is_named(name, self.train or [])}
+        trains |= set() if head is None else set(head.parameters())
+        for weight in parameters.values():
+            weight.requires_grad_(weight in trains)
+        hold_statistics(rig.model)
+        return rig

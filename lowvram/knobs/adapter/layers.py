@@ -1,0 +1,84 @@
+"""Layers that can carry an adapter, and how peft puts one beside each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowvram.core.quiet import quiet
+from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
+
+NAME = "default"  # of the adapter, in peft's names
+TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # a linear layer, in spite of its name
+
+
+def library() -> Any:
+    """peft, imported when it is used: it takes seconds."""
+    with _disable_current_modes(), quiet():
+        return import_module("peft")
+
+
+def product_of(layer: nn.Module) -> Product | None:
+    """What a layer does with its weight; None where peft has no adapter for that. (Classes of their own have none, such
+    as the layer that nn.MultiheadAttention holds and never calls.)"""
+    kind = type(layer)
+    if kind is nn.Linear or is_transposed(layer):
+        return Linear(transposed=is_transposed(layer))
+    if isinstance(layer, nn.Conv2d) and kind is nn.Conv2d and not isinstance(layer.padding, str):
+        is_plain = layer.groups == 1 and set(layer.dilation) == {1} and layer.padding_mode == "zeros"
+        return Convolution(layer.stride, layer.padding, layer.dilation, layer.groups) if is_plain else None
+    return None
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
+
+
+def layers_of(model: nn.Module, head: nn.Module | None) -> dict[str, nn.Module]:
+    """All layers that can carry an adapter, by name. A head has none: its weight is often that of the embedding."""
+    named = model.named_modules()
+    return {name: layer for name, layer in named if layer is not head and product_of(layer) is not None}
+
+
+def linear_or_else_all(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Convolutions where there is no linear layer."""
+    linear = {name: layer for name, layer in layers.items() if isinstance(product_of(layer), Linear)}
+    return linear or dict(layers)
+
+
+def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
+    """Put an adapter beside each of the layers, and freeze all else. Tensors are made where the layers' are, and in
+    their format."""
+    peft = library()
+    weight = next(iter(layers.values())).get_parameter("weight")
+    with quiet(), torch.device(weight.device), torch.random.fork_rng([]):
+        peft.inject_adapter_in_model(config_of(layers, options), model, NAME)
+    for layer in adapted(model).values():
+        for matrix in (layer.lora_A[NAME], layer.lora_B[NAME]):
+            if matrix.weight.dtype != weight.dtype:
+                matrix.to(weight.dtype)
+        # Under autocast its inputs would be widened to fp32 and narrowed again, and each layer would keep its own copy.
+        layer.cast_input_dtype_enabled = False
+
+
+def config_of(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> Any:
+    """peft's configuration of adapters beside these layers."""
+    is_any_transposed = any(map(is_transposed, layers.values()))
+    return library().LoraConfig(target_modules=list(layers), fan_in_fan_out=is_any_transposed, **options)
+
+
+def adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, as peft's, by name."""
+    kind = library().tuners.lora.LoraLayer
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def plain_name(owner: str, layers: Collection[str]) -> str:
+    """What a module was called before its layer got an adapter."""
+    layer = owner.removesuffix(".base_layer")
+    return layer if layer in layers else owner

@@ -1,0 +1,143 @@
+"""Low-rank adapters: the model stays as it is, and what trains is a product of two small matrices beside each layer.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Dettmers et al., "QLoRA: Efficient Finetuning of
+Quantized LLMs" (2023). The layers are peft's, put into the model in place: `x.weight` becomes `x.base_layer.weight`,
+and `x.lora_A.default.weight` and `x.lora_B.default.weight` are new.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lowvram.config import require
+from lowvram.core.knob import Fact, Kind
+from lowvram.core.rig import Rig, Task
+from lowvram.core.states import with_values
+from lowvram.knobs.adapter.adapted import Adapted
+from lowvram.knobs.adapter.apart import plain_values, read, write
+from lowvram.knobs.adapter.layers import NAME, adapted, config_of, layers_of, linear_or_else_all, product_of, put_in
+from lowvram.knobs.adapter.nf4 import FourBit
+from lowvram.knobs.adapter.parts import Frozen, check_matches, hold_statistics, is_named, leaves
+
+
+@dataclass(frozen=True)
+class Lora(Frozen):
+    """Two matrices of a small rank beside each layer train, and parts that are named."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: list[str] | None = None
+    train: list[str] = field(default_factory=list)
+
+    band = 1e-5
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "adapter.rank", self.rank, "at least 1")
+        require(0 < self.alpha < math.inf, "adapter.alpha", self.alpha, "more than 0")
+        require(0 <= self.dropout < 1, "adapter.dropout", self.dropout, "at least 0 and less than 1")
+        allowed = "null (the blocks' layers) or a list of at least one name"
+        require(self.targets is None or bool(self.targets), "adapter.targets", "[]", allowed)
+        needed = "none or freeze, or peft installed: pip install 'lowvram[hf]'"
+        require(find_spec("peft") is not None, "adapter", type(self).__name__.lower(), needed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.BLOCKS} if self.targets is None else ())
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.NO_RANDOMNESS} if self.dropout else ())
+
+    def apply(self, rig: Rig) -> Rig:
+        self.adapt(rig.task, rig.model)
+        return replace(rig, task=Adapted(rig.task, self.adapt, is_random=self.dropout > 0))
+
+    def adapt(self, task: Task, model: nn.Module) -> None:
+        """Put the adapters into a model of the task."""
+        check_matches("adapter.train", self.train, leaves(model), "the model's layers")
+        wholes = {name: layer for name, layer in leaves(model).items() if is_named(name, self.train)}
+        targets = {name: layer for name, layer in self.targeted(task, model).items() if name not in wholes}
+        require(bool(targets), "adapter.train", self.train, "fewer: no layer is left for an adapter")
+        in_blocks = layers_in_blocks(task, model)
+        put_in(model, targets, self.options())
+        for layer in wholes.values():
+            layer.requires_grad_()
+        self.narrow(model, [layer for layer in in_blocks.values() if layer not in set(wholes.values())])
+        hold_statistics(model)
+
+    def narrow(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
+        """What becomes of the weights of the blocks' layers: nothing."""
+
+    def options(self) -> dict[str, Any]:
+        """By peft's names."""
+        return {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
+
+    def targeted(self, task: Task, model: nn.Module) -> dict[str, nn.Module]:
+        """The layers that get an adapter, by name."""
+        if self.targets is None:
+            found = linear_or_else_all(layers_in_blocks(task, model))
+            allowed = "none or freeze: the model's blocks have no layer that can carry an adapter"
+            require(bool(found), "adapter", type(self).__name__.lower(), allowed)
+            return found
+        layers = layers_of(model, task.head(model))
+        check_matches("adapter.targets", self.targets, layers, "linear layers and convolutions but the head")
+        return {name: layer for name, layer in layers.items() if is_named(name, self.targets)}
+
+    def save_apart(self, model: nn.Module, folder: Path, base: str | None) -> bool:
+        layers = {name: layer.base_layer for name, layer in adapted(model).items()}
+        wholes = trained_wholes(model)
+        saved = {"modules_to_save": list(wholes) or None, "base_model_name_or_path": base, "inference_mode": True}
+        write(model, folder, config_of(layers, self.options() | saved), wholes)
+        return True
+
+    def read_apart(self, model: nn.Module, folder: Path) -> None:
+        read(model, folder, trained_wholes(model))
+
+    def merged(self, model: nn.Module, make_plain: Callable[[], nn.Module]) -> nn.Module:
+        with torch.device("meta"):
+            plain = make_plain()
+        return with_values(plain, plain_values(model))
+
+
+def trained_wholes(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that train without an adapter, and those that share a weight with one."""
+    matrices = {matrix for layer in adapted(model).values() for matrix in (layer.lora_A[NAME], layer.lora_B[NAME])}
+
+    def trains(layer: nn.Module) -> bool:
+        return layer not in matrices and any(weight.requires_grad for weight in layer.parameters(False))
+
+    return {name: layer for name, layer in leaves(model).items() if trains(layer)}
+
+
+def layers_in_blocks(task: Task, model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of the blocks that can carry an adapter."""
+    inside = {module for block in task.blocks(model) for module in block.modules()}
+    return {name: layer for name, layer in layers_of(model, task.head(model)).items() if layer in inside}
+
+
+@final
+@dataclass(frozen=True)
+class QLora(Lora):
+    """The same, and the weights of the blocks' layers are kept in 4 bits."""
+
+    # Weights are off by a tenth, and so gradients in most models; norms over few values and a ReLU make more of it.
+    band = 7e-1
+    saves = Kind.PARAMETERS
+
+    def narrow(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
+        narrowed: dict[nn.Module, nn.Module] = {}
+        for layer in layers:
+            product = product_of(layer)
+            assert product is not None
+            narrowed[layer] = FourBit(layer, product)
+        for module in list(model.modules()):
+            for name, child in module._modules.items():
+                if child in narrowed:
+                    module._modules[name] = narrowed[child]

@@ -1,0 +1,198 @@
+"""Weights of 4 bits: NF4, the quantiles of a normal distribution, with a scale for each block of 64.
+
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E; codes and scales are bitsandbytes'
+to the bit. Its own layers can't be planned, for they turn to 4 bits when real tensors move, and torchao's tensor has
+another place in each version: what is needed of either is below.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_input
+
+from lowvram.core.packed import Packed
+
+BLOCK = 64  # weights that share a scale: the largest absolute value among them
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+BLOCKS_AT_ONCE = 2**14  # so that what packing needs beside a weight stays small
+
+
+class InNF4(NamedTuple):
+    """A tensor of any shape. Two weights to a byte, the first in its upper half; the last block is filled up with
+    zeros."""
+
+    codes: Tensor  # uint8 (32 x blocks)
+    scales: Tensor  # fp32 (blocks)
+
+
+def num_blocks(shape: torch.Size) -> int:
+    return -(-shape.numel() // BLOCK)
+
+
+def pack(weight: Tensor) -> InNF4:
+    """Each weight as the level that is nearest to it."""
+    levels = torch.tensor(LEVELS, device=weight.device)
+    borders = (levels[1:] + levels[:-1]) / 2
+    blocks = F.pad(weight.flatten().float(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    codes = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
+    for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+        some = slice(first, first + BLOCKS_AT_ONCE)
+        relative = blocks[some] / scales[some, None].clamp(min=torch.finfo(torch.float32).tiny)
+        nearest = torch.bucketize(relative, borders, out_int32=True)
+        codes[some] = nearest[:, ::2] * 16 + nearest[:, 1::2]
+    return InNF4(codes.flatten(), scales)
+
+
+def pairs() -> Tensor:
+    """The two levels that each byte stands for: fp32 (256, 2)."""
+    levels, byte = torch.tensor(LEVELS), torch.arange(256)
+    return torch.stack([levels[byte // 16], levels[byte % 16]], 1)
+
+
+def unpack(packed: InNF4, pairs: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The weights, multiplied in `dtype`. `pairs` is `pairs()`, where the codes are."""
+    blocks = F.embedding(packed.codes.int(), pairs.to(dtype)).view(-1, BLOCK)
+    return blocks.mul_(packed.scales.to(dtype)[:, None]).view(-1)[: shape.numel()].view(shape)
+
+
+class Product(ABC):
+    """What a layer does with its weight."""
+
+    @abstractmethod
+    def of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Its output."""
+
+    @abstractmethod
+    def input_gradient(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of an input of this shape."""
+
+
+@final
+@dataclass(frozen=True)
+class Linear(Product):
+    """nn.Linear; transposed: transformers' Conv1D, a linear layer whose weight is (in, out)."""
+
+    transposed: bool = False
+
+    def of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight.T if self.transposed else weight, bias)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return gradient @ (weight.T if self.transposed else weight)
+
+
+@final
+@dataclass(frozen=True)
+class Convolution(Product):
+    """nn.Conv2d with zeros around the image."""
+
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: int
+
+    def of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        return conv2d_input(shape, weight, gradient, *options)
+
+
+@final
+class FourBit(Packed):
+    """A layer whose weight is kept in NF4, and widened each time that it multiplies: in the forward pass, and again in
+    the backward pass, so that autograd keeps no wide one. It has no gradient."""
+
+    codes: Tensor
+    scales: Tensor
+    pairs: Tensor
+    groups = 1  # of a convolution: peft asks
+
+    def __init__(self, layer: nn.Module, product: Product) -> None:
+        """
+        Args:
+            layer: has a weight and perhaps a bias, which stays as it is. It may have no memory: no value is set here.
+        """
+        super().__init__()
+        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        self.shape, self.product, self.num_weights = weight.shape, product, weight.numel()
+        self.register_parameter("bias", bias)
+        blocks = num_blocks(weight.shape)
+        # Not saved: they come from the weights that a run starts with. Nor are they narrowed with the rest.
+        codes = torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device=weight.device)
+        scales = torch.empty(blocks, dtype=torch.float32, device=weight.device)
+        pairs = torch.empty(256, 2, dtype=torch.float32, device=weight.device)
+        for name, buffer in (("codes", codes), ("scales", scales), ("pairs", pairs)):
+            self.register_buffer(name, buffer, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Tells its shape and format to those who ask for that alone, and has no values."""
+        return torch.empty(self.shape, dtype=torch.float32, device="meta")
+
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight."""
+        return unpack(InNF4(self.codes, self.scales), self.pairs, self.shape, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        device_type = input.device.type
+        is_cast = torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64
+        dtype = torch.get_autocast_dtype(device_type) if is_cast else input.dtype
+        fixed = (self.codes, self.scales, self.pairs, self.shape, self.product, dtype)
+        return Multiply.apply(input, self.bias, *fixed)  # pyright: ignore[reportReturnType]
+
+
+@final
+class Multiply(torch.autograd.Function):
+    """The product of a layer, in `dtype`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        bias: Tensor | None,
+        codes: Tensor,
+        scales: Tensor,
+        pairs: Tensor,
+        shape: torch.Size,
+        product: Product,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, pairs)
+        ctx.shape, ctx.product, ctx.input_shape, ctx.input_dtype = shape, product, input.shape, input.dtype
+        weight = unpack(InNF4(codes, scales), pairs, shape, dtype)
+        return product.of(input.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        codes, scales, pairs = ctx.saved_tensors
+        weight = unpack(InNF4(codes, scales), pairs, ctx.shape, gradient.dtype)
+        found = ctx.product.input_gradient(gradient, weight, ctx.input_shape) if ctx.needs_input_grad[0] else None
+        return (None if found is None else found.to(ctx.input_dtype), *[None] * 7)

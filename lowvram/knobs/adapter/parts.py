@@ -1,0 +1,101 @@
+"""Parts of a model by their names, and what it means that the rest of it stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lowvram.config import BadInput
+from lowvram.core.knob import Exactness, Kind, Knob, Stage
+
+MOST_TOLD = 24  # names in a message
+
+
+class Adapter(Knob):
+    """What the options of this group share: they also know how to save what they have trained."""
+
+    stage = Stage.BUILD
+
+    def save_apart(self, model: nn.Module, folder: Path, base: str | None) -> bool:
+        """Write what trained into `folder`, if it can be told from the model that was there before; returns whether.
+
+        Args:
+            base: the name of that model, if it has one.
+        """
+        return False
+
+    def read_apart(self, model: nn.Module, folder: Path) -> None:
+        """Give a model on which this knob has acted what was saved."""
+
+    def merged(self, model: nn.Module, make_plain: Callable[[], nn.Module]) -> nn.Module:
+        """A model without what this knob added, that computes the same.
+
+        Args:
+            make_plain: makes one as it was before this knob acted.
+        """
+        return model
+
+
+class Frozen(Adapter):
+    """What the options share that train little."""
+
+    exactness = Exactness.LOSSY
+    saves = Kind.OPTIMIZER
+
+    def caveat(self, model: nn.Module) -> str | None:
+        if not any(map(is_held, model.modules())):
+            return None
+        return "BatchNorm layers that don't train normalise by the statistics that they came with"
+
+
+def is_named(name: str, pieces: Iterable[str]) -> bool:
+    """Whether one of the pieces is the dotted name or a run of its words: "blocks.0" and "qkv" are in
+    "blocks.0.attention.qkv"."""
+    return any(f".{piece}." in f".{name}." for piece in pieces)
+
+
+def check_matches(key: str, pieces: Iterable[str], names: Collection[str], what: str) -> None:
+    """Raises BadInput if a piece is in none of the names, which are those of `what`."""
+    for piece in pieces:
+        if not any(is_named(name, [piece]) for name in names):
+            raise BadInput(key, piece, f"a name, or a piece of a dotted name, of {what}: {told(names)}")
+
+
+def told(names: Collection[str]) -> str:
+    """Names for a message: the words that they are made of, with the whole of one as an example."""
+    if not names:
+        return "there are none"
+    words = list(dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal()))
+    more = f" and {len(words) - MOST_TOLD} more" if len(words) > MOST_TOLD else ""
+    return f"there are {', '.join(words[:MOST_TOLD])}{more}, as in {next(iter(names))}"
+
+
+def leaves(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have parameters themselves, by their names."""
+    return {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+
+
+def hold_statistics(model: nn.Module) -> None:
+    """Let every BatchNorm without trainable parameters normalise as in evaluation, and leave its statistics alone: they
+    belong to what stays as it is."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not any(weight.requires_grad for weight in module.parameters(False)):
+            module.eval()
+            module.train = Held(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Held:
+    """Stands in for the `train` of a module that never trains."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        return self.module
+
+
+def is_held(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("train"), Held)
