@@ -126,6 +126,13 @@ class SnapshotSettings:
 
 
 @dataclass(frozen=True)
+class ExportSettings:
+    """`export.*`"""
+
+    merge: bool
+
+
+@dataclass(frozen=True)
 class RootSettings:
     """The root keys that are plain values."""
 
@@ -160,6 +167,7 @@ class Settings:
     plan: PlanSettings
     search: SearchSettings
     snapshot: SnapshotSettings
+    export: ExportSettings
     groups: dict[str, Any]
 
     @property
@@ -179,6 +187,7 @@ SECTIONS = {
     "plan": PlanSettings,
     "search": SearchSettings,
     "snapshot": SnapshotSettings,
+    "export": ExportSettings,
 }
 ROOT_KEYS = (*RootSettings.__dataclass_fields__, *SECTIONS)
 

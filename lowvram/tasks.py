@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
 import torch
@@ -43,6 +44,13 @@ class ModelConfig(Protocol):
     def is_random(self, model: nn.Module) -> bool: ...
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill: ...
+
+    @property
+    def base(self) -> str | None:
+        """Where others find the weights that it starts with; None where nobody else can."""
+        ...
+
+    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None: ...
 
 
 class Problem(Task):

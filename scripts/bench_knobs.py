@@ -86,7 +86,7 @@ class Bench:
         if last.found["status"] != "ok":
             return f"| `{name}` | {last.found['status']}: {last.found['reason']} |"
         ratios = [one.time_ratio for one in seen]
-        error = "–" if option[0] in ("optimizer", "allocator") else f"{self.gradient_error(option):.1e}"
+        error = "–" if option[0] in ("optimizer", "allocator", "adapter") else f"{self.gradient_error(option):.1e}"
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
         return f"| `{name}` | {memory(option, last.found, last.plain[0])} | {spread} | {error} |"
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
         "lowvram.core.seeds",
         "lowvram.data.spec",
         "lowvram.found",
-        *(f"lowvram.models.{base}" for base in ("own", "foreign", "survey")),
+        *(f"lowvram.models.{base}" for base in ("own", "foreign", "survey", "layout", "hf_layout")),
     ),
 }
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.

@@ -125,9 +125,13 @@ REFERENCES = {("adapter", "freeze"): "freeze", ("adapter", "lora"): "lora", ("ad
 def gradient_error(pair: Pair, problem: Problem, device: torch.device = CPU) -> float:
     """Of one step, relative to fp64 at the same weights."""
     found = train(problem, knobs_of(**dict([pair])), [32], device=device)
-    reference = {pair[0]: REFERENCES.get(pair, NEUTRAL[pair[0]])}
-    wanted = train(InDouble(problem), knobs_of(**reference), [32], device=device)
+    wanted = train(InDouble(problem), knobs_of(**reference(pair)), [32], device=device)
     return relative_error(found.gradients, wanted.gradients)
+
+
+def reference(pair: Pair) -> dict[str, str]:
+    """The choice that an option's gradients are held against."""
+    return {pair[0]: REFERENCES.get(pair, NEUTRAL[pair[0]])}
 
 
 @pytest.mark.parametrize(

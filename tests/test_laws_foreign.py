@@ -28,7 +28,7 @@ from tests.laboratory import (
     saved_bytes,
     train,
 )
-from tests.test_laws import Pair, words
+from tests.test_laws import Pair, reference, words
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_quickly", "same_process_afterwards"),
@@ -44,7 +44,11 @@ SPECS = {
 SIZES = [4, 8]
 COMPILED_KIND = "llama"  # compiling takes its time: one family stands for all
 # What an option says of a family that it can't be had with.
-REFUSED = {"torchscript": "blocks take tensors alone, by place", "chunked": "the task knows the model's last layer"}
+REFUSED = {
+    "torchscript": "blocks take tensors alone, by place",
+    "chunked": "the task knows the model's last layer",
+    "freeze": "the task knows the model's last layer",
+}
 
 
 @cache
@@ -121,7 +125,7 @@ def test_an_inexact_knob_stays_in_its_band(pair: Pair, kind: str) -> None:
         assert REFUSED[pair[1]] in why
         return
     found = train(smooth(kind), knobs_of(**dict([pair])), [32])
-    wanted = train(InDouble(smooth(kind)), knobs_of(), [32])
+    wanted = train(InDouble(smooth(kind)), knobs_of(**reference(pair)), [32])
     gradients = [
         {name: each for name, each in trained.gradients.items() if "embedder" not in name}
         for trained in (found, wanted)

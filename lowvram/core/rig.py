@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -209,16 +208,8 @@ def assemble(
         Incompatible: all conflicts between the knobs, or with this machine, in one message, before any
             weight has memory.
     """
-    with torch.device("meta"):
-        model = task.make_model()
-    rig = Rig(
-        task,
-        device,
-        model,
-        forward=lambda part: task.call(model, part.inputs),
-        criterion=task.criterion,
-        total=lambda parts: torch.stack([task.num_targets(part) for part in parts]).sum(),
-    )
+    rig = without_knobs(task, device)
+    model = rig.model
     rig = act(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device) if absent is None else absent
     if found := conflicts(knobs, {**absent, **absent_of(task, model)}):
@@ -234,10 +225,21 @@ def assemble(
 
 def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
     """The model without memory, as the knobs of BUILD leave it."""
+    return act(Stage.BUILD, knobs, without_knobs(task, torch.device("meta"))).model
+
+
+def without_knobs(task: Task, device: torch.device) -> Rig:
+    """The rig that no knob has acted on yet; its model has no memory."""
     with torch.device("meta"):
         model = task.make_model()
-    forward = partial(task.call, model)
-    return act(Stage.BUILD, knobs, Rig(task, torch.device("meta"), model, forward, task.criterion)).model
+    return Rig(
+        task,
+        device,
+        model,
+        forward=lambda part: task.call(model, part.inputs),
+        criterion=task.criterion,
+        total=lambda parts: torch.stack([task.num_targets(part) for part in parts]).sum(),
+    )
 
 
 def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 from omegaconf import MISSING
@@ -14,6 +15,7 @@ from torch import nn
 from lowvram.config import require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.found import check_args, find
+from lowvram.models import layout
 from lowvram.models.foreign import ForeignModel, without_values
 
 # What the words in model.args stand for: what the data have.
@@ -78,6 +80,9 @@ class ExternalConfig(ForeignModel):
         if key not in SKELETONS:
             SKELETONS[key] = without_values(partial(self.build, spec))
         return deepcopy(SKELETONS[key])
+
+    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
+        layout.save(model, self, spec, folder)
 
     def build(self, spec: DataSpec) -> nn.Module:
         target = self.find()

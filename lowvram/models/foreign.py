@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,15 @@ class ForeignModel(ABC):
     @abstractmethod
     def build(self, spec: DataSpec) -> nn.Module:
         """The model with its values on the CPU; random ones come from torch's generator."""
+
+    @property
+    def base(self) -> str | None:
+        """Where others find the weights that it starts with; None where nobody else can."""
+        return None
+
+    @abstractmethod
+    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
+        """Write the model so that it can be loaded without this run."""
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """Its logits. Tensors by name become keywords."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lowvram.config import BadInput, require
 from lowvram.core.quiet import quiet
 from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.models import hf_layout
 from lowvram.models.foreign import ForeignModel
 
 with quiet():
@@ -153,13 +155,14 @@ class HfConfig(ForeignModel):
     def config(self) -> Any:
         """The configuration, with what is changed of it."""
         config = deepcopy(read_config(self.name, self.revision))
-        changes = dict(self.args or {})
-        if self.dropout is not None:
-            given = config.to_dict().items()
-            changes |= {name: self.dropout for name, value in given if "drop" in name and isinstance(value, float)}
-        for name, value in {"use_cache": False, **changes}.items():
+        for name, value in {**(self.args or {}), **self.forced(config.to_dict())}.items():
             setattr(config, name, value)
         return config
+
+    def forced(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What is changed of a configuration for the training alone."""
+        dropped = {name for name, value in given.items() if "drop" in name and isinstance(value, float)}
+        return {"use_cache": False} | ({} if self.dropout is None else dict.fromkeys(dropped, self.dropout))
 
     def chosen_head(self) -> Head:
         if self.head is not Head.auto:
@@ -252,6 +255,18 @@ class HfConfig(ForeignModel):
         except (OSError, RuntimeError, ValueError) as error:
             allowed = f"a model whose weights fit its configuration: {first_line(error)}"
             raise BadInput("model.name", self.name, allowed) from None
+
+    @property
+    def base(self) -> str | None:
+        if not self.is_pretrained():
+            return None
+        return str(folder(self.name).resolve()) if is_folder(self.name) else self.name
+
+    def save(self, model: Any, spec: DataSpec, folder: Path) -> None:
+        """In transformers' own layout, with the tokenizer's files where the model came from a folder."""
+        unchanged = read_config(self.name, self.revision).to_dict()
+        source = Path(self.name).expanduser()
+        hf_layout.save(model, {name: unchanged[name] for name in self.forced(unchanged)}, source, folder)
 
     def is_random(self, model: Any) -> bool:
         shares = (value for name, value in model.config.to_dict().items() if "drop" in name)

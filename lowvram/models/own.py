@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, TextRules
+from lowvram.models import layout
 
 
 class OwnModel:
@@ -41,6 +43,14 @@ class OwnModel:
 
     def is_random(self, model: nn.Module) -> bool:
         return self.dropout > 0
+
+    @property
+    def base(self) -> str | None:
+        """Where others find the weights that it starts with: nowhere."""
+        return None
+
+    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
+        layout.save(model, self, spec, folder)
 
     def values(self, model: Any, spec: DataSpec, seed: int) -> Callable[[str, Tensor], None]:
         return lambda name, tensor: model.initialise(name, tensor, generator_for(seed, name, tensor.device))

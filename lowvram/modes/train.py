@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lowvram.core.ranks import of_all
 from lowvram.core.rig import Part, Update
-from lowvram.core.states import gathered, load_whole, whole_model
+from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import Waited
 from lowvram.endings import Interrupted, NonFinite
-from lowvram.export import export
+from lowvram.export import Origin, export
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for
 from lowvram.modes.compiling import CompileTimes, chosen, compile_seconds
@@ -141,7 +141,7 @@ class TrainingRun:
         rig = self.session.rig
         return {
             "chosen": dict(self.session.chosen),
-            "model": rig.model.state_dict(),
+            "model": trained_state(rig.model),
             "stepper": rig.stepper.state_dict(),
         }
 
@@ -154,11 +154,12 @@ class TrainingRun:
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
 
     def export(self) -> None:
-        """Write the weights, whole, from rank 0."""
-        session = self.session
-        model = whole_model(session.rig.model, session.problem.make_model)
+        """Write what has trained, from rank 0."""
+        session, settings = self.session, self.session.settings
+        model = whole_model(session.rig.model, session.rig.task.make_model)
         if model is not None:
-            export(session.folder / "model", model, session.problem.model, session.data.spec)
+            made_from = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
+            export(session.folder / "model", model, made_from, settings.export.merge)
 
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""

@@ -20,6 +20,7 @@ from lowvram.data.spec import DataSpec
 from lowvram.modes.session import Session
 from lowvram.schedule import Constant, Schedule
 from lowvram.settings import (
+    ExportSettings,
     MeasureSettings,
     PlanSettings,
     RootSettings,
@@ -77,6 +78,7 @@ def session_in(
     told: Told | None = None,
     is_resumed: bool = False,
     snapshot_every: int | None = None,
+    merge: bool = False,
     **train: Any,
 ) -> Session:
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
@@ -89,6 +91,7 @@ def session_in(
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
         search=SearchSettings(groups=None, lossy=False, probes=3),
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
+        export=ExportSettings(merge=merge),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model},
     )
     rig = assemble(task, knobs, CPU)

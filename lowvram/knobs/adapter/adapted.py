@@ -45,6 +45,9 @@ class Adapted(Task):
     def criterion(self, outputs: Any, part: Part) -> Tensor:
         return self.plain.criterion(outputs, part)
 
+    def num_targets(self, part: Part) -> Tensor:
+        return self.plain.num_targets(part)
+
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return self.plain.blocks(model)
 
