@@ -1,0 +1,51 @@
+"""Data, tokenizers and losses of one's own, from the command line to the row."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from lowvram.config import BadInput
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.hf import HfConfig
+from tests.calls import Outcome
+from tests.hugging import tiny
+from tests.wordy import SENTENCES, save_tokenizer
+
+Call = Callable[..., Outcome]
+QUICK = ("train.batch_size=4", "logger=none", "data.eval_samples=8")
+
+
+def test_data_model_and_loss_of_ones_own(call: Call) -> None:
+    data = ("data=external", "data.target=tests.yours.curve", "data.args={num_samples:32}")
+    loss = ("task=external", "task.target=tests.yours.Regression", "task.args={factor:0.5}")
+    run = call(
+        "model=external", "model.target=tests.yours.line", *data, *loss, *QUICK, "train.steps=40", "optimizer.lr=0.1"
+    )
+    assert run.code == 0, run.said()
+    assert run.row["loss"]["eval"] < run.row["loss"]["first"] / 10
+    assert run.row["eval"]["accuracy"] is None
+
+
+def test_labelled_texts_in_a_file_with_the_models_own_tokenizer(call: Call, tmp_path: Path) -> None:
+    folder = save_tokenizer(Path(shutil.copytree(tiny("bert"), tmp_path / "bert")))
+    rows = [{"said": sentence, "about": sentence.split()[-1]} for sentence in SENTENCES for _ in range(6)]
+    Dataset.from_list(rows).to_csv(str(tmp_path / "a.csv"))
+    data = ("data=hub", f"data.name={tmp_path}/a.csv", "data.text=said", "data.label=about", "data.sequence_length=12")
+    run = call("model=hf", f"model.name={folder}", *data, *QUICK, "train.steps=40", "optimizer.lr=0.01")
+    assert run.code == 0, run.said()
+    assert run.row["eval"]["accuracy"] > 0.6
+    pace = run.row["throughput"]
+    assert 5 < pace["tokens_per_s"] / pace["samples_per_s"] < 11  # the longest is cut to 11, with its marks
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+    model = HfConfig(tiny("gpt2"), args={"vocab_size": 10})
+    with pytest.raises(
+        BadInput, match=r"vocabulary=15: must be at most 10, .* choose its own with data\.tokenizer=auto"
+    ):
+        model.config_for(DataSpec(Modality.TOKENS, 15, (8,)))
