@@ -1,12 +1,14 @@
 """Every pair of options over all knob groups: does it train, within its tolerance, or is it refused in one sentence?
 
-    scripts/python scripts/compatibility.py [FOLDER]
+    scripts/python scripts/compatibility.py [FOLDER] [only=GROUP]
 
 A few whole configurations that together hold every pair that no fact refuses are run on both models, as points of the
 command line (mode=measure, tiny models, two ranks where an option needs several). Losses and gradient norms of five
-steps and the evaluation must lie within the sum of the options' bands of a run with the same optimizer and all else
-neutral. Prints a line a point, writes docs/compatibility.md and exits with 1 if any pair failed. FOLDER keeps the rows
-(default: outputs/compatibility). On 2 cores about 15 minutes, up to twice that where nothing is compiled yet.
+steps and the evaluation must lie within the sum of the options' bands of a run with the same optimizer, the same
+adapter and all else neutral. Prints a line a point, writes docs/compatibility.md and exits with 1 if any pair failed.
+FOLDER keeps the rows (default: outputs/compatibility). On 2 cores about 15 minutes, up to twice that where nothing is
+compiled yet. `only=GROUP` runs the pairs of one group's options alone, such as a new one's, and adds them to what the
+page says.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -36,6 +39,7 @@ COMMON += ["measure.warmup_steps=1", "measure.steps=4", "measure.max_seconds=600
 TRANSFORMER = ["model.num_layers=2", "model.width=32", "model.num_heads=2", "data.sequence_length=16"]
 RESNET = ["model.layers=[1,1]", "model.width=16", "model.norm=group", "data.image_size=16", "data.num_classes=16"]
 MODELS = {"transformer": TRANSFORMER, "resnet": RESNET}
+ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: something else is learnt, or otherwise
 EXTRA = {("precision", "fp16"): ["precision.init_scale=1024"]}  # a scale that no first step overflows
 INTRODUCTION = """# Compatibility
 
@@ -45,7 +49,7 @@ that the knobs declare ([adding_a_knob.md](adding_a_knob.md)).
 torch {torch}, Python {python}, CPU. {rows} configurations hold every pair that no fact refuses. Each ran five steps
 and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks where an option needs several.
 Losses, gradient norms and the evaluation lie within the sum of the options' bands (+ {floor:g}) of a run with the
-same optimizer and all else neutral.
+same optimizer, the same adapter and all else neutral.
 """
 ABSENT = absent_facts(torch.device("cpu"))
 
@@ -92,7 +96,7 @@ def since(began: float) -> float:
 
 def tolerance(row: Row) -> float:
     """Relative: what its options say of themselves, added up."""
-    return FLOOR + sum(knob_of(option).band for option in row if option[0] != "optimizer")
+    return FLOOR + sum(knob_of(option).band for option in row if option[0] not in ITS_OWN)
 
 
 def distance(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -114,26 +118,27 @@ class Grid:
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.references: dict[tuple[str, str], Tried] = {}
+        self.references: dict[Row, Tried] = {}
         self.faults: dict[tuple[Row, str], str] = {}  # of pairs
         self.together: dict[tuple[Row, str], str] = {}  # of configurations whose pairs all train
         self.sound: set[tuple[Row, str]] = set()  # pairs that a configuration without a fault held
 
     def check(self, row: Row, model: str) -> str | None:
         """The fault of one configuration on one model."""
-        tried, reference = try_out(self.runs, row, model), self.reference(dict(row)["optimizer"], model)
+        tried, reference = try_out(self.runs, row, model), self.reference(row, model)
         found = fault(tried, reference)
         print(f"{model:12} {tried.seconds:5.1f} s  {found or 'ok':4}  {varied(row)}", flush=True)
         if found is None:
             self.sound |= {(pair, model) for pair in all_pairs(row)}
         return found
 
-    def reference(self, optimizer: str, model: str) -> Tried:
-        """The same optimizer, all else neutral."""
-        if (optimizer, model) not in self.references:
-            row = frozenset({**neutral_options(), "optimizer": optimizer}.items())
-            self.references[optimizer, model] = try_out(self.runs, row, model)
-        return self.references[optimizer, model]
+    def reference(self, row: Row, model: str) -> Tried:
+        """The same optimizer and adapter, all else neutral."""
+        same = {group: option for group, option in row if group in ITS_OWN}
+        key = frozenset({("model", model), *same.items()})
+        if key not in self.references:
+            self.references[key] = try_out(self.runs, frozenset({**neutral_options(), **same}.items()), model)
+        return self.references[key]
 
     def search(self, row: Row, model: str, fault: str) -> None:
         """Find out which pairs of a configuration that failed are to blame: those that no other one held without a
@@ -151,22 +156,34 @@ def varied(row: Iterable[tuple[str, str]]) -> str:
     return label(set(row) - set(neutral_options().items())) or "all neutral"
 
 
-def page(grid: Grid, rows: list[Row], refused: dict[Row, list[str]], elsewhere: list[tuple[str, str]]) -> str:
-    """docs/compatibility.md"""
+def page(
+    grid: Grid,
+    num_rows: str,
+    refused: dict[Row, list[str]],
+    elsewhere: list[tuple[str, str]],
+    left: Collection[Row] = (),
+) -> str:
+    """docs/compatibility.md
+
+    Args:
+        left: pairs that nobody has run as points yet.
+    """
     pairs = all_pairs(all_options())
     not_here = {pair for pair in pairs if any(option in elsewhere for option in pair)}
-    tried = pairs - refused.keys() - not_here
+    tried = pairs - refused.keys() - not_here - set(left)
     trained = tried - {pair for pair, _ in grid.faults}
     why = {pair: "; ".join(found).replace("|", "/") for pair, found in refused.items()}
     sections = [
-        INTRODUCTION.format(torch=torch.__version__, python=platform.python_version(), rows=len(rows), floor=FLOOR),
+        INTRODUCTION.format(torch=torch.__version__, python=platform.python_version(), rows=num_rows, floor=FLOOR),
         "| pairs of options | number |\n|---|---:|",
         f"| all | {len(pairs)} |",
         f"| need another device than a CPU | {len(not_here)} |",
         f"| refused by facts | {len(refused)} |",
+        *([f"| left to the suite, which tries all pairs without processes | {len(left)} |"] if left else []),
         f"| tried | {len(tried)} |",
         f"| trained within their tolerance, on both models | {len(trained)} |",
-        f"\nOf the pairs that a CPU can have, {share(len(trained), len(tried) + len(refused))} train.",
+        f"\nOf the pairs that a CPU can have and that were tried or refused,"
+        f" {share(len(trained), len(tried) + len(refused))} train.",
         "\n## Refused\n\n| pair | why |\n|---|---|",
         *(f"| `{label(pair)}` | {why[pair]} |" for pair in sorted(refused, key=label)),
         "\n## Not tried: another device is needed\n",
@@ -197,15 +214,32 @@ def matrix(trained: set[Row], all_of_them: set[Row]) -> list[str]:
     return [head, f"|---|{'---:|' * len(groups)}", *body]
 
 
+def asked(words: Sequence[str]) -> tuple[Path, str | None]:
+    """The folder, and the group whose pairs alone are run."""
+    only = next((word.removeprefix("only=") for word in words if word.startswith("only=")), None)
+    folder = next((word for word in words if "=" not in word), "outputs/compatibility")
+    return Path(folder) / time.strftime("%Y-%m-%d_%H-%M-%S"), only
+
+
+def counted(num_rows: int, only: str | None) -> str:
+    """How many configurations the page speaks of."""
+    if only is None:
+        return str(num_rows)
+    (before,) = re.findall(r"CPU\. (.+) configurations hold", PAGE.read_text())
+    return f"{before} and, for the pairs of {only}'s options, later {num_rows}"
+
+
 def main() -> int:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/compatibility") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder, only = asked(sys.argv[1:])
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute() / "inductor"))
     elsewhere = [option for option in all_options() if conflicts_here([option])]
     pairs = all_pairs([option for option in all_options() if option not in elsewhere])
     refused = {pair: found for pair in pairs if (found := conflicts_here(pair))}
-    rows = covering_rows(pairs - refused.keys(), conflicts_here)
-    covered = set().union(*map(all_pairs, rows))
-    assert covered | refused.keys() == pairs, "the rows don't hold every pair"
+    wanted = {pair for pair in pairs - refused.keys() if only is None or only in dict(pair)}
+    if only is not None:
+        wanted = {pair for pair in wanted if (only, neutral_options()[only]) not in pair}
+    rows = covering_rows(wanted, conflicts_here)
+    assert wanted <= set().union(*map(all_pairs, rows)), "the rows don't hold every pair"
     print(f"{len(pairs)} pairs, {len(refused)} refused, {len(rows)} configurations on {len(MODELS)} models", flush=True)
     with Runs(folder) as runs:
         grid = Grid(runs)
@@ -213,7 +247,7 @@ def main() -> int:
         failed = [(row, model, found) for row, model, found in checked if found]
         for row, model, found in failed:
             grid.search(row, model, found)
-    PAGE.write_text(page(grid, rows, refused, elsewhere))
+    PAGE.write_text(page(grid, counted(len(rows), only), refused, elsewhere))
     num_faults = len(grid.faults) + len(grid.together)
     print(f"{num_faults} faults; written: {PAGE.relative_to(ROOT)}")
     return min(num_faults, 1)

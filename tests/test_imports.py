@@ -22,6 +22,7 @@ MAY_IMPORT = {
         "lowvram.core.seeds",
         "lowvram.data.spec",
         "lowvram.found",
+        "lowvram.reach",
         *(f"lowvram.models.{base}" for base in ("own", "foreign", "survey", "layout", "hf_layout")),
     ),
 }

@@ -136,9 +136,17 @@ def hydra_conf() -> Iterator[None]:
         yield
 
 
+SAID = {  # what the user of a preset has to say, or says where there is no network
+    "experiment=gpt2_scratch_8gb": ["data.path=somewhere"],
+    "experiment=resnet50_8gb": ["data.path=somewhere"],
+    "experiment=finetune_bert_8gb": [f"model.name={tiny('bert')}"],
+    "experiment=qlora_8gb": ["data.path=somewhere", f"model.name={tiny('llama')}"],
+}
+
+
 @pytest.mark.parametrize("word", [None, *PRESETS])
 def test_whole_configurations_compose_and_build(hydra_conf: None, word: str | None) -> None:
-    config = compose("config", [word] if word else [])
+    config = compose("config", [word, *SAID.get(word, [])] if word else [])
     check_root(config)
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -20,18 +21,18 @@ from lowvram.core.quiet import quiet
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
 from lowvram.models.foreign import ForeignModel
-
-with quiet():
-    import torchao.quantization  # noqa: F401  # as transformers will
+from lowvram.reach import hub
 
 try:
-    import transformers
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        AutoModelForSequenceClassification,
-    )
+    with quiet():  # torchao, which they import, talks
+        import transformers
+        import transformers.modeling_utils
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageClassification,
+            AutoModelForSequenceClassification,
+        )
 except ModuleNotFoundError as missing:
     needed = f"another model, or {missing.name} installed: pip install 'lowvram[hf]'"
     raise BadInput("model", "hf", needed) from None
@@ -244,14 +245,15 @@ class HfConfig(ForeignModel):
         if is_folder(self.name):
             check_weights(self.name)
         try:
-            return self.model_class().from_pretrained(
-                self.name if not is_folder(self.name) else str(folder(self.name)),
-                config=self.config_for(spec),
-                revision=self.revision,
-                dtype=torch.float32,
-                use_safetensors=True,
-                ignore_mismatched_sizes=self.reset_head,
-            )
+            with nullcontext() if is_folder(self.name) else hub():
+                return self.model_class().from_pretrained(
+                    str(folder(self.name)) if is_folder(self.name) else self.name,
+                    config=self.config_for(spec),
+                    revision=self.revision,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=self.reset_head,
+                )
         except (OSError, RuntimeError, ValueError) as error:
             allowed = f"a model whose weights fit its configuration: {first_line(error)}"
             raise BadInput("model.name", self.name, allowed) from None
@@ -298,7 +300,8 @@ def read_config(name: str, revision: str | None) -> Any:
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
     try:
-        return AutoConfig.from_pretrained(str(folder(name)) if is_folder(name) else name, revision=revision)
+        with nullcontext() if is_folder(name) else hub():
+            return AutoConfig.from_pretrained(str(folder(name)) if is_folder(name) else name, revision=revision)
     except Exception as error:
         allowed = "a model that transformers knows" if is_folder(name) else ON_THE_HUB
         raise BadInput("model.name", name, f"{allowed}: {first_line(error)}") from None

@@ -118,6 +118,12 @@ def test_bad_values_are_told(changes: dict[str, Any], message: str) -> None:
     assert message in str(told.value)
 
 
+def test_a_model_of_a_hub_that_is_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowvram.reach.is_reachable", lambda: False)
+    with pytest.raises(BadInput, match=r"model\.name='nobody/nothing': must be the folder of .*--local-dir"):
+        HfConfig("nobody/nothing")
+
+
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"it has no config\.json"):
         HfConfig(str(tmp_path))
