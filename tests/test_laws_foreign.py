@@ -63,7 +63,8 @@ def posed(model: HfConfig) -> Problem:
 # Rounding turns a ReLU close to its kink into a whole gradient (see tests/test_laws.py): one block, and a smooth one.
 # So does the pooling before it, where two pixels are alike: what lies before that is not compared.
 SMOOTH = {
-    "resnet": {"embedding_size": 16, "hidden_sizes": [16], "depths": [1], "hidden_act": "gelu", "layer_type": "basic"}
+    "resnet": {"embedding_size": 16, "hidden_sizes": [16], "depths": [1], "hidden_act": "gelu", "layer_type": "basic"},
+    "t5": {"dense_act_fn": "gelu"},
 }
 
 

@@ -59,5 +59,5 @@ def test_words_are_completed(call: Call, monkeypatch: pytest.MonkeyPatch, typed:
 def test_help_of_the_program(train: Call) -> None:
     outcome = train("--help")
     assert outcome.code == 0, outcome.said()
-    assert "model: gpt2" in outcome.out
+    assert "model: external, gpt2" in outcome.out
     assert outcome.err == ""
