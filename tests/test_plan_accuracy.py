@@ -70,7 +70,6 @@ def test_the_report_has_each_point_and_the_largest_error_first() -> None:
     assert page.index("`a`") < page.index("`b`") < page.index("`c`")
     assert "| baseline: tracker | 0 | – | – | – | – |" in page
     assert "1 false fits and 2 false refusals in 9 with a margin of 0%" in page
-    assert "Not yet: external models" in page
     assert "Every point could be planned and ran." in page
 
 
