@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from statistics import quantiles
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median, quantiles
 from typing import Any, final
 
 import torch
@@ -52,18 +53,34 @@ def already_there(name: str, tensor: Tensor) -> None:
 
 
 @final
+@dataclass(frozen=True)
+class Samples:
+    """The shapes of what a task was given, for as many samples as a plan asks for."""
+
+    inputs: Any
+    targets: Tensor
+
+    def example(self, num_samples: int) -> tuple[Any, Tensor]:
+        def like(tensor: Tensor) -> Tensor:
+            return torch.zeros(num_samples, *tensor.shape[1:], dtype=tensor.dtype)
+
+        return tree_map_only(Tensor, like, self.inputs), like(self.targets)
+
+
+@final
 @dataclass(frozen=True, eq=False)
 class ModuleTask(Task):
     """A module that is there, and what training it means."""
 
-    module: nn.Module
+    make: Callable[[], nn.Module]  # the module itself or, on paper, a copy without memory
     inputs: Any  # a few samples: a tensor, or a dictionary of tensors that become keywords
     loss: Criterion = cross_entropy
     blocks_class: str | None = None
+    spec: Samples | None = None  # on paper
     found: list[Survey] = field(default_factory=list, repr=False)  # once it was looked for
 
     def make_model(self) -> nn.Module:
-        return self.module
+        return self.make()
 
     def values(self, model: nn.Module, seed: int) -> Fill:
         return already_there
@@ -78,7 +95,7 @@ class ModuleTask(Task):
         if not self.found:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
             call = lambda model, inputs: logits_of(self.call(model, inputs))  # noqa: E731
-            self.found.append(survey(self.module, call, inputs, self.blocks_class))
+            self.found.append(survey(self.make(), call, inputs, self.blocks_class))
         return self.found[0]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -87,8 +104,13 @@ class ModuleTask(Task):
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.survey().has_plain_blocks
 
+    def on_paper(self, targets: Tensor) -> ModuleTask:
+        """The same task over copies whose tensors have no memory."""
+        self.survey()  # while tensors are still real
+        return replace(self, make=partial(without_memory, self.make()), spec=Samples(self.inputs, targets))
 
-def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, blocks: str | None = None) -> Task:
+
+def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, blocks: str | None = None) -> ModuleTask:
     """What `assemble` and `plan` need to know of a module of your own, on any device.
 
     Args:
@@ -96,7 +118,7 @@ def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, b
         criterion: outputs and targets to the *sum* of the losses over the targets (0-dim).
         blocks: the class of the repeated blocks; None: found by what they keep for the backward pass.
     """
-    return ModuleTask(module, inputs, criterion, blocks)
+    return ModuleTask(lambda: module, inputs, criterion, blocks)
 
 
 def knob(*words: str) -> Knob:
@@ -140,50 +162,8 @@ def assemble(task: Task, knobs: Iterable[str | Knob] = (), device: str | torch.d
     return core.assemble(task, all_knobs(knobs), choose_device(str(device)), seed)
 
 
-@final
-@dataclass(frozen=True)
-class OnPaper:
-    """Samples like those that a task was given, as many as a plan asks for."""
-
-    inputs: Any
-    targets: Tensor
-
-    def example(self, num_samples: int) -> tuple[Any, Tensor]:
-        def like(tensor: Tensor) -> Tensor:
-            return torch.zeros(num_samples, *tensor.shape[1:], dtype=tensor.dtype)
-
-        return tree_map_only(Tensor, like, self.inputs), like(self.targets)
-
-
-@final
-class PaperTask(Task):
-    """The same task over a copy whose tensors have no memory."""
-
-    def __init__(self, task: ModuleTask, targets: Tensor) -> None:
-        self.task, self.spec = task, OnPaper(task.inputs, targets)
-        self.task.survey()  # while tensors are still real
-
-    def make_model(self) -> nn.Module:
-        return without_memory(self.task.module)
-
-    def values(self, model: nn.Module, seed: int) -> Fill:
-        return already_there
-
-    def call(self, model: nn.Module, inputs: Any) -> Any:
-        return self.task.call(model, inputs)
-
-    def criterion(self, outputs: Any, part: Part) -> Tensor:
-        return self.task.criterion(outputs, part)
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return self.task.blocks(model)
-
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        return self.task.has_plain_blocks(model)
-
-
 def plan(
-    task: Task, targets: Tensor, batch_size: int, knobs: Iterable[str | Knob] = (), device: str = "generic"
+    task: ModuleTask, targets: Tensor, batch_size: int, knobs: Iterable[str | Knob] = (), device: str = "generic"
 ) -> dict[str, Any]:
     """What a step would hold on a device that need not be here: the fields `plan.*` of a row, in bytes
     (docs/planning.md).
@@ -198,10 +178,9 @@ def plan(
         BadInput, Incompatible: as `assemble`.
         CantPlan: the module looks at its numbers; the message says where.
     """
-    assert isinstance(task, ModuleTask)
     place = Place(device, load_device(device), here=torch.device("cpu") if device == "cpu" else None)
     chosen = all_knobs(knobs)
-    traced = trace(PaperTask(task, targets), chosen, batch_size, place.target)  # pyright: ignore[reportArgumentType]
+    traced = trace(task.on_paper(targets), chosen, batch_size, place.target)  # pyright: ignore[reportArgumentType]
     return needs(traced, place, "allocator=expandable" in chosen)
 
 
@@ -217,7 +196,7 @@ class Measured:
 
     @property
     def step_ms_p50(self) -> float:
-        return sorted(self.step_ms)[len(self.step_ms) // 2]
+        return median(self.step_ms)
 
     @property
     def spread_ms(self) -> tuple[float, float]:
