@@ -1,14 +1,14 @@
 """Every pair of options over all knob groups: does it train, within its tolerance, or is it refused in one sentence?
 
-    scripts/python scripts/compatibility.py [FOLDER] [only=GROUP]
+    scripts/python scripts/compatibility.py [FOLDER] [only=GROUP | without=GROUP]
 
 A few whole configurations that together hold every pair that no fact refuses are run on both models, as points of the
 command line (mode=measure, tiny models, two ranks where an option needs several). Losses and gradient norms of five
 steps and the evaluation must lie within the sum of the options' bands of a run with the same optimizer, the same
 adapter and all else neutral. Prints a line a point, writes docs/compatibility.md and exits with 1 if any pair failed.
 FOLDER keeps the rows (default: outputs/compatibility). On 2 cores about 15 minutes, up to twice that where nothing is
-compiled yet. `only=GROUP` runs the pairs of one group's options alone, such as a new one's, and adds them to what the
-page says.
+compiled yet. `without=GROUP` leaves out the pairs of one group's options, such as a new one's, and the page says so;
+`only=GROUP` runs those alone, and adds them to what the page says.
 """
 
 from __future__ import annotations
