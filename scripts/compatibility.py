@@ -46,8 +46,9 @@ INTRODUCTION = """# Compatibility
 Which options train together. Made by `scripts/python scripts/compatibility.py`; the suite holds it against the facts
 that the knobs declare ([adding_a_knob.md](adding_a_knob.md)).
 
-torch {torch}, Python {python}, CPU. {rows} configurations hold every pair that no fact refuses. Each ran five steps
-and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks where an option needs several.
+torch {torch}, Python {python}, CPU. {rows} configurations hold every pair that no fact refuses, and that is not left
+to the suite. Each ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks
+where an option needs several.
 Losses, gradient norms and the evaluation lie within the sum of the options' bands (+ {floor:g}) of a run with the
 same optimizer, the same adapter and all else neutral.
 """
@@ -161,7 +162,7 @@ def page(
     num_rows: str,
     refused: dict[Row, list[str]],
     elsewhere: list[tuple[str, str]],
-    left: Collection[Row] = (),
+    left: Collection[Row],
 ) -> str:
     """docs/compatibility.md
 
@@ -179,7 +180,7 @@ def page(
         f"| all | {len(pairs)} |",
         f"| need another device than a CPU | {len(not_here)} |",
         f"| refused by facts | {len(refused)} |",
-        *([f"| left to the suite, which tries all pairs without processes | {len(left)} |"] if left else []),
+        *([f"| left to the suite (tests/test_laws_of_pairs.py) | {len(left)} |"] if left else []),
         f"| tried | {len(tried)} |",
         f"| trained within their tolerance, on both models | {len(trained)} |",
         f"\nOf the pairs that a CPU can have and that were tried or refused,"
@@ -214,30 +215,35 @@ def matrix(trained: set[Row], all_of_them: set[Row]) -> list[str]:
     return [head, f"|---|{'---:|' * len(groups)}", *body]
 
 
-def asked(words: Sequence[str]) -> tuple[Path, str | None]:
-    """The folder, and the group whose pairs alone are run."""
-    only = next((word.removeprefix("only=") for word in words if word.startswith("only=")), None)
+def asked(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    """The folder, and the groups that are named, by only and without."""
+    groups = dict(word.split("=", 1) for word in words if "=" in word)
     folder = next((word for word in words if "=" not in word), "outputs/compatibility")
-    return Path(folder) / time.strftime("%Y-%m-%d_%H-%M-%S"), only
+    return Path(folder) / time.strftime("%Y-%m-%d_%H-%M-%S"), groups
 
 
-def counted(num_rows: int, only: str | None) -> str:
+def pairs_of(group: str | None, pairs: Iterable[Row]) -> set[Row]:
+    """Those that hold an option of the group that isn't its neutral one."""
+    return {pair for pair in pairs if any(its == group and option != neutral_options()[its] for its, option in pair)}
+
+
+def counted(num_rows: int, groups: dict[str, str]) -> str:
     """How many configurations the page speaks of."""
-    if only is None:
+    if "only" not in groups:
         return str(num_rows)
     (before,) = re.findall(r"CPU\. (.+) configurations hold", PAGE.read_text())
-    return f"{before} and, for the pairs of {only}'s options, later {num_rows}"
+    return f"{before} and, for the pairs of {groups['only']}'s options, later {num_rows}"
 
 
 def main() -> int:
-    folder, only = asked(sys.argv[1:])
+    folder, groups = asked(sys.argv[1:])
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute() / "inductor"))
     elsewhere = [option for option in all_options() if conflicts_here([option])]
     pairs = all_pairs([option for option in all_options() if option not in elsewhere])
     refused = {pair: found for pair in pairs if (found := conflicts_here(pair))}
-    wanted = {pair for pair in pairs - refused.keys() if only is None or only in dict(pair)}
-    if only is not None:
-        wanted = {pair for pair in wanted if (only, neutral_options()[only]) not in pair}
+    trainable = pairs - refused.keys()
+    left = pairs_of(groups.get("without"), trainable)
+    wanted = pairs_of(groups["only"], trainable) if "only" in groups else trainable - left
     rows = covering_rows(wanted, conflicts_here)
     assert wanted <= set().union(*map(all_pairs, rows)), "the rows don't hold every pair"
     print(f"{len(pairs)} pairs, {len(refused)} refused, {len(rows)} configurations on {len(MODELS)} models", flush=True)
@@ -247,7 +253,7 @@ def main() -> int:
         failed = [(row, model, found) for row, model, found in checked if found]
         for row, model, found in failed:
             grid.search(row, model, found)
-    PAGE.write_text(page(grid, counted(len(rows), only), refused, elsewhere))
+    PAGE.write_text(page(grid, counted(len(rows), groups), refused, elsewhere, left))
     num_faults = len(grid.faults) + len(grid.together)
     print(f"{num_faults} faults; written: {PAGE.relative_to(ROOT)}")
     return min(num_faults, 1)
