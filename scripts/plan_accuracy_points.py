@@ -186,10 +186,10 @@ def hugging_face_points(sizes: list[str], variants: list[list[str]]) -> list[Spe
 
 def write_models() -> None:
     """Save the configurations that such points read."""
-    from lowvram.models.hf import AutoConfig
+    from lowvram.models.hf_source import transformers
 
     for kind, changes in HUGGING_FACE_MODELS.items():
-        AutoConfig.for_model(kind, **changes).save_pretrained(MODELS / kind)
+        transformers.AutoConfig.for_model(kind, **changes).save_pretrained(MODELS / kind)
 
 
 def spec(family: str, label: str, words: list[str], changes: list[str]) -> Spec:

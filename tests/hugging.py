@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from typing import Any
 
-from lowvram.models.hf import AutoConfig
+from lowvram.models.hf_source import transformers
 
 ROOT = tempfile.TemporaryDirectory(prefix="lowvram-hugging-")
 atexit.register(ROOT.cleanup)
@@ -29,6 +29,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # by their kinds: a class of
 def tiny(kind: str) -> str:
     """The path of a folder that holds the configuration alone."""
     architecture, sizes = CONFIGS[kind]
-    config = AutoConfig.for_model(kind, architectures=[architecture], **sizes)
+    config = transformers.AutoConfig.for_model(kind, architectures=[architecture], **sizes)
     config.save_pretrained(f"{ROOT.name}/{kind}")
     return f"{ROOT.name}/{kind}"

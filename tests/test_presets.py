@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.models.hf import AutoConfig
+from lowvram.models.hf_source import transformers
 from tests.modes.test_plan import planned
 
 # The configurations that the hub has under these names, as far as they matter for memory.
@@ -35,7 +35,7 @@ def given(name: str, folder: Path) -> list[str]:
     if name not in HUGGING_FACE:
         return ["data=synthetic"]
     kind, sizes = HUGGING_FACE[name]
-    AutoConfig.for_model(kind, **sizes).save_pretrained(folder)
+    transformers.AutoConfig.for_model(kind, **sizes).save_pretrained(folder)
     if kind != "bert":
         return ["data=synthetic", "data.sequence_length=1024", f"model.name={folder}"]
     rows = "".join(f"a text of class {number % 2},{number % 2}\n" for number in range(64))

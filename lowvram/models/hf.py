@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -17,28 +17,19 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
-from lowvram.core.quiet import quiet
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
 from lowvram.models.foreign import ForeignModel
+from lowvram.models.hf_source import (
+    check_weights,
+    first_line,
+    folder,
+    is_folder,
+    read_config,
+    transformers,
+    weight_files,
+)
 from lowvram.reach import hub
-
-try:
-    with quiet():  # torchao, which they import, talks
-        import transformers
-        import transformers.modeling_utils
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoModelForImageClassification,
-            AutoModelForSequenceClassification,
-        )
-except ModuleNotFoundError as missing:
-    needed = f"another model, or {missing.name} installed: pip install 'lowvram[hf]'"
-    raise BadInput("model", "hf", needed) from None
-
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
 
 LONGEST = 1024  # tokens of a sample when neither data nor model ask for fewer
 USUAL_IMAGE_SIZE = 224  # pixels, of models that take any
@@ -67,9 +58,9 @@ READS = {
     Head.image_classification: Modality.IMAGES,
 }
 CLASSES: dict[Head, Any] = {
-    Head.causal_lm: AutoModelForCausalLM,
-    Head.sequence_classification: AutoModelForSequenceClassification,
-    Head.image_classification: AutoModelForImageClassification,
+    Head.causal_lm: transformers.AutoModelForCausalLM,
+    Head.sequence_classification: transformers.AutoModelForSequenceClassification,
+    Head.image_classification: transformers.AutoModelForImageClassification,
 }
 SUFFIXES = {
     "ForCausalLM": Head.causal_lm,
@@ -285,56 +276,3 @@ def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tens
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
     last = (input_ids.eq(model.config.eos_token_id) * places).argmax(1)
     return model.classification_head(states[torch.arange(len(last), device=last.device), last])
-
-
-@lru_cache(maxsize=16)
-def read_config(name: str, revision: str | None) -> Any:
-    """The configuration of a local folder or, where there is none of this name, of a model of the hub.
-
-    Raises:
-        BadInput: neither is there.
-    """
-    if is_folder(name):
-        where = "a folder with a model of transformers"
-        require((folder(name) / "config.json").is_file(), "model.name", name, f"{where}: it has no config.json")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
-    try:
-        with nullcontext() if is_folder(name) else hub():
-            return AutoConfig.from_pretrained(str(folder(name)) if is_folder(name) else name, revision=revision)
-    except Exception as error:
-        allowed = "a model that transformers knows" if is_folder(name) else ON_THE_HUB
-        raise BadInput("model.name", name, f"{allowed}: {first_line(error)}") from None
-
-
-ON_THE_HUB = (
-    "the folder of a model, or the name of one on the hub that can be reached and read from here (for a gated one log"
-    " in with `hf auth login`); a download with `hf download NAME --local-dir FOLDER` elsewhere makes such a folder"
-)
-
-
-def folder(name: str) -> Path:
-    return Path(name).expanduser()
-
-
-def is_folder(name: str) -> bool:
-    return folder(name).is_dir()
-
-
-def weight_files(name: str) -> list[Path]:
-    return sorted(folder(name).glob("*.safetensors"))
-
-
-def check_weights(name: str) -> None:
-    """Raises BadInput unless a folder has weights that are safe to read."""
-    if weight_files(name):
-        return
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder(name).glob(pattern))
-    allowed = "a folder with *.safetensors"
-    if pickles:
-        allowed += f": {pickles[0]} is a pickle, which can run code when it is read: save the model anew as safetensors"
-    raise BadInput("model.name", name, f"{allowed}; model.weights=random starts without any")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,7 +15,8 @@ from torch import Tensor
 from lowvram.config import BadInput
 from lowvram.core.rig import assemble
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.models.hf import AutoModelForSequenceClassification, Head, HfConfig, Weights
+from lowvram.models.hf import Head, HfConfig, Weights
+from lowvram.models.hf_source import transformers
 from lowvram.tasks import Auto, Problem
 from tests.hugging import CONFIGS, tiny
 from tests.laboratory import CPU, knobs_of, make_batch
@@ -37,12 +38,12 @@ def folder(tmp_path: Path) -> Path:
     """A tiny BERT with weights, as the library saves it."""
     config = HfConfig(tiny("bert")).config()
     config.num_labels = TEXTS.num_classes
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "bert")
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "bert")
     return tmp_path / "bert"
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    return dict(AutoModelForSequenceClassification.from_pretrained(folder).state_dict())
+    return dict(transformers.AutoModelForSequenceClassification.from_pretrained(folder).state_dict())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

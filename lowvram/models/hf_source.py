@@ -1,0 +1,78 @@
+"""Where models of Hugging Face's transformers come from: a local folder, or the hub. The library is imported here."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lowvram.config import BadInput, require
+from lowvram.core.quiet import quiet
+from lowvram.reach import hub
+
+try:
+    with quiet():  # torchao, which it imports, talks
+        import transformers
+        import transformers.modeling_utils
+except ModuleNotFoundError as missing:
+    needed = f"another model, or {missing.name} installed: pip install 'lowvram[hf]'"
+    raise BadInput("model", "hf", needed) from None
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@lru_cache(maxsize=16)
+def read_config(name: str, revision: str | None) -> Any:
+    """The configuration of a local folder or, where there is none of this name, of a model of the hub.
+
+    Raises:
+        BadInput: neither is there.
+    """
+    if is_folder(name):
+        where = "a folder with a model of transformers"
+        require((folder(name) / "config.json").is_file(), "model.name", name, f"{where}: it has no config.json")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
+    try:
+        with nullcontext() if is_folder(name) else hub():
+            return transformers.AutoConfig.from_pretrained(
+                str(folder(name)) if is_folder(name) else name, revision=revision
+            )
+    except Exception as error:
+        allowed = "a model that transformers knows" if is_folder(name) else ON_THE_HUB
+        raise BadInput("model.name", name, f"{allowed}: {first_line(error)}") from None
+
+
+ON_THE_HUB = (
+    "the folder of a model, or the name of one on the hub that can be reached and read from here (for a gated one log"
+    " in with `hf auth login`); a download with `hf download NAME --local-dir FOLDER` elsewhere makes such a folder"
+)
+
+
+def folder(name: str) -> Path:
+    return Path(name).expanduser()
+
+
+def is_folder(name: str) -> bool:
+    return folder(name).is_dir()
+
+
+def weight_files(name: str) -> list[Path]:
+    return sorted(folder(name).glob("*.safetensors"))
+
+
+def check_weights(name: str) -> None:
+    """Raises BadInput unless a folder has weights that are safe to read."""
+    if weight_files(name):
+        return
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder(name).glob(pattern))
+    allowed = "a folder with *.safetensors"
+    if pickles:
+        allowed += f": {pickles[0]} is a pickle, which can run code when it is read: save the model anew as safetensors"
+    raise BadInput("model.name", name, f"{allowed}; model.weights=random starts without any")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
