@@ -20,7 +20,7 @@ from lowvram.modes import fields
 from lowvram.modes.compiling import compile_fields
 from lowvram.modes.fields import status_bytes
 from lowvram.modes.session import Events, Session, Stop
-from lowvram.modes.utilisation import mfu
+from lowvram.modes.utilisation import mfu, whole_samples_per_s
 from lowvram.options import knob_of
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.process.meeting import Meeting
@@ -47,7 +47,7 @@ def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop,
     about = (is_resumed, started, resident_bytes, chosen(request))
     session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
     told = settings.groups["mode"].run(session)
-    choices, samples_per_s = request["choices"], told.get("throughput", {}).get("samples_per_s")
+    choices, samples_per_s = request["choices"], whole_samples_per_s(session, told.get("throughput", {}))
     return fields.merged(
         told,
         compile_fields(session),
@@ -80,8 +80,9 @@ def can_replace(
 
 
 def open_data(settings: Settings) -> Data:
-    """The data, scanned and checked against the rest of the configuration."""
-    return resolve_source(settings.groups["data"], settings.groups["model"]).open(settings.root.seed)
+    """The data as the loader has them, scanned and checked against the rest of the configuration."""
+    model = settings.groups["model"]
+    return settings.groups["loader"].fit(resolve_source(settings.groups["data"], model).open(settings.root.seed), model)
 
 
 def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:

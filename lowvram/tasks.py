@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
 from lowvram.core.rig import IGNORE, Fill, Part, Task
-from lowvram.data.spec import MASK, DataSpec, Modality
+from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
 from lowvram.found import check_args, find
 
 
@@ -99,7 +99,19 @@ class Problem(Task):
 
     def num_tokens(self, part: Part) -> Tensor:
         """How many of the part's tokens are no padding (0-dim); of what has no tokens, its targets."""
-        return part.inputs[MASK].sum() if self.spec.modality is Modality.LABELLED_TOKENS else self.num_targets(part)
+        if self.spec.modality is Modality.LABELLED_TOKENS:
+            return part.inputs[MASK].sum()
+        if self.spec.modality is Modality.TOKENS:
+            return real_lengths(part.inputs, part.targets).sum()
+        return self.num_targets(part)
+
+    def filling(self, part: Part) -> Tensor:
+        """`num_tokens`, and for how many there is room: (2,) int64, on the part's device."""
+        num_tokens, is_text = self.num_tokens(part), self.spec.modality in TEXTS
+        return torch.stack([num_tokens, num_tokens.new_tensor(num_places(part.inputs)) if is_text else num_tokens])
+
+    def has_few_shapes(self) -> bool:
+        return self.spec.has_few_shapes
 
     @abstractmethod
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:

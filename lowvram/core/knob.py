@@ -62,6 +62,7 @@ class Fact(Enum):
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"
     EAGER_AUTOGRAD = "autograd's hooks inside a block take effect"
     COMPILED = "the model is compiled"
+    FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
     WHOLE_PARAMS = "every parameter is whole on its rank"
     FULL_LOGITS = "the logits of a part exist whole"

@@ -140,6 +140,10 @@ class Task(ABC):
         del model
         return True
 
+    def has_few_shapes(self) -> bool:
+        """Whether the batches have one shape, or one of a few, but for the number of their samples."""
+        return True
+
     def is_random(self, model: nn.Module) -> bool:
         """Whether the model draws random numbers while it trains."""
         return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
@@ -251,6 +255,8 @@ def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
         absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
     elif not task.has_plain_blocks(model):
         absent[Fact.PLAIN_BLOCKS] = "this model's are called in other ways: choose compile=blocks or compile=none"
+    if not task.has_few_shapes():
+        absent[Fact.FEW_SHAPES] = "here nearly each has its own: choose compile=blocks with compile.dynamic=true"
     if task.is_random(model):
         absent[Fact.NO_RANDOMNESS] = "this one has dropout: set model.dropout=0"
     return absent

@@ -33,6 +33,13 @@ def mapped_lists(column: Any) -> Iterator[np.ndarray]:
             yield values[start:stop]
 
 
+def list_lengths(column: Any) -> np.ndarray:
+    """Of the lists of an Arrow column, (num_lists,) int64."""
+    import pyarrow.compute as compute
+
+    return compute.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def flat_lists(column: Any) -> Iterator[np.ndarray]:
     """The lists of an Arrow column, one after another, in (length,) pieces of any size: views of the mapped file."""
     for chunk in column.chunks:

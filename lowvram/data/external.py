@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lowvram.config import BadInput, require
 from lowvram.core.rig import IGNORE
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count
-from lowvram.data.spec import IDS, MASK, DataSpec, Layout, Modality, TensorLayout
+from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
+from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths
 from lowvram.found import check_args, find
 
 TARGET_NAMES = ("labels", "label", "targets", "target")  # of a sample that is a dictionary; the first that is there
@@ -72,7 +72,10 @@ class External(Source):
             raise BadInput("data.target", self.target, f"a source of samples that can be used: {error}") from None
         kind = f"{spec.modality.value}, {spec.num_classes} classes" if spec.num_classes else spec.modality.value
         description = f"{self.target}: {kind}, {len(train)} samples to train on, {num_held} held out"
-        return Data(spec, samples[0], First(samples[1], num_held), description)
+        held = First(samples[1], num_held)
+        if spec.modality in TEXTS:
+            return Data(spec, Read(samples[0], spec.shape[0]), Read(held, spec.shape[0]), description)
+        return Data(spec, samples[0], held, description)
 
     def datasets(self, seed: int) -> tuple[Any, Any]:
         """What the user's function returns."""
@@ -165,6 +168,28 @@ class First(Samples):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+        return self.samples.sample(index, epoch)
+
+
+@final
+class Read(Texts):
+    """Samples whose lengths are found by reading them."""
+
+    def __init__(self, samples: Samples, room: int) -> None:
+        self.samples, self._room = samples, room
+
+    @property
+    def room(self) -> int:
+        return self._room
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def length(self, index: int, epoch: int) -> int:
+        inputs, targets = self.samples.sample(index, epoch)
+        return int(real_lengths(inputs, targets))
 
     def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
         return self.samples.sample(index, epoch)

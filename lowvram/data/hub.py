@@ -19,15 +19,16 @@ from torch import Tensor
 
 from lowvram.config import BadInput, require
 from lowvram.data.classes import class_names, class_numbers, require_column
-from lowvram.data.columns import flat_lists, tokenised
+from lowvram.data.columns import flat_lists, list_lengths, tokenised
+from lowvram.data.documents import Documents, Unit, as_documents
 from lowvram.data.imagefolder import CroppedImages, RandomCrop, decoded, held_out_tenth, middle, spread
-from lowvram.data.padded import padded
+from lowvram.data.padded import ended, padded
 from lowvram.data.source import (
     Data,
     FollowedModel,
     Following,
-    Samples,
     Source,
+    Texts,
     TextSource,
     check_modality,
     given,
@@ -61,6 +62,7 @@ class Hub(TextSource):
     text: str | None = None
     label: str | None = None
     image: str | None = None
+    samples: Unit = Unit.windows
     tokenizer: str = "auto"
     sequence_length: int | None = None
     image_size: int | None = None
@@ -77,6 +79,9 @@ class Hub(TextSource):
             require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
         require(0 < self.min_area <= 1, "data.min_area", self.min_area, "more than 0 and at most 1")
         require(self.image is None or self.text is None, "data.text", self.text, "null where data.image is given")
+        allowed = "windows where each text has a class: it is a sample by itself anyway"
+        is_free = self.label is None or self.samples is Unit.windows
+        require(is_free, "data.samples", self.samples.name, allowed)
         labelled = self.image is None or self.label is not None
         require(labelled, "data.label", self.label, "the column of the images' classes")
 
@@ -100,21 +105,38 @@ class Hub(TextSource):
     def read(self, rules: TextRules, seed: int) -> Data:
         train, held_out = read_splits(self.place, self.eval_samples)
         if self.modality is Modality.TOKENS:
-            return self.stream(train, held_out, choose_tokenizer(self.tokenizer, rules), seed)
+            tokenizer = choose_tokenizer(self.tokenizer, rules)
+            columns = self.ended_texts(train, held_out, tokenizer)
+            if self.samples is Unit.documents:
+                return self.documents(columns, tokenizer, rules)
+            return self.stream(columns, tokenizer, seed)
         split = split_by_class(self, train, held_out)
         if self.modality is Modality.IMAGES:
             return self.images(split, seed)
         return self.texts(split, choose_tokenizer(self.tokenizer, rules), rules)
 
-    def stream(self, train: Any, held_out: Any | None, tokenizer: Tokenizer, seed: int) -> Data:
+    def ended_texts(self, train: Any, held_out: Any | None, tokenizer: Tokenizer) -> tuple[Any, Any]:
+        """The tokens of all texts to train on and of those held out, as Arrow columns of lists."""
+        column = stream_of(train, self.text, tokenizer)
+        if held_out is not None:
+            return column, stream_of(held_out, self.text, tokenizer)
+        num_train = len(column) - max(1, len(column) // HELD_OUT_SHARE)
+        return column.slice(0, num_train), column.slice(num_train)
+
+    def documents(self, columns: tuple[Any, Any], tokenizer: Tokenizer, rules: TextRules) -> Data:
+        """Each text by itself, all of its tokens predicted."""
+        length = given("data.sequence_length", self.sequence_length)
+        trained_on, evaluated = (
+            documents_of(column, tokenizer, length, rules.pad_id, limit)
+            for column, limit in zip(columns, (None, self.eval_samples), strict=True)
+        )
+        allowed = "a data set with texts to train on and others that are held out"
+        require(min(len(trained_on), len(evaluated)) > 0, "data.name", self.name, allowed)
+        return as_documents(trained_on, evaluated, tokenizer, f"texts of {self.name}")
+
+    def stream(self, columns: tuple[Any, Any], tokenizer: Tokenizer, seed: int) -> Data:
         """All texts as one, in windows."""
         length = given("data.sequence_length", self.sequence_length)
-        column = stream_of(train, self.text, tokenizer)
-        if held_out is None:
-            num_train = len(column) - max(1, len(column) // HELD_OUT_SHARE)
-            columns = column.slice(0, num_train), column.slice(num_train)
-        else:
-            columns = column, stream_of(held_out, self.text, tokenizer)
         trained_on, evaluated = (TokenStream(list(flat_lists(each))) for each in columns)
         allowed = (
             f"longer: it has {len(trained_on)} {tokenizer.unit} to train on and {len(evaluated)} held out, and one"
@@ -198,18 +220,26 @@ def split_by_class(source: Hub, train: Any, held_out: Any | None) -> Split:
 
 
 @final
-class LabelledTexts(Samples):
+class LabelledTexts(Texts):
     """Texts of some rows, whose tokens are an Arrow column of lists."""
 
     def __init__(self, tokens: Any, rows: Rows, length: int, rules: TextRules) -> None:
-        self.tokens, self.rows, self.length, self.rules = tokens, rows, length, rules
+        self.tokens, self.rows, self._room, self.rules = tokens, rows, length, rules
+
+    @property
+    def room(self) -> int:
+        return self._room
 
     def __len__(self) -> int:
         return len(self.rows.rows)
 
+    def length(self, index: int, epoch: int) -> int:
+        row = int(self.rows.rows[index])
+        return max(1, len(ended(self.tokens[row].values.to_numpy()[: self.room], self.room, self.rules.end_id)))
+
     def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         row = int(self.rows.rows[index])
-        inputs = padded(self.tokens[row].values.to_numpy(), self.length, self.rules)
+        inputs = padded(self.tokens[row].values.to_numpy(), self.room, self.rules)
         return inputs, torch.tensor(int(self.rows.labels[row]))
 
 
@@ -264,6 +294,12 @@ def stream_of(dataset: Any, text: str | None, tokenizer: Tokenizer) -> Any:
         return [np.concatenate([each, tokenizer.separator]) for each in tokenizer.in_stream(texts)]
 
     return tokenised(dataset, text_column(dataset, text, None), tokenise, f"stream {tokenizer.key}")
+
+
+def documents_of(column: Any, tokenizer: Tokenizer, length: int, pad_id: int, limit: int | None) -> Documents:
+    """Samples of texts that have the mark of their end."""
+    opening, lengths = tokenizer.opening, list_lengths(column) + len(tokenizer.opening)
+    return Documents(lambda row: [opening, column[row].values.to_numpy()], lengths, length, pad_id, limit)
 
 
 def alone(dataset: Any, text: str | None, label: str | None, tokenizer: Tokenizer, length: int) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -23,13 +24,27 @@ from lowvram.config import require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Samples
+from lowvram.data.source import Data, FollowedModel, Samples
 
 Key = tuple[int, int]  # index and epoch of a sample
+Item = TypeVar("Item")
 
 
 class Loader(ABC):
-    """The configuration of one option of `loader`: who makes the batches, and when."""
+    """The configuration of one option of `loader`: which samples meet in a batch, how they lie there, and who makes it
+    when."""
+
+    @abstractmethod
+    def fit(self, data: Data, model: FollowedModel) -> Data:
+        """The data as this loader has them.
+
+        Raises:
+            BadInput: it can do nothing with such data, or not for this model.
+        """
+
+    @abstractmethod
+    def most_rows(self, samples: Samples, batch_size: int) -> int:
+        """How many rows of the data's whole length a batch of so many samples takes, at most."""
 
     @abstractmethod
     def batches(
@@ -41,22 +56,45 @@ class Loader(ABC):
         With several ranks each gets, and loads, its slice of every batch.
         """
 
+    @abstractmethod
+    def collate(self, samples: Samples, keys: list[Key]) -> Part:
+        """These samples as one part on the CPU."""
 
-@final
-@dataclass(frozen=True)
-class Inline(Loader):
-    """Each batch is made when it is asked for, by whoever asks."""
+
+class Stacked(Loader):
+    """Samples in a random order, one a row, as they are."""
+
+    num_workers: int
+    prefetch: int
+
+    def fit(self, data: Data, model: FollowedModel) -> Data:
+        return data
+
+    def most_rows(self, samples: Samples, batch_size: int) -> int:
+        return batch_size
 
     def batches(
         self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
-        for keys in batch_keys(len(samples), batch_size, seed, first_step):
-            yield collate(samples, keys).to(device)
+        keys = batch_keys(len(samples), batch_size, seed, first_step)
+        return made(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
+
+    def collate(self, samples: Samples, keys: list[Key]) -> Part:
+        return collate(samples, keys)
 
 
 @final
 @dataclass(frozen=True)
-class Workers(Loader):
+class Inline(Stacked):
+    """Each batch is made when it is asked for, by whoever asks."""
+
+    num_workers = 0
+    prefetch = 0
+
+
+@final
+@dataclass(frozen=True)
+class Workers(Stacked):
     """Batches are made ahead of time, in processes of their own.
 
     Raises:
@@ -69,75 +107,106 @@ class Workers(Loader):
     def __post_init__(self) -> None:
         inline = "at least 1: for none choose loader=inline"
         require(self.num_workers >= 1, "loader.num_workers", self.num_workers, inline)
-        require(self.prefetch >= 1, "loader.prefetch", self.prefetch, "at least 1 batch for each worker")
+        require_prefetch(self.prefetch)
 
-    def batches(
-        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
-    ) -> Generator[Part, None, None]:
-        loader = DataLoader(
-            CollatedBatches(samples),
-            batch_size=None,  # a key of the dataset is already a whole batch
-            sampler=batch_keys(len(samples), batch_size, seed, first_step),
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch,
-            pin_memory=device.type == "cuda",
-            multiprocessing_context="fork",
-            generator=torch.Generator(),  # else starting draws from the global one, and dropout would change
-        )
-        with interrupts_blocked():
-            workers = iter(loader)
-        assert isinstance(workers, _MultiProcessingDataLoaderIter)
-        try:
-            for part in workers:
-                yield part.to(device, non_blocking=True)
-        except ConnectionError as error:  # it died while it handed a batch over
-            raise RuntimeError("DataLoader worker exited unexpectedly") from error
-        finally:
-            # Torch does this when the last reference goes; an exception's traceback would hold one.
-            workers._shutdown_workers()
+
+def require_workers(num_workers: int, prefetch: int) -> None:
+    """Raises BadInput for numbers out of range. No worker: the process itself makes the batches."""
+    require(num_workers >= 0, "loader.num_workers", num_workers, "at least 0: then batches are made when asked for")
+    require_prefetch(prefetch)
+
+
+def require_prefetch(prefetch: int) -> None:
+    require(prefetch >= 1, "loader.prefetch", prefetch, "at least 1 batch for each worker")
+
+
+def made(
+    keys: Iterator[Any], make: Callable[[Any], Part], num_workers: int, prefetch: int, device: torch.device
+) -> Generator[Part, None, None]:
+    """What `make` makes of each key, on the device: when it is asked for or, with workers, ahead of time."""
+    if num_workers:
+        yield from made_ahead(keys, make, num_workers, prefetch, device)
+    for key in keys if not num_workers else ():
+        yield make(key).to(device)
+
+
+def made_ahead(
+    keys: Iterator[Any], make: Callable[[Any], Part], num_workers: int, prefetch: int, device: torch.device
+) -> Generator[Part, None, None]:
+    """The same by processes, each of which keeps `prefetch` batches ready."""
+    loader = DataLoader(
+        MadeBatches(make),
+        batch_size=None,  # a key of the dataset is already a whole batch
+        sampler=keys,  # pyright: ignore[reportArgumentType]
+        num_workers=num_workers,
+        prefetch_factor=prefetch,
+        pin_memory=device.type == "cuda",
+        multiprocessing_context="fork",
+        generator=torch.Generator(),  # else starting draws from the global one, and dropout would change
+    )
+    with interrupts_blocked():
+        workers = iter(loader)
+    assert isinstance(workers, _MultiProcessingDataLoaderIter)
+    try:
+        for part in workers:
+            yield part.to(device, non_blocking=True)
+    except ConnectionError as error:  # it died while it handed a batch over
+        raise RuntimeError("DataLoader worker exited unexpectedly") from error
+    finally:
+        # Torch does this when the last reference goes; an exception's traceback would hold one.
+        workers._shutdown_workers()
 
 
 @final
-class CollatedBatches(Dataset[Part]):
-    """A torch dataset whose items are batches: item [(index, epoch), ...] is the batch of those samples."""
+class MadeBatches(Dataset[Part]):
+    """A torch dataset whose items are batches."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    def __init__(self, make: Callable[[Any], Part]) -> None:
+        self.make = make
 
-    def __getitem__(self, keys: list[Key]) -> Part:
-        return collate(self.samples, keys)
+    def __getitem__(self, key: Any) -> Part:
+        return self.make(key)
 
 
 @final
 class Waited(Iterator[Part]):
-    """Batches, and how long their reader has waited for them."""
+    """Batches from a step on, how large they are and how long their reader has waited for them."""
 
-    def __init__(self, batches: Generator[Part, None, None]) -> None:
-        self.batches = batches
+    def __init__(self, batches: Generator[Part, None, None], first_step: int = 0) -> None:
+        self.batches, self.first_step = batches, first_step
         self.waits_s: list[float] = []  # for each batch
+        self.sizes: list[int] = []  # numbers in each batch
 
     def __next__(self) -> Part:
         start = time.perf_counter()
         try:
-            return next(self.batches)
+            batch = next(self.batches)
         finally:
             self.waits_s.append(time.perf_counter() - start)
+        self.sizes.append(sum(tensor.numel() for tensor in batch.tensors()))
+        return batch
 
     def close(self) -> None:
         """No more batches: ends what makes them."""
         self.batches.close()
 
 
-def eval_batches(samples: Samples, batch_size: int, device: torch.device) -> Iterator[tuple[Part, bool]]:
+def eval_batches(
+    samples: Samples, batch_size: int, device: torch.device, make: Callable[[Samples, list[Key]], Part] | None = None
+) -> Iterator[tuple[Part, bool]]:
     """Every sample once, in order, as in epoch 0, and whether the batch counts. The last batch may be smaller.
 
     Of several ranks each gets its share, and all get as many batches: whoever has no samples left gets one that doesn't
     count, because a model that is sharded computes on all ranks or on none.
+
+    Args:
+        make: a loader's `collate`; None: samples lie there as they are.
     """
+    make = make or collate
     keys = [(index, 0) for index in range(len(samples))]
     for first in range(0, len(keys), num_ranks() * batch_size):
         start = first + rank() * batch_size
-        part = collate(samples, keys[start : start + batch_size] or keys[:1])
+        part = make(samples, keys[start : start + batch_size] or keys[:1])
         yield part.to(device), start < len(keys)
 
 
@@ -162,7 +231,7 @@ def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) ->
         yield slice_of(list(islice(keys, batch_size)), rank(), num_ranks())
 
 
-def slice_of(keys: list[Key], index: int, num_slices: int) -> list[Key]:
+def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:
     """One of `num_slices` slices of (nearly) equal length, the longer ones first, as torch's tensor_split cuts."""
     length, num_longer = divmod(len(keys), num_slices)
     start = index * length + min(index, num_longer)

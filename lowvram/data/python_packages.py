@@ -14,7 +14,7 @@ from lowvram.config import BadInput, require
 from lowvram.data.padded import padded
 from lowvram.data.python_source import library_files
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Following, Samples, Source, TextSource, given, require_count
+from lowvram.data.source import Data, FollowedModel, Following, Source, Texts, TextSource, given, require_count
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.tokenizer import Bytes
 from lowvram.data.windows import TokenStream
@@ -81,25 +81,38 @@ class PythonPackages(TextSource):
 
 
 @final
-class Pieces(Samples):
+class Pieces(Texts):
     """Sample i is from text i modulo their number, so classes are balanced."""
 
     def __init__(
         self, texts: list[TokenStream], num_samples: int, length: int, rules: TextRules, stream: Stream, seed: int
     ) -> None:
-        self.texts, self.num_samples, self.length, self.rules = texts, num_samples, length, rules
+        self.texts, self.num_samples, self._room, self.rules = texts, num_samples, length, rules
         self.stream, self.seed = stream, seed
+
+    @property
+    def room(self) -> int:
+        return self._room
 
     def __len__(self) -> int:
         return self.num_samples
 
+    def length(self, index: int, epoch: int) -> int:
+        num_bytes, _ = self.drawn(index, epoch)
+        return num_bytes if self.rules.end_id is None else min(num_bytes + 1, self.room)
+
     def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         label = index % len(self.texts)
-        text, rng = self.texts[label], generator(self.stream, self.seed, epoch, index)
-        shortest = max(1, self.length // SHORTEST_SHARE)
-        num_bytes = min(int(rng.integers(shortest, self.length + 1)), len(text))
+        num_bytes, rng = self.drawn(index, epoch)
+        text = self.texts[label]
         piece = text.read(int(rng.integers(len(text) - num_bytes + 1)), num_bytes)
-        return padded(piece, self.length, self.rules), torch.tensor(label)
+        return padded(piece, self.room, self.rules), torch.tensor(label)
+
+    def drawn(self, index: int, epoch: int) -> tuple[int, np.random.Generator]:
+        """How many bytes a sample has, and what draws the rest."""
+        rng = generator(self.stream, self.seed, epoch, index)
+        shortest = max(1, self.room // SHORTEST_SHARE)
+        return min(int(rng.integers(shortest, self.room + 1)), len(self.texts[index % len(self.texts)])), rng
 
 
 def package_texts() -> tuple[list[TokenStream], list[TokenStream]]:

@@ -15,6 +15,7 @@ class Stream(IntEnum):
     TRAIN = 2
     EVAL = 3
     POOL = 4
+    BUCKETS = 5
 
 
 def generator(stream: Stream, seed: int, epoch: int = 0, index: int = 0) -> np.random.Generator:

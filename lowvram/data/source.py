@@ -31,6 +31,10 @@ class FollowedModel(Protocol):
     @property
     def text_rules(self) -> TextRules: ...
 
+    def check_packed(self) -> None:
+        """Raises BadInput unless sequences of one row are kept apart that count their positions from 0 each."""
+        ...
+
     def natural_shape(self) -> tuple[int, ...]:
         """Shape of one sample's inputs when the source leaves its size open."""
         ...
@@ -50,6 +54,23 @@ class Samples(ABC):
         LABELLED_TOKENS: inputs {"input_ids", "attention_mask"}, each (sequence_length,) int64; targets () int64.
         IMAGES: inputs (channels, height, width) float32, centred near 0; targets () int64.
         """
+
+
+class Texts(Samples):
+    """Samples of tokens whose lengths differ: what follows the last real token is padding."""
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Tokens of a sample, with padding."""
+
+    @abstractmethod
+    def length(self, index: int, epoch: int) -> int:
+        """How many tokens of a sample are real: at least 1."""
+
+    def longest(self, num_samples: int) -> int:
+        """How many real tokens so many samples have at most, all together; more where nobody has counted."""
+        return num_samples * self.room
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowvram.core.rig import IGNORE
 
 
 class Modality(Enum):
@@ -17,6 +20,9 @@ class Modality(Enum):
     LABELLED_TOKENS = "labelled tokens"  # filled up to one length; each sample has a class
     IMAGES = "images"  # each has a class
     OTHER = "other tensors"  # as the user's own data hold them
+
+
+TEXTS = (Modality.TOKENS, Modality.LABELLED_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class Layout:
 
 
 IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
+POSITIONS = "position_ids"  # beside IDS where a row holds several sequences: each counts its tokens from 0
+FEW_SHAPES = 16  # of batches: as many can be compiled one by one
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class DataSpec:
     shape        (sequence_length,)            (sequence_length,)   (channels, height, width)  of the first input
     vocab_size   None: that are the classes    tokens there are     None                       None
     layout       None, unless a sample has other tensors than its modality says
+
+    has_few_shapes: whether batches of one number of samples have the same shape, or one of a few.
     """
 
     modality: Modality
@@ -78,6 +88,7 @@ class DataSpec:
     shape: tuple[int, ...]
     vocab_size: int | None = None
     layout: Layout | None = None
+    has_few_shapes: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -96,3 +107,22 @@ class DataSpec:
         if self.modality is Modality.TOKENS:
             return tokens, torch.zeros_like(tokens)
         return {IDS: tokens, MASK: torch.ones_like(tokens)}, label
+
+
+def real_lengths(inputs: Any, targets: Tensor) -> Tensor:
+    """Up to where each row of tokens is more than padding, (rows,) int64: up to the last one that its mask lets through
+    or, where there is no mask, that has a target. Of rows without such a token the first one counts.
+
+    Args:
+        inputs: (rows, length), or tensors by name with a mask or several sequences in a row.
+        targets: (rows, length), where there is no mask.
+    """
+    is_masked = isinstance(inputs, Mapping) and MASK in inputs
+    is_real = inputs[MASK] != 0 if is_masked else targets != IGNORE
+    places = torch.arange(1, is_real.shape[-1] + 1, device=is_real.device)
+    return (is_real * places).amax(-1).clamp(min=1)
+
+
+def num_places(inputs: Any) -> int:
+    """How many tokens there is room for."""
+    return (inputs[IDS] if isinstance(inputs, Mapping) else inputs).numel()

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, final
 
+import numpy as np
 from omegaconf import MISSING
 
 from lowvram.config import BadInput, require
+from lowvram.data.documents import Documents, Unit, as_documents
 from lowvram.data.local import escaped, existing_path, is_hidden, load_local
 from lowvram.data.source import Data, FollowedModel, Following, Source, TextSource, given, require_count
 from lowvram.data.spec import Modality, TextRules
-from lowvram.data.tokenizer import choose_tokenizer
+from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
 HELD_OUT_SHARE = 10  # one token in so many, at the end of each file
@@ -24,7 +26,8 @@ MAX_FILE_BYTES = 2**31 - 1  # of one text in an Arrow table
 @final
 @dataclass(frozen=True)
 class Text(TextSource):
-    """The next token of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out.
+    """The next token of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out, or every
+    tenth file where each is a sample by itself.
 
     Raises:
         BadInput: a value out of range; a path that is missing or empty, too short for one sample, or that
@@ -35,6 +38,7 @@ class Text(TextSource):
 
     path: str = MISSING
     pattern: str = "**/*"
+    samples: Unit = Unit.windows
     tokenizer: str = "auto"
     sequence_length: int | None = None
     eval_samples: int = 256
@@ -55,6 +59,9 @@ class Text(TextSource):
         tokenizer = choose_tokenizer(self.tokenizer, rules)
         dataset = load_local("text", {"train": escaped(files)}, sample_by="document")["train"]
         texts = tokenizer.documents(dataset, "text")
+        origin = f"text of {self.path}, files: {len(files)}"
+        if self.samples is Unit.documents:
+            return self.documents(texts, tokenizer, rules, origin)
         cuts = [len(text) - len(text) // HELD_OUT_SHARE for text in texts]
         train = TokenStream([text[:cut] for text, cut in zip(texts, cuts, strict=True)])
         held_out = TokenStream([text[cut:] for text, cut in zip(texts, cuts, strict=True)])
@@ -63,8 +70,30 @@ class Text(TextSource):
             f" and one sample takes {length + 1} (data.sequence_length={length})"
         )
         require(len(held_out) > length, "data.path", self.path, allowed)
-        origin = f"text of {self.path}, files: {len(files)}"
         return windowed(train, held_out, tokenizer, length, self.eval_samples, seed, origin)
+
+    def documents(self, texts: list[np.ndarray], tokenizer: Tokenizer, rules: TextRules, origin: str) -> Data:
+        """Each file by itself."""
+        length = given("data.sequence_length", self.sequence_length)
+        last = min(HELD_OUT_SHARE, len(texts)) - 1
+        held_out = [text for number, text in enumerate(texts) if number % HELD_OUT_SHARE == last]
+        train = [text for number, text in enumerate(texts) if number % HELD_OUT_SHARE != last]
+        trained_on, evaluated = (
+            documents_of(each, tokenizer, length, rules.pad_id, limit)
+            for each, limit in ((train, None), (held_out, self.eval_samples))
+        )
+        allowed = f"two files with text, or more: every {HELD_OUT_SHARE}th is held out, of fewer the last"
+        require(min(len(trained_on), len(evaluated)) > 0, "data.path", self.path, allowed)
+        return as_documents(trained_on, evaluated, tokenizer, origin)
+
+
+def documents_of(
+    texts: list[np.ndarray], tokenizer: Tokenizer, length: int, pad_id: int, limit: int | None
+) -> Documents:
+    """Samples of texts, each with the marks of its beginning and its end."""
+    opening, end = tokenizer.opening, tokenizer.separator
+    lengths = np.array([len(opening) + len(text) + len(end) for text in texts], np.int64)
+    return Documents(lambda number: [opening, texts[number], end], lengths, length, pad_id, limit)
 
 
 def text_files(path: str, pattern: str) -> list[Path]:

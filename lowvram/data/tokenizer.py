@@ -38,7 +38,8 @@ class Tokenizer(ABC):
     unit: str  # what a token is called
     vocab_size: int
     key: str  # all that its tokens depend on: what is cached is found by it
-    separator: np.ndarray  # what parts two texts in a stream
+    separator: np.ndarray  # what ends a text, and so parts two of them in a stream
+    opening: np.ndarray  # what a text by itself begins with, if anything
 
     @abstractmethod
     def in_stream(self, texts: list[str]) -> list[np.ndarray]:
@@ -61,6 +62,7 @@ class Bytes(Tokenizer):
     vocab_size = 256
     key = "bytes"
     separator = np.frombuffer(b"\n", np.uint8)
+    opening = np.zeros(0, np.uint8)
 
     def in_stream(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -84,6 +86,8 @@ class Pretrained(Tokenizer):
         self.key = hash_of_files(inner.save_pretrained)  # now: it keeps how it was last called
         end = inner.eos_token_id  # where it has none: a new line, as far as it knows one
         self.separator = self.in_stream(["\n"])[0] if end is None else np.array([end], np.int32)
+        marks = inner("", verbose=False)["input_ids"]
+        self.opening = np.array(marks[:1] if marks and marks[0] == inner.bos_token_id else [], np.int32)
 
     def in_stream(self, texts: list[str]) -> list[np.ndarray]:
         return [np.concatenate([np.zeros(0, np.int32), *self.pieces(text)]) for text in texts]

@@ -58,7 +58,7 @@ class Compiled(Knob):
     band = 1e-5
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.C_COMPILER})
+        return frozenset({Fact.C_COMPILER} if self.dynamic is not False else {Fact.C_COMPILER, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a switch for
@@ -111,7 +111,7 @@ class TorchScript(Knob):
 
     def needs(self) -> frozenset[Fact]:
         # A trace holds the tensors that were there at its first step.
-        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS})
+        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})

@@ -12,7 +12,7 @@ from typing import Any, final
 from omegaconf import MISSING
 from torch import nn
 
-from lowvram.config import require
+from lowvram.config import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.found import check_args, find
 from lowvram.models import layout
@@ -64,6 +64,11 @@ class ExternalConfig(ForeignModel):
     def text_rules(self) -> TextRules:
         """What it asks of texts: nothing that could be known."""
         return TextRules()
+
+    def check_packed(self) -> None:
+        raise BadInput(
+            "loader", "packed", "bucketed: nobody knows whether model=external keeps sequences of one row apart"
+        )
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""

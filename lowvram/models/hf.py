@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -174,6 +176,19 @@ class HfConfig(ForeignModel):
         except KeyError:
             allowed = f"a head that transformers has for the kind {config.model_type}"
             raise BadInput("model.head", head.name, allowed) from None
+
+    def check_packed(self) -> None:
+        """By positions that begin anew transformers tells sequences of one row apart, in models whose mask it makes.
+
+        Raises:
+            BadInput: this one has no such positions, makes its masks itself, or carries a state from token to token.
+        """
+        made_by = self.model_class()
+        takes_positions = "position_ids" in inspect.signature(made_by.forward).parameters
+        masks = {"create_causal_mask", "create_masks_for_generate"} & vars(sys.modules[made_by.__module__]).keys()
+        if not takes_positions or not masks or made_by._is_stateful:
+            allowed = f"bucketed: {made_by.__name__} of transformers doesn't keep sequences of one row apart"
+            raise BadInput("loader", "packed", allowed)
 
     def has_trained_head(self) -> bool:
         """Whether the weights come with this head."""

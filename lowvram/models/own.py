@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowvram.core.seeds import generator_for
-from lowvram.data.spec import DataSpec, TextRules
+from lowvram.data.spec import IDS, POSITIONS, DataSpec, TextRules
 from lowvram.models import layout
 
 
@@ -29,8 +29,11 @@ class OwnModel:
         """What it asks of texts: nothing in particular."""
         return TextRules()
 
-    def call(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        return model(inputs)
+    def check_packed(self) -> None:
+        """Those of tokens keep sequences of one row apart."""
+
+    def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        return model(inputs[IDS], inputs[POSITIONS]) if isinstance(inputs, Mapping) else model(inputs)
 
     def blocks_of(self, model: Any, spec: DataSpec) -> list[nn.Module]:
         return model.repeated_blocks()

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.attention import Rotary, Unplaced, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.own import OwnModel
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
-ROTARY_BASE = 10_000.0  # positions that the slowest pair of features tells apart, as in RoFormer
 
 
 class Positions(Enum):
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.widen, self.narrow = make_factor(config)
         learned = config.positions is Positions.learned
-        self.position_embedding = PositionEmbedding(config) if learned else nn.Identity()
+        self.position_embedding = PositionEmbedding(config) if learned else Unplaced()
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.distinct_layers))
         self.norm = nn.LayerNorm(config.width)
@@ -128,11 +128,16 @@ class Transformer(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Token numbers (int64) to logits (b, t, v)."""
-        x_btd = self.dropout(self.position_embedding(self.widen(self.token_embedding(tokens_bt))))
+    def forward(self, tokens_bt: Tensor, positions_bt: Tensor | None = None) -> Tensor:
+        """Token numbers (int64) to logits (b, t, v).
+
+        Args:
+            positions_bt: of rows of several sequences, in which each counts its tokens from 0; None: each row is one.
+        """
+        x_btd = self.dropout(self.position_embedding(self.widen(self.token_embedding(tokens_bt)), positions_bt))
+        places = () if positions_bt is None else (positions_bt, mask_of(positions_bt, dtype_of_scores(x_btd)))
         for block in islice(cycle(self.blocks), self.num_layers):
-            x_btd = block(x_btd)
+            x_btd = block(x_btd, *places)
         return self.head(self.narrow(self.norm(x_btd)))
 
     def repeated_blocks(self) -> list[nn.Module]:
@@ -177,8 +182,8 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.context, config.width))
 
-    def forward(self, x_btd: Tensor) -> Tensor:
-        return x_btd + self.weight[: x_btd.shape[1]]
+    def forward(self, x_btd: Tensor, positions_bt: Tensor | None = None) -> Tensor:
+        return x_btd + (self.weight[: x_btd.shape[1]] if positions_bt is None else self.weight[positions_bt])
 
 
 def make_factor(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
@@ -207,7 +212,8 @@ class Narrow(nn.Module):
 
 @final
 class Block(nn.Module):
-    """Attention, then a feed-forward network; each reads a normalised input and is added to it: (b, t, d)."""
+    """Attention, then a feed-forward network; each reads a normalised input and is added to it: (b, t, d).
+    What tells sequences of a row apart are their positions and the mask of attention."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -217,8 +223,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
-        x_btd = x_btd + self.dropout(self.attention(self.attention_norm(x_btd)))
+    def forward(self, x_btd: Tensor, positions_bt: Tensor | None = None, mask_b1tt: Tensor | None = None) -> Tensor:
+        x_btd = x_btd + self.dropout(self.attention(self.attention_norm(x_btd), positions_bt, mask_b1tt))
         return x_btd + self.dropout(self.mlp(self.mlp_norm(x_btd)))
 
 
@@ -233,66 +239,16 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = (config.num_heads, config.kv_heads, config.kv_heads)  # of queries, keys, values
         self.dropout = config.dropout
-        self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else nn.Identity()
+        self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else Unplaced()
         # One projection for all three: under autocast its input is then cast, and saved for backward, once.
         self.qkv = nn.Linear(config.width, config.width // config.num_heads * sum(self.heads))
         self.merge = nn.Linear(config.width, config.width)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_btd: Tensor, positions_bt: Tensor | None = None, mask_b1tt: Tensor | None = None) -> Tensor:
         qkv_btnc = self.qkv(x_btd).unflatten(-1, (sum(self.heads), -1))
-        q_bntc, k_bntc, v_bntc = self.rotate(qkv_btnc).transpose(1, 2).split(self.heads, dim=1)
-        y_bntc = grouped_attention(q_bntc, k_bntc, v_bntc, self.dropout if self.training else 0.0)
+        q_bntc, k_bntc, v_bntc = self.rotate(qkv_btnc, positions_bt).transpose(1, 2).split(self.heads, dim=1)
+        y_bntc = grouped_attention(q_bntc, k_bntc, v_bntc, self.dropout if self.training else 0.0, mask_b1tt)
         return self.merge(y_bntc.transpose(1, 2).flatten(2))
-
-
-def grouped_attention(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: float) -> Tensor:
-    """Causal attention, like the queries (b, n, t, c). Keys and values may have fewer heads.
-
-    torch's fused kernels take fewer on a CPU, and on cards in 16 bits from compute capability 8.0 on: those that have
-    bf16. Elsewhere torch would fall back, in silence, to a kernel that keeps a (t, t) matrix (pytorch#154363).
-    """
-    group, width = int(q_bntc.shape[1]) // int(k_bntc.shape[1]), int(q_bntc.shape[-1])  # a trace has tensors there
-    takes_fewer = is_on_cpu(q_bntc) or (q_bntc.dtype is torch.bfloat16 and width <= 256)
-    if group > 1 and not takes_fewer:
-        k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
-    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": group > 1 and takes_fewer}
-    return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, **options)
-
-
-def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether a CPU's kernels will take it; a plan for a card answers otherwise."""
-    return tensor.device.type == "cpu"
-
-
-@final
-class Rotary(nn.Module):
-    """Turns each pair of features of queries and keys by its frequency times the position (Su et al., 2021).
-
-    The product of a query and a key then depends on their distance only. The angles are computed when they
-    are used: a table would be one more state to place and to keep in fp32.
-    """
-
-    def __init__(self, num_value_heads: int) -> None:
-        super().__init__()
-        self.num_value_heads = num_value_heads  # the last ones, which stay as they are
-
-    def forward(self, qkv_btnc: Tensor) -> Tensor:
-        cos_t1c, sin_t1c = rotary_angles(qkv_btnc)
-        qk_btnc, v_btnc = qkv_btnc[:, :, : -self.num_value_heads], qkv_btnc[:, :, -self.num_value_heads :]
-        first, second = qk_btnc.chunk(2, dim=-1)
-        turned = (first * cos_t1c - second * sin_t1c, first * sin_t1c + second * cos_t1c)
-        # The values are copied too: as a view they would keep the unturned projection alive until backward.
-        return torch.cat([torch.cat(turned, dim=-1), v_btnc], dim=2)
-
-
-def rotary_angles(qkv_btnc: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, (t, 1, c / 2), in the dtype of the input."""
-    num_positions, width = qkv_btnc.shape[1], qkv_btnc.shape[-1]
-    exact = torch.promote_types(qkv_btnc.dtype, torch.float32)  # bf16 can't count positions past 256
-    options = {"dtype": exact, "device": qkv_btnc.device}
-    frequencies_c = ROTARY_BASE ** -torch.arange(0, 1, 2 / width, **options)
-    angles_t1c = torch.arange(num_positions, **options)[:, None, None] * frequencies_c
-    return angles_t1c.cos().to(qkv_btnc.dtype), angles_t1c.sin().to(qkv_btnc.dtype)
 
 
 @final

@@ -29,9 +29,9 @@ class Evaluation:
 
 def evaluate(session: Session) -> Evaluation:
     """One pass over the held-out samples, in parts no larger than those of training. Ranks share the samples."""
-    rig, batch_size = session.rig, session.settings.train.batch_size
-    part_size = math.ceil(batch_size / (num_ranks() * session.settings.groups["accum"].parts))
-    parts = eval_batches(session.data.eval, part_size, rig.device)
+    rig, settings = session.rig, session.settings
+    part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
+    parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
     rig.model.eval()
     try:
         sums = summed(torch.stack([part_sums(session, rig, part) * counts for part, counts in parts]).sum(0))

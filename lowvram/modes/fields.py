@@ -16,7 +16,7 @@ from lowvram.core.packed import num_packed
 from lowvram.core.ranks import summed
 from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
-from lowvram.data.spec import Modality
+from lowvram.data.spec import TEXTS
 from lowvram.modes.evaluate import Evaluation
 from lowvram.modes.session import Session
 
@@ -65,27 +65,33 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
     return {"loss": {"first": first, "last": last, "eval": evaluation.loss}, "eval": evaluation.scores}
 
 
-def pace(session: Session, num_tokens: list[Tensor], seconds: float) -> dict[str, float]:
-    """Throughput of all ranks over steps with so many tokens each on this one, by W&B's names. Padding is no
-    throughput."""
-    num_steps = len(num_tokens)
+def pace(session: Session, fillings: list[Tensor], seconds: float) -> dict[str, float]:
+    """Throughput of all ranks over steps, by W&B's names. Padding is no throughput.
+
+    Args:
+        fillings: of each step on this rank, see `Problem.filling`.
+    """
+    num_steps = len(fillings)
     values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
-    if session.data.spec.modality in (Modality.TOKENS, Modality.LABELLED_TOKENS):
-        values["throughput/tokens_per_s"] = int(summed(torch.stack(num_tokens).sum())) / seconds
+    if session.data.spec.modality in TEXTS:
+        num_tokens, num_places = summed(torch.stack(fillings).sum(0)).tolist()
+        values |= {"throughput/tokens_per_s": num_tokens / seconds, "data/padding": 1 - num_tokens / num_places}
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 
 
-def times(session: Session, step_ms: list[float], waits_s: list[float], num_tokens: list[Tensor]) -> Fields:
+def times(session: Session, step_ms: list[float], waits_s: list[float], fillings: list[Tensor]) -> Fields:
     """Throughput and the spread of the step's time over the timed steps; null when there were none."""
     if not step_ms:
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
-    values = pace(session, num_tokens, seconds)
+    values = pace(session, fillings, seconds)
     p05, *_, p95 = quantiles(step_ms, n=20, method="inclusive") if len(step_ms) > 1 else (step_ms[0], step_ms[0])
+    sections = {
+        section: {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{section}/")}
+        for section in ("throughput", "data")
+    }
     return {
-        "throughput": {
-            name.partition("/")[2]: value for name, value in values.items() if name.startswith("throughput/")
-        },
+        **sections,
         "time": {
             "step_ms_p50": median(step_ms),
             "step_ms_p05": p05,

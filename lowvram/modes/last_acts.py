@@ -28,14 +28,16 @@ PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one s
 
 
 def last_acts(session: Session, batches: Waited) -> Fields:
-    """Phases of the step, then memory. The run's own peaks are read before anything is added to them."""
+    """Phases of the step, then memory: that of the largest batch so far. The run's own peaks are read before anything
+    is added to them."""
     before, batch = headline(session), next(batches)
     batches.close()
     travelled_before = host.traffic.so_far()
     phases, num_steps = phase_times(session.rig, batch)
     travelled = per_step(travelled_before, host.traffic.so_far(), num_steps)
+    largest = session.largest(batches, batch)
     memory = memory_of_compiled if is_compiled(session) else memory_by_kind
-    return {"time": phases, "traffic": travelled, "memory": {**before, **memory(session, batch, before)}}
+    return {"time": phases, "traffic": travelled, "memory": {**before, **memory(session, largest, before)}}
 
 
 def headline(session: Session) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class History:
         self._steps: list[tuple[Tensor, Update]] = []
         self._num_applied = 0
         self._num_targets: list[Tensor] = []
-        self._num_tokens: list[Tensor] = []
+        self._fillings: list[Tensor] = []
         self._compiling = CompileTimes()
 
     @property
@@ -70,7 +70,7 @@ class History:
         limits = self._session.settings.measure
         batch = next(batches)
         self._num_targets.append(self._session.problem.num_targets(batch))
-        self._num_tokens.append(self._session.problem.num_tokens(batch))
+        self._fillings.append(self._session.problem.filling(batch))
         with self._compiling.step():
             loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
         self._num_applied += update.applied
@@ -78,11 +78,11 @@ class History:
         self._session.events("progress", step=self.num_steps, values={})
 
     def timed(self, window_ms: list[float], waits_s: list[float]) -> tuple[list[float], list[float], list[Tensor]]:
-        """Milliseconds, waits and tokens of the steps that count: in the window, and nothing was compiled."""
+        """Milliseconds, waits and fillings of the steps that count: in the window, and nothing was compiled."""
         warmup = self._session.settings.measure.warmup_steps
         steady = self._compiling.steady(warmup)
         step_ms = [window_ms[index - warmup] for index in steady]
-        return step_ms, chosen(waits_s, steady), chosen(self._num_tokens, steady)
+        return step_ms, chosen(waits_s, steady), chosen(self._fillings, steady)
 
     def tell(self) -> Sequence[float]:
         """A line of metrics.jsonl for every step; returns the losses."""

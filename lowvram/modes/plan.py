@@ -14,7 +14,7 @@ from lowvram.config import BadInput, Incompatible
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import skeleton
-from lowvram.data.spec import DataSpec
+from lowvram.data.source import Data
 from lowvram.job import can_replace, check_batch_size, open_data
 from lowvram.modes.fields import about_model
 from lowvram.planner.calibration import Calibrations
@@ -47,7 +47,7 @@ class Planner:
 
     def __init__(self, store: Store | None = None, calibrations: Calibrations | None = None) -> None:
         self.store, self.calibrations = store, calibrations
-        self.specs: dict[str, DataSpec] = {}  # by the configuration of the data
+        self.opened: dict[str, Data] = {}  # by the configuration of the data
         self.pricers: dict[tuple[str, Target], Pricer] = {}
         self.models: dict[str, nn.Module] = {}  # on the meta device
 
@@ -83,8 +83,8 @@ class Planner:
         target, parts = place.target, settings.groups["accum"].parts
         check_batch_size(settings.train.batch_size, parts, target.num_ranks)
         knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
-        problem = self.problem(settings)
-        priced = self.pricer(problem, target).price(without_parts(knobs), parts, settings.train.batch_size)
+        problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
+        priced = self.pricer(problem, target).price(without_parts(knobs), parts, num_rows)
         place = self.with_rates(place, settings, choices)
         plan = needs(priced.trace, place, choices["allocator"] == "expandable")
         is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
@@ -104,11 +104,21 @@ class Planner:
         return replace(place, rates=self.calibrations.known(place.here, allocator_of(settings, choices)))
 
     def problem(self, settings: Settings) -> Problem:
-        """The problem of a point; its data are opened once."""
-        key = repr((settings.groups["data"], settings.groups["model"], settings.root.seed))
-        if key not in self.specs:
-            self.specs[key] = open_data(settings).spec
-        return settings.groups["task"].pose(settings.groups["model"], self.specs[key])
+        """The problem of a point."""
+        return settings.groups["task"].pose(settings.groups["model"], self.data(settings).spec)
+
+    def data(self, settings: Settings) -> Data:
+        """The data of a point; opened once."""
+        key = repr(([settings.groups[name] for name in ("data", "loader", "model")], settings.root.seed))
+        if key not in self.opened:
+            self.opened[key] = open_data(settings)
+        return self.opened[key]
+
+    def most_rows(self, settings: Settings, unit: int) -> int:
+        """How many rows a batch takes at most: a multiple of `unit`, as that of its samples is."""
+        batch_size = settings.train.batch_size
+        found = settings.groups["loader"].most_rows(self.data(settings).train, batch_size)
+        return min(batch_size, -(-found // unit) * unit)
 
     def pricer(self, problem: Problem, target: Target) -> Pricer:
         key = (problem.description, target)

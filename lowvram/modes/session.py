@@ -66,7 +66,17 @@ class Session:
         """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""
         loader: Loader = self.settings.groups["loader"]
         batch_size, seed = self.settings.train.batch_size, self.settings.root.seed
-        return Waited(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device))
+        return Waited(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device), first_step)
+
+    def largest(self, batches: Waited, last: Part) -> Part:
+        """The largest of some batches, made again; or the last one where all are of one size."""
+        if len(set(batches.sizes)) == 1:
+            return last
+        again = self.batches(batches.first_step + batches.sizes.index(max(batches.sizes)))
+        try:
+            return next(again)
+        finally:
+            again.close()
 
     def update(self, batch: Part, num_applied: int, num_steps: int) -> tuple[Tensor, Update]:
         """One step at the learning rate that is due after `num_applied` updates of `num_steps`.

@@ -69,7 +69,7 @@ class TrainingRun:
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
         self.num_targets = torch.tensor(0)  # of the last step
-        self.num_tokens: list[Tensor] = []  # of each step of this process
+        self.fillings: list[Tensor] = []  # of each step of this process: tokens, and the places for some
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         check = partial(check_form, self.formed_state())
@@ -91,7 +91,7 @@ class TrainingRun:
         self.step += 1
         self.num_applied += update.applied
         self.num_targets = self.session.problem.num_targets(batch)
-        self.num_tokens.append(self.session.problem.num_tokens(batch))
+        self.fillings.append(self.session.problem.filling(batch))
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
             self.last_loss = loss.item()
             self.first_loss = self.last_loss if self.step == 1 else self.first_loss
@@ -106,7 +106,7 @@ class TrainingRun:
         steps = self.step - self.logged_step
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
-        pace = fields.pace(self.session, self.num_tokens[-steps:], seconds)
+        pace = fields.pace(self.session, self.fillings[-steps:], seconds)
         self.session.events("metrics", step=self.step, values=values | pace | fields.memory_now(self.session))
         self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
@@ -164,13 +164,13 @@ class TrainingRun:
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
         timed = self.compiling.steady(SETTLING_STEPS)
-        waits_s, num_tokens = chosen(batches.waits_s, timed), chosen(self.num_tokens, timed)
+        waits_s, fillings = chosen(batches.waits_s, timed), chosen(self.fillings, timed)
         self.save()  # first: whoever interrupts the evaluation loses nothing
         evaluation = self.evaluate()
         self.export()
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
-            fields.times(self.session, chosen(step_ms, timed), waits_s, num_tokens),
+            fields.times(self.session, chosen(step_ms, timed), waits_s, fillings),
             last_acts(self.session, batches),
         )

@@ -5,6 +5,8 @@ Chowdhery et al., "PaLM" (2022), appendix B: recomputation is not the model's ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from lowvram.core.ranks import num_ranks
@@ -23,6 +25,13 @@ def mfu(session: Session, samples_per_s: float | None, precision: str) -> float 
     if peak_flops_per_s is None:
         return None
     return model_flops(session.problem, session.knobs) * samples_per_s / (peak_flops_per_s * num_ranks())
+
+
+def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> float | None:
+    """Of texts: as if all tokens were in samples without padding."""
+    if "tokens_per_s" in throughput:
+        return throughput["tokens_per_s"] / session.data.spec.shape[0]
+    return throughput.get("samples_per_s")
 
 
 def peak_rate(device_name: str, precision: str) -> float | None:

@@ -21,7 +21,7 @@ from torch.library import _scoped_library
 
 from lowvram.core import host
 from lowvram.core.device import Card
-from lowvram.models import transformer
+from lowvram.models import attention as own_attention
 from lowvram.planner.autocast import register_autocast
 
 ATEN = torch.ops.aten
@@ -56,7 +56,7 @@ STREAMS: dict[str, Any] = {
 def played(card: Card) -> Iterator[None]:
     """Inside it the CPU's tensors are treated as those of `card`."""
     with _scoped_library("aten", "IMPL") as library, warnings.catch_warnings(), ExitStack() as undo:
-        undo.enter_context(patch.object(transformer, "is_on_cpu", lambda tensor: False))
+        undo.enter_context(patch.object(own_attention, "is_on_cpu", lambda tensor: False))
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
         undo.enter_context(patch.multiple(torch.cuda, **STREAMS))
         undo.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))

@@ -73,6 +73,7 @@ def empty_row() -> Row:
         ),
         "plan": None,
         "throughput": _nulls("samples_per_s tokens_per_s mfu"),
+        "data": _nulls("padding"),
         "time": _nulls(
             "step_ms_p50 step_ms_p05 step_ms_p95 steps is_cut forward_ms backward_ms update_ms "
             "setup_s compile_s total_s data_wait_frac"

@@ -106,6 +106,8 @@ def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
     numbers = partial(number_column, rows)
     yield numbers("samples/s", "throughput.samples_per_s", max)
     yield numbers("tokens/s", "throughput.tokens_per_s", max)
+    is_padded = any(value_at(row, "data.padding") for row in rows)
+    yield numbers("padding", "data.padding", min if is_padded else None, is_shown=is_padded)
     yield numbers("step ms p50", "time.step_ms_p50", min)
     yield numbers("step ms p05", "time.step_ms_p05", None, is_shown=False)
     yield numbers("step ms p95", "time.step_ms_p95", None, is_shown=False)

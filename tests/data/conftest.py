@@ -25,6 +25,8 @@ class FakeModel:
     def natural_shape(self) -> tuple[int, ...]:
         return self.shape
 
+    def check_packed(self) -> None: ...
+
 
 @pytest.fixture
 def token_model() -> Callable[..., FakeModel]:

@@ -21,7 +21,8 @@ from lowvram.core.ledger import ledger
 from lowvram.core.rig import assemble
 from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.models.transformer import Positions, Rotary, Transformer, TransformerConfig
+from lowvram.models.attention import Rotary
+from lowvram.models.transformer import Positions, Transformer, TransformerConfig
 from lowvram.tasks import LanguageModelling
 
 CONF = Path(__file__).parents[2] / "conf" / "model"

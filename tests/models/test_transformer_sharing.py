@@ -17,7 +17,8 @@ from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.models import transformer
-from lowvram.models.transformer import Positions, Transformer, TransformerConfig, grouped_attention
+from lowvram.models.attention import grouped_attention
+from lowvram.models.transformer import Positions, Transformer, TransformerConfig
 from lowvram.modes.trace import model_flops
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import CPU, TOKENS, InDouble, knobs_of, make_batch, relative_error, train

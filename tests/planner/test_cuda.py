@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowvram.core.device import Card
 from lowvram.core.ledger import Peak, ledger
-from lowvram.models.transformer import grouped_attention
+from lowvram.models.attention import grouped_attention
 from lowvram.planner import autocast
 from lowvram.planner.cuda import played
 from tests.laboratory import CPU

@@ -1,0 +1,99 @@
+"""Causal attention, in rows of one sequence or of several that don't see each other.
+
+Shapes: b rows, t tokens of a row, d width of the model, c width of one head, n heads: those of queries, of keys, of
+values, or all of them side by side.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROTARY_BASE = 10_000.0  # positions that the slowest pair of features tells apart, as in RoFormer
+
+
+def grouped_attention(
+    q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: float, mask_b1tt: Tensor | None = None
+) -> Tensor:
+    """Causal attention, like the queries (b, n, t, c). Keys and values may have fewer heads.
+
+    torch's fused kernels take fewer on a CPU, and on cards in 16 bits from compute capability 8.0 on: those that have
+    bf16. Elsewhere, and with a mask on a card, torch would fall back, in silence, to a kernel that keeps a (t, t)
+    matrix of each head (pytorch#154363).
+
+    Args:
+        mask_b1tt: see `mask_of`; None: each row is one sequence.
+    """
+    group, width = int(q_bntc.shape[1]) // int(k_bntc.shape[1]), int(q_bntc.shape[-1])  # a trace has tensors there
+    is_flash = q_bntc.dtype is torch.bfloat16 and width <= 256 and mask_b1tt is None
+    takes_fewer = is_on_cpu(q_bntc) or is_flash
+    if group > 1 and not takes_fewer:
+        k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
+    mask_b1tt = None if mask_b1tt is None else mask_b1tt.to(q_bntc.dtype)
+    options = {"dropout_p": dropout, "is_causal": mask_b1tt is None, "enable_gqa": group > 1 and takes_fewer}
+    return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, mask_b1tt, **options)
+
+
+def mask_of(positions_bt: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of attention, (b, 1, t, t): 0 where a token sees another, of its own sequence and not
+    after it, else -inf. A sequence begins where the positions are 0. It is made once for all layers, in the format of
+    their scores: torch would make such a one of each layer's booleans, and keep it."""
+    sequences_bt = (positions_bt == 0).cumsum(1)
+    is_seen_btt = (sequences_bt[:, :, None] == sequences_bt[:, None]).tril()
+    mask_btt = torch.zeros(is_seen_btt.shape, dtype=dtype, device=positions_bt.device)
+    return mask_btt.masked_fill_(~is_seen_btt, -torch.inf)[:, None]
+
+
+def dtype_of_scores(x: Tensor) -> torch.dtype:
+    """The format of what a layer makes of `x` here: autocast's, or its own."""
+    is_cast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether a CPU's kernels will take it; a plan for a card answers otherwise."""
+    return tensor.device.type == "cpu"
+
+
+@final
+class Rotary(nn.Module):
+    """Turns each pair of features of queries and keys by its frequency times the position (Su et al., 2021).
+
+    The product of a query and a key then depends on their distance only. The angles are computed when they
+    are used: a table would be one more state to place and to keep in fp32.
+    """
+
+    def __init__(self, num_value_heads: int) -> None:
+        super().__init__()
+        self.num_value_heads = num_value_heads  # the last ones, which stay as they are
+
+    def forward(self, qkv_btnc: Tensor, positions_bt: Tensor | None = None) -> Tensor:
+        cos_t1c, sin_t1c = rotary_angles(qkv_btnc, positions_bt)
+        qk_btnc, v_btnc = qkv_btnc[:, :, : -self.num_value_heads], qkv_btnc[:, :, -self.num_value_heads :]
+        first, second = qk_btnc.chunk(2, dim=-1)
+        turned = (first * cos_t1c - second * sin_t1c, first * sin_t1c + second * cos_t1c)
+        # The values are copied too: as a view they would keep the unturned projection alive until backward.
+        return torch.cat([torch.cat(turned, dim=-1), v_btnc], dim=2)
+
+
+def rotary_angles(qkv_btnc: Tensor, positions_bt: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, (t, 1, c / 2), in the dtype of the input; of rows with positions of
+    their own (b, t, 1, c / 2)."""
+    num_positions, width = qkv_btnc.shape[1], qkv_btnc.shape[-1]
+    exact = torch.promote_types(qkv_btnc.dtype, torch.float32)  # bf16 can't count positions past 256
+    options = {"dtype": exact, "device": qkv_btnc.device}
+    frequencies_c = ROTARY_BASE ** -torch.arange(0, 1, 2 / width, **options)
+    positions = torch.arange(num_positions, **options) if positions_bt is None else positions_bt
+    angles_t1c = positions[..., None, None] * frequencies_c
+    return angles_t1c.cos().to(qkv_btnc.dtype), angles_t1c.sin().to(qkv_btnc.dtype)
+
+
+@final
+class Unplaced(nn.Module):
+    """Leaves tokens as they are, wherever they stand."""
+
+    def forward(self, x: Tensor, positions_bt: Tensor | None = None) -> Tensor:
+        return x
