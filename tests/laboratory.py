@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Fill, Part, Rig, Task, Update, assemble
 from lowvram.core.shards import whole
 from lowvram.core.step import step
+from lowvram.data.documents import Documents
+from lowvram.data.packed import Packed
+from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
@@ -96,6 +100,9 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
     """Random samples. Sequences end anywhere, and every fifth image has no class: parts differ in their targets."""
     draw = torch.Generator().manual_seed(seed)
     shape = (num_samples, *spec.shape)
+    if spec.modality is Modality.TOKENS and spec.layout is not None:
+        texts = documents([1 + length for length in lengths_like(num_samples, spec.shape[0], draw)], spec, seed)
+        return Packed().collate(texts, [(index, 0) for index in range(len(texts))])
     if spec.modality is Modality.TOKENS:
         tokens, targets = (torch.randint(spec.num_classes, shape, generator=draw) for _ in range(2))
         ends = torch.randint(1, spec.shape[0] + 1, (num_samples, 1), generator=draw)
@@ -105,6 +112,23 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
     labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
     labels[4::5] = IGNORE
     return Part(torch.randn(shape, generator=draw).to(dtype), labels)
+
+
+def lengths_like(num_samples: int, room: int, draw: torch.Generator) -> list[int]:
+    """Of that many sequences, mostly short ones."""
+    return [1 + int(room * share**2) for share in torch.rand(num_samples, generator=draw).tolist()]
+
+
+def documents(lengths: list[int], spec: DataSpec, seed: int = 0) -> Documents:
+    """Random texts of so many tokens each: one more than their samples have."""
+    draw = np.random.default_rng(seed)
+    texts = [draw.integers(spec.num_classes, size=length) for length in lengths]
+    return Documents(lambda text: [texts[text]], np.array(lengths), spec.shape[0], pad_id=0)
+
+
+def as_packed(texts: Documents, spec: DataSpec) -> DataSpec:
+    """What loader=packed makes of it."""
+    return Packed().fit(Data(spec, texts, texts, ""), TRANSFORMER).spec
 
 
 END = 1  # the token that ends each text

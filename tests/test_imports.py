@@ -23,7 +23,8 @@ MAY_IMPORT = {
         "lowvram.data.spec",
         "lowvram.found",
         "lowvram.reach",
-        *(f"lowvram.models.{base}" for base in ("own", "foreign", "survey", "layout", "hf_layout", "hf_source")),
+        *(f"lowvram.models.{base}" for base in ("own", "attention", "foreign", "survey", "layout")),
+        *(f"lowvram.models.hf_{base}" for base in ("layout", "packed", "source")),
     ),
 }
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.

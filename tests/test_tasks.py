@@ -59,7 +59,11 @@ def test_tokens_are_targets_or_where_texts_have_a_class_what_is_no_padding() -> 
     inputs = {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
     assert labelled.num_tokens(Part(inputs, torch.tensor([0, IGNORE]))).item() == 3
     assert labelled.num_targets(Part(inputs, torch.tensor([0, IGNORE]))).item() == 1
-    assert PROBLEMS["transformer"].num_tokens(Part(None, torch.tensor([[4, IGNORE], [5, 6]]))).item() == 3
+    transformer, targets = PROBLEMS["transformer"], torch.tensor([[4, IGNORE], [5, 6]])
+    assert transformer.filling(Part(targets, targets)).tolist() == [3, 4]
+    prompt = torch.tensor([[IGNORE, IGNORE, 4, IGNORE]])  # up to the last that has a target, all are real
+    assert transformer.filling(Part(prompt, prompt)).tolist() == [3, 4]
+    assert PROBLEMS["resnet"].filling(Part(torch.zeros(2, 3, 8, 8), torch.tensor([1, IGNORE]))).tolist() == [1, 1]
 
 
 def test_scores() -> None:

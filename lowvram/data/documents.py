@@ -80,5 +80,8 @@ class Documents(Texts):
 
 def as_documents(train: Documents, held_out: Documents, tokenizer: Tokenizer, origin: str) -> Data:
     """`origin` says what they are."""
-    description = f"{origin}: {len(train)} samples of up to {train.room} {tokenizer.unit}, each of one text; {len(held_out)} held out"
+    description = (
+        f"{origin}: {len(train)} samples of up to {train.room} {tokenizer.unit}, each of one text;"
+        f" {len(held_out)} held out"
+    )
     return Data(DataSpec(Modality.TOKENS, tokenizer.vocab_size, (train.room,)), train, held_out, description)

@@ -32,9 +32,9 @@ def grouped_attention(
     takes_fewer = is_on_cpu(q_bntc) or is_flash
     if group > 1 and not takes_fewer:
         k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
-    mask_b1tt = None if mask_b1tt is None else mask_b1tt.to(q_bntc.dtype)
-    options = {"dropout_p": dropout, "is_causal": mask_b1tt is None, "enable_gqa": group > 1 and takes_fewer}
-    return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, mask_b1tt, **options)
+    order = {"is_causal": True} if mask_b1tt is None else {"attn_mask": mask_b1tt.to(q_bntc.dtype)}
+    options = {"dropout_p": dropout, "enable_gqa": group > 1 and takes_fewer, **order}
+    return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, **options)
 
 
 def mask_of(positions_bt: Tensor, dtype: torch.dtype) -> Tensor:

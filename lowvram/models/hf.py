@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -22,6 +20,7 @@ from lowvram.config import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
 from lowvram.models.foreign import ForeignModel
+from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_source import (
     check_weights,
     first_line,
@@ -178,17 +177,14 @@ class HfConfig(ForeignModel):
             raise BadInput("model.head", head.name, allowed) from None
 
     def check_packed(self) -> None:
-        """By positions that begin anew transformers tells sequences of one row apart, in models whose mask it makes.
+        """Positions that begin anew tell transformers where sequences of one row begin; but not in all models.
 
         Raises:
-            BadInput: this one has no such positions, makes its masks itself, or carries a state from token to token.
+            BadInput: it isn't known to be right for this kind.
         """
-        made_by = self.model_class()
-        takes_positions = "position_ids" in inspect.signature(made_by.forward).parameters
-        masks = {"create_causal_mask", "create_masks_for_generate"} & vars(sys.modules[made_by.__module__]).keys()
-        if not takes_positions or not masks or made_by._is_stateful:
-            allowed = f"bucketed: {made_by.__name__} of transformers doesn't keep sequences of one row apart"
-            raise BadInput("loader", "packed", allowed)
+        kind = self.config().model_type
+        allowed = f"bucketed for a model of the kind {kind}: only {', '.join(sorted(PACKED_KINDS))} are known"
+        require(kind in PACKED_KINDS, "loader", "packed", f"{allowed} to keep sequences of one row apart")
 
     def has_trained_head(self) -> bool:
         """Whether the weights come with this head."""

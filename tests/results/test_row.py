@@ -32,6 +32,7 @@ SECTIONS = {
     "device_bytes free_at_start_bytes alloc_retries process_peak_bytes host_peak_bytes "
     "by_kind by_kind_max by_kind_reason",
     "throughput": "samples_per_s tokens_per_s mfu",
+    "data": "padding",
     "time": "step_ms_p50 step_ms_p05 step_ms_p95 steps is_cut forward_ms backward_ms update_ms "
     "setup_s compile_s total_s data_wait_frac",
     "traffic": "to_host_bytes to_device_bytes waited_ms",

@@ -1,0 +1,171 @@
+"""Padded, bucketed and packed batches of the same texts: padding, real tokens per second, and whether losses agree.
+
+    scripts/python scripts/bench_loaders.py [rounds] [to=PAGE.md]
+
+The texts are the docstrings of Python's own library, one a sample. Each contestant trains a model of its own, with the
+same initial weights; they take turns, step by step, in one process. Rates are told as a median with its spread over
+rounds, and as ratios to the padded batches of the same round: on a shared machine a ratio of neighbours means more.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import final
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the fork server; threads that spin disturb each other
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from lowvram.config import build
+from lowvram.core.rig import Part, assemble
+from lowvram.core.step import step
+from lowvram.data.documents import Documents, as_documents
+from lowvram.data.loader import Loader
+from lowvram.data.python_source import library_files
+from lowvram.data.source import Data
+from lowvram.data.tokenizer import Bytes
+from lowvram.identity import ROOT
+from lowvram.knobs.optimizer import AdamW
+from lowvram.knobs.stepping import AfterBackward
+from lowvram.models.transformer import TransformerConfig
+from lowvram.tasks import Auto, Problem
+
+CPU = torch.device("cpu")
+BATCH_SIZE, LENGTH = 32, 512
+LOADERS = ("inline", "bucketed", "packed")
+WARMUP_STEPS = 2
+
+
+@final
+@dataclass
+class Contestant:
+    """One loader, and what its steps were like."""
+
+    name: str
+    data: Data
+    problem: Problem
+    batches: Iterator[Part]
+    losses: list[float] = field(default_factory=list)
+    fillings: list[tuple[int, int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        knobs = {"AdamW": AdamW(), "AfterBackward": AfterBackward()}
+        self.rig = assemble(self.problem, knobs, CPU)
+
+    def step(self) -> None:
+        """A step, with the making of its batch."""
+        began = time.perf_counter()
+        batch = next(self.batches)
+        loss, _ = step(self.rig, batch)
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - began)
+        num_tokens, num_places = self.problem.filling(batch).tolist()
+        self.fillings.append((num_tokens, num_places))
+
+    @property
+    def padding(self) -> float:
+        num_tokens, num_places = map(sum, zip(*self.fillings, strict=True))
+        return 1 - num_tokens / num_places
+
+    def rates(self) -> list[float]:
+        """Real tokens per second of each round, which is two steps."""
+        tokens = [num_tokens for num_tokens, _ in self.fillings]
+        pairs = range(WARMUP_STEPS, len(tokens), 2)
+        return [sum(tokens[each : each + 2]) / sum(self.seconds[each : each + 2]) for each in pairs]
+
+
+def option(group: str, name: str) -> DictConfig:
+    node = OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def contestant(name: str, texts: Data) -> Contestant:
+    config = build(option("model", "transformer"), "model")
+    assert isinstance(config, TransformerConfig)
+    model, loader = replace(config, context=LENGTH), build(option("loader", name), "loader")
+    assert isinstance(loader, Loader)
+    data = loader.fit(texts, model)
+    batches = loader.batches(data.train, BATCH_SIZE, 0, 0, CPU)
+    return Contestant(name, data, Auto().pose(model, data.spec), batches)
+
+
+def docstrings() -> Data:
+    """Those of Python's own library, as bytes."""
+    found = [
+        np.frombuffer(f"{text}\n".encode(), np.uint8) for path in library_files().values() for text in within(path)
+    ]
+    lengths = np.array([len(text) for text in found])
+    samples = Documents(lambda text: [found[text]], lengths, LENGTH, pad_id=0)
+    return as_documents(samples, samples, Bytes(), "docstrings of Python's library")
+
+
+def within(path: Path) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def spread(values: list[float], digits: int) -> str:
+    low, *_, high = statistics.quantiles(values, n=20)
+    return f"{statistics.median(values):,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def report(texts: Data, found: list[Contestant], rounds: int) -> str:
+    padded, packed = found[0], found[2]
+    lines = [
+        "# Loaders of texts of uneven lengths",
+        "",
+        f"`scripts/bench_loaders.py {rounds}`, pinned to a core: torch {torch.__version__}, {torch.get_num_threads()} thread.",
+        f"{texts.description.rpartition(';')[0]}; batches of {BATCH_SIZE}; the model of",
+        f"`model=transformer` with a context of {LENGTH}, AdamW, fp32. {rounds} rounds, in which the loaders take turns:",
+        "medians over rounds, and 5 to 95 % of them.",
+        "",
+        "| loader | padding | real tokens/s | against inline |",
+        "|---|---:|---:|---:|",
+    ]
+    for each in found:
+        ratios = [mine / theirs for mine, theirs in zip(each.rates(), padded.rates(), strict=True)]
+        cells = f"{100 * each.padding:.1f} % | {spread(each.rates(), 0)} | {spread(ratios, 2)}"
+        lines.append(f"| `{each.name}` | {cells} |")
+    differences = [abs(one - other) for one, other in zip(padded.losses, packed.losses, strict=True)]
+    lines += [
+        "",
+        "The batches of `packed` and `inline` hold the same texts. Their losses differ by at most",
+        f"{max(differences[:10]):.1e} over the first 10 steps and {max(differences):.1e} over all {len(differences)},",
+        "in which each trains a model of its own.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    page = next((word.removeprefix("to=") for word in words if word.startswith("to=")), None)
+    rounds = next((int(word) for word in words if word.isdigit()), 20)
+    texts = docstrings()
+    found = [contestant(name, texts) for name in LOADERS]
+    for each in found:
+        for _ in range(WARMUP_STEPS):
+            each.step()
+    for _ in range(rounds):
+        for each in (*found, *reversed(found)):
+            each.step()
+    text = report(texts, found, rounds)
+    print(text, end="")
+    if page:
+        Path(page).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
