@@ -53,6 +53,8 @@ ELSEWHERE = {
     "lr_scheduler_type": "choose schedule=cosine (or constant, warmup_cosine)",
     "num_workers": "choose loader=workers; their number is loader.num_workers",
     "dataloader_num_workers": "choose loader=workers; their number is loader.num_workers",
+    "group_by_length": "choose loader=bucketed",
+    "packing": "choose loader=packed",
     "max_length": "it is data.sequence_length",
     "sequence_length": "it is data.sequence_length",
     "image_size": "it is data.image_size",

@@ -125,8 +125,12 @@ def made(
 ) -> Generator[Part, None, None]:
     """What `make` makes of each key, on the device: when it is asked for or, with workers, ahead of time."""
     if num_workers:
-        yield from made_ahead(keys, make, num_workers, prefetch, device)
-    for key in keys if not num_workers else ():
+        return made_ahead(keys, make, num_workers, prefetch, device)
+    return made_now(keys, make, device)
+
+
+def made_now(keys: Iterator[Any], make: Callable[[Any], Part], device: torch.device) -> Generator[Part, None, None]:
+    for key in keys:
         yield make(key).to(device)
 
 

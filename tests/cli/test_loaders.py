@@ -1,0 +1,80 @@
+"""Texts of uneven lengths from the command line: bucketed, packed, refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.calls import Outcome, history, read_row
+
+Call = Callable[..., Outcome]
+TINY = (
+    "model.num_layers=1",
+    "model.width=32",
+    "model.num_heads=2",
+    "data=hub",
+    "data.name=texts.jsonl",
+    "data.samples=documents",
+    "data.sequence_length=32",
+    "data.eval_samples=8",
+    "train.batch_size=8",
+    "logger=none",
+)
+STEPS = ("train.steps=7", "train.eval_every=2", "snapshot.every_steps=2", "seed=3")
+LOADERS = ("inline", "bucketed", "packed")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Sixty texts of 4 to 40 letters, in the folder where calls run."""
+    lines = (json.dumps({"text": chr(97 + number % 26) * (4 + number * number % 37)}) for number in range(60))
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize("loader", ["bucketed", "packed"])
+def test_a_killed_run_with_workers_goes_on_to_the_last_digit(call: Call, tmp_path: Path, loader: str) -> None:
+    """Killed before step 6, so step 5 is logged but not in a snapshot; the whole run has no workers."""
+    words = (*TINY, *STEPS, f"loader={loader}", "accum=x2")
+    whole = call(*words, "hydra.run.dir=outputs/whole")
+    assert whole.code == 0, whole.said()
+    killed = call(*words, "loader.num_workers=2", "hydra.run.dir=outputs/killed", "name=kill@6")
+    assert killed.row["status"] == "killed"
+    resumed = call("resume=last", "name=null")
+    assert resumed.code == 0, resumed.said()
+    assert history(tmp_path / "outputs" / "killed") == history(tmp_path / "outputs" / "whole")
+    weights = [(tmp_path / "outputs" / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "killed")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.usefixtures("texts")
+def test_padding_is_measured_and_the_loss_is_the_same(call: Call, tmp_path: Path) -> None:
+    words = (*TINY, "train.steps=4", f"loader={','.join(LOADERS)}", "hydra.sweep.dir=outputs/sweep")
+    outcome = call("-m", *words)
+    assert outcome.code == 0, outcome.said()
+    rows = {row["choices"]["loader"]: row for row in map(read_row, (tmp_path / "outputs" / "sweep").glob("*/"))}
+    padding = {name: row["data"]["padding"] for name, row in rows.items()}
+    assert padding["inline"] > 0.3
+    assert max(padding["bucketed"], padding["packed"]) < padding["inline"] / 2
+    for which in ("first", "last", "eval"):
+        assert rows["packed"]["loss"][which] == pytest.approx(rows["inline"]["loss"][which], abs=1e-5)
+    assert "padding" in (tmp_path / "outputs" / "sweep" / "table.md").read_text().splitlines()[0]
+    for row in rows.values():
+        assert row["memory"]["peak_bytes"] <= row["plan"]["allocated_bytes"]
+    lines = [history(Path(folder)) for folder in (tmp_path / "outputs" / "sweep").glob("*/") if folder.is_dir()]
+    assert all("data/padding" in line for history_of_run in lines for line in history_of_run if "loss/train" in line)
+
+
+@pytest.mark.usefixtures("texts")
+def test_what_has_no_lengths_is_refused(call: Call) -> None:
+    refused = call("loader=packed", "logger=none")
+    assert refused.code == 3
+    assert "loader='packed': must be inline or workers for samples that are all of one length" in refused.said()
+    refused = call("loader=bucketed", "model=resnet", "logger=none")
+    assert refused.code == 3
+    assert "loader='bucketed': must be inline or workers for images" in refused.said()
