@@ -156,8 +156,9 @@ def report(texts: Data, found: list[Contestant], rounds: int) -> str:
     lines += [
         "",
         "The batches of `packed` and `inline` hold the same texts. With the initial weights the losses of",
-        f"{FROZEN_STEPS} of them differ by at most {largest_difference(texts):.1e}; over the first 10 steps, in which each",
-        f"trains a model of its own, by {first:.1e}. (Later rounding grows, as between any two orders of summing.)",
+        f"{FROZEN_STEPS} of them differ by at most {largest_difference(texts):.1e}; over the first 10 steps,",
+        f"in which each trains a model of its own, by {first:.1e}.",
+        "(Later rounding grows, as between any two orders of summing.)",
     ]
     return "\n".join(lines) + "\n"
 
