@@ -47,7 +47,7 @@ MEASURED = ["mode=measure", "measure.warmup_steps=1", "measure.steps=1", "timeou
 ON_CPU = ["device=cpu", "allocator=tight"]
 
 
-CPU_QUANTITIES = [Quantity("process growth", "least_vram_bytes", "process_peak_bytes")]
+CPU_QUANTITIES = [Quantity("process growth", "process_bytes", "process_peak_bytes")]
 CUDA_QUANTITIES = [
     Quantity("allocated", "allocated_bytes", "peak_bytes"),
     Quantity("reserved", "reserved_bytes", "reserved_bytes"),
@@ -111,7 +111,9 @@ def about(spec: Spec) -> Line:
 def predicted(row: Row) -> Line:
     """Of the plan what is compared; and the size that follows from the number of parameters."""
     plan, parameters = row["plan"] or {}, row["model"]["parameters"]
-    sizes = {name: plan.get(name) for name in ("allocated_bytes", "reserved_bytes", "least_vram_bytes")}
+    sizes = {
+        name: plan.get(name) for name in ("allocated_bytes", "reserved_bytes", "process_bytes", "least_vram_bytes")
+    }
     sixteen = parameters and parameters * BYTES_PER_PARAMETER
     return {"status": row["status"], "reason": row["reason"], **sizes, "sixteen_bytes": sixteen}
 

@@ -49,7 +49,7 @@ def test_budgets_near_a_point_tell_false_fits_and_false_refusals(planned: int, m
 
 
 def predicted(name: str, num_bytes: int | None, time: str = "1", **more: Any) -> dict[str, Any]:
-    line = {"name": name, "time": time, "status": "ok", "reason": None, "least_vram_bytes": num_bytes}
+    line = {"name": name, "time": time, "status": "ok", "reason": None, "process_bytes": num_bytes}
     return {**line, "allocated_bytes": num_bytes, "mem_tracker_bytes": None, **more}
 
 
@@ -111,7 +111,7 @@ class FakeRuns:
 
     def plan(self, points: dict[str, list[str]]) -> list[dict[str, Any]]:
         self.planned += points
-        plan = {"allocated_bytes": 1, "reserved_bytes": None, "least_vram_bytes": 2}
+        plan = {"allocated_bytes": 1, "reserved_bytes": None, "process_bytes": 2}
         return [{"status": "ok", "reason": None, "plan": plan, "model": {"parameters": 3}} for _ in points]
 
 

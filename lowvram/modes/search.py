@@ -20,7 +20,6 @@ from lowvram.settings import KNOB_GROUPS, Settings
 
 # Without those that change what is learnt, and those whose time or memory no plan knows.
 GROUPS = ("allocator", "precision", "ckpt", "stepping", "logits", "offload", "accum")
-NUM_RANKED = 12
 MOST_PLANS = 40  # of combinations, beside those of single options
 SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
 PATIENCE = 1.05  # and that of its time too small
@@ -85,7 +84,7 @@ def search(book: Book, pinned: Iterable[str]) -> Fields:
     explore(book, useful, estimates, num_wanted)
     if not book.fitting:
         raise Incompatible(f"{nothing_fits(list(book.plans.values()))}{more_to_try(book.settings, useful)}")
-    return {"ranking": ranked(book.fitting)[:NUM_RANKED], "account": account(book, space, estimates, refused)}
+    return {"ranking": ranked(book.fitting), "account": account(book, space, estimates, refused)}
 
 
 def offered(book: Book, groups: Sequence[str]) -> tuple[Space, Refused]:

@@ -55,14 +55,20 @@ class Calibration(Rates):
         curves: by family and format; of `Family`, and of `FORMATS`.
         overhead_s: of an operator: what Python, torch and autograd take, with views and modules around it.
         copies: bytes/s by `Lane`, of what goes on beside a card; None: a CPU, where nothing does.
+        getting: rates of memory that a tensor gets from the system, in bytes/s over its bytes; None: nothing is
+            got, as an allocator keeps what was freed.
     """
 
     source = SOURCE
 
     def __init__(
-        self, curves: Mapping[str, Mapping[str, Curve]], overhead_s: float, copies: Mapping[str, float] | None
+        self,
+        curves: Mapping[str, Mapping[str, Curve]],
+        overhead_s: float,
+        copies: Mapping[str, float] | None = None,
+        getting: Curve | None = None,
     ) -> None:
-        self.curves, self.overhead_s, self.copies = curves, overhead_s, copies
+        self.curves, self.overhead_s, self.copies, self.getting = curves, overhead_s, copies, getting
         is_own_host = copies is None
         self.extra = Extra(overhead_s, 0.0, is_own_host) if is_own_host else Extra(0.0, overhead_s, is_own_host)
 
@@ -81,6 +87,10 @@ class Calibration(Rates):
             else:
                 moving_s[here] = seconds(self.curve(FAMILIES[family], name), num_bytes[here])
         return arithmetic_s, moving_s
+
+    def getting_s(self, work: Tensor) -> Tensor:
+        new_bytes = work[:, Column.NEW].double()
+        return torch.zeros_like(new_bytes) if self.getting is None else seconds(self.getting, new_bytes)
 
     def beside_s(self, lane: Lane, num_bytes: Tensor) -> Tensor:
         """Of what is copied, or is computed by the host."""
@@ -154,7 +164,7 @@ def num_threads() -> int:
 
 
 def to_plain(calibration: Calibration) -> dict[str, Any]:
-    return {name: getattr(calibration, name) for name in ("curves", "overhead_s", "copies")}
+    return {name: getattr(calibration, name) for name in ("curves", "overhead_s", "copies", "getting")}
 
 
 def from_plain(held: dict[str, Any]) -> Calibration:
@@ -164,7 +174,8 @@ def from_plain(held: dict[str, Any]) -> Calibration:
         for family, by_format in held["curves"].items()
     }
     copies = None if held["copies"] is None else {lane: float(rate) for lane, rate in held["copies"].items()}
-    return Calibration(curves, float(held["overhead_s"]), copies)
+    getting = None if held["getting"] is None else checked(Curve(*held["getting"]))
+    return Calibration(curves, float(held["overhead_s"]), copies, getting)
 
 
 def checked(curve: Curve) -> Curve:

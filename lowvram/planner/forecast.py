@@ -12,10 +12,12 @@ from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planner.devices import DeviceSpec
 from lowvram.planner.events import Phase, Trace
-from lowvram.planner.hidden import Line, hidden_lines
+from lowvram.planner.families import FAMILIES, Family
+from lowvram.planner.hidden import Line, convolution_lines, hidden_lines
 from lowvram.planner.replay import Event, needs_of
 from lowvram.planner.target import Target
 from lowvram.planner.timing import DataSheet, Rates, step_time
+from lowvram.planner.work import Column
 
 NUM_LARGEST = 10  # tensors that a plan names
 Fields = dict[str, Any]
@@ -45,6 +47,7 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
     lines = hidden_lines(device, torch.__version__, place.num_ranks)
+    lines = lines if device.is_cuda else [*convolution_lines(num_convolutions(trace)), *lines]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
         **(on_card(trace, lines, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, lines)),
@@ -69,12 +72,19 @@ def times(trace: Trace, place: Place) -> Fields:
 
 def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
     """A CPU is its own host, and its process holds what tensors hold at any time in the whole run, and more."""
-    outside = sum(line.num_bytes or 0 for line in lines)
+    tensors = trace.sums().with_host_bytes
     return {
         "allocated_bytes": trace.sums(is_steady=True).peak_bytes,
         "reserved_bytes": None,
-        "least_vram_bytes": trace.sums().with_host_bytes + outside,
+        "process_bytes": tensors + sum(line.num_bytes or 0 for line in lines if line.is_resident),
+        "least_vram_bytes": tensors + sum(line.num_bytes or 0 for line in lines if line.is_capped),
     }
+
+
+def num_convolutions(trace: Trace) -> int:
+    """That differ in shape or format."""
+    work = trace.work[trace.work[:, Column.FAMILY] == FAMILIES.index(Family.CONVOLUTION)]
+    return len(work[:, [Column.FORMAT, Column.FLOPS, Column.BYTES, Column.NEW]].unique(dim=0))
 
 
 def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: int) -> Fields:
@@ -85,6 +95,7 @@ def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: in
     return {
         "allocated_bytes": found.free.allocated_peak_bytes,
         "reserved_bytes": found.free.reserved_peak_bytes,
+        "process_bytes": None,
         "least_vram_bytes": found.least_limit_bytes + outside,
     }
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, final
+from statistics import median
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowvram.core.device import card_of
-from lowvram.planner.calibration import Calibration, Curve, num_threads
+from lowvram.planner.calibration import Calibration, Curve, num_threads, seconds
 from lowvram.planner.devices import AMPERE
 from lowvram.planner.families import FAMILIES, PRODUCTS, Family
 from lowvram.planner.paper import settings_restored
@@ -32,6 +33,9 @@ NUM_ROUNDS = 3  # through all that is measured; the fastest counts, as others di
 STRETCH_S = 4e-3  # that one measurement takes at least, and two calls
 SLOW_S = 0.03  # what takes longer is not tried at larger sizes
 COPIED_BYTES = 2**25
+GOT_BYTES = (2**15, 3 * 2**14, 2**16, 2**20, 2**24, 2**25)  # glibc's thresholds are 64 KiB (tight), at most 32 MiB
+NUM_ALIVE = 4  # of these at a time: the C library has 128 KiB ready, which would do for one
+LEAST_S, LEAST_SHARE = 1e-8, 0.1  # of what is left of a time once that for memory is taken off
 MOST_WAIT_S = 5e-5  # of one thread for another, at the end of an operator
 
 
@@ -43,6 +47,7 @@ class Gauge:
     format: str
     amount: float  # bytes or FLOPs of an operator
     num_operators: int  # in one call
+    new_bytes: Tensor  # (operators,) of what each of them makes
     run: Run
     taken_s: float  # of one call
 
@@ -60,7 +65,8 @@ def calibrate(
             for gauge in (each for each in gauges if each.taken_s < SLOW_S):
                 gauge.taken_s = min(gauge.taken_s, watch(gauge.run))
             overheads.append(overhead_s(device))
-        return Calibration(curves_through(gauges), min(overheads), copies_of(device, watch) if is_card else None)
+        copies, getting = (copies_of(device, watch), None) if is_card else (None, getting_of(watch))
+        return Calibration(curves_through(gauges, getting), min(overheads), copies, getting)
 
 
 @contextmanager
@@ -79,8 +85,8 @@ def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterato
         for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
             with suppress(RuntimeError):  # no such kernel, or no memory for it
                 run = in_tf32(sample.make(2**size, dtype, device), is_tf32)
-                amount, num_operators, name = counted(run, sample.family)
-                gauge = Gauge(sample.family, name, amount, num_operators, run, watch(run))
+                amount, num_operators, name, new_bytes = counted(run, sample.family)
+                gauge = Gauge(sample.family, name, amount, num_operators, new_bytes, run, watch(run))
                 yield gauge
                 if gauge.taken_s < SLOW_S:
                     continue
@@ -119,23 +125,51 @@ class Counting(TorchDispatchMode):
         return out
 
 
-def counted(run: Run, family: Family) -> tuple[float, int, str]:
-    """Of one call: bytes or FLOPs of each of the family's operators on average, their number, and their format."""
+class Counted(NamedTuple):
+    """Of one call."""
+
+    amount: float  # bytes or FLOPs of each of the family's operators on average
+    num_operators: int
+    format: str
+    new_bytes: Tensor  # (operators,)
+
+
+def counted(run: Run, family: Family) -> Counted:
+    """What a call does, as traces count it."""
     with Counting() as counting:
         run()
     work = counting.clerk.work()
     work = work[work[:, Column.FAMILY] == FAMILIES.index(family)]
     column = Column.FLOPS if family in PRODUCTS else Column.BYTES
-    return float(work[:, column].double().mean()), len(work), FORMATS[int(work[-1, Column.FORMAT])]
+    amount = float(work[:, column].double().mean())
+    return Counted(amount, len(work), FORMATS[int(work[-1, Column.FORMAT])], work[:, Column.NEW])
 
 
-def curves_through(gauges: Iterable[Gauge]) -> dict[str, dict[str, Curve]]:
+def curves_through(gauges: Iterable[Gauge], getting: Curve | None) -> dict[str, dict[str, Curve]]:
+    """Rates of the work alone, without the time to get memory for what it makes."""
     curves: dict[str, dict[str, Curve]] = {}
     for gauge in gauges:
         curve = curves.setdefault(gauge.family.value, {}).setdefault(gauge.format, Curve([], []))
+        getting_s = float(seconds(getting, gauge.new_bytes.double()).sum()) if getting else 0.0
         curve.amounts.append(gauge.amount)
-        curve.rates.append(gauge.amount * gauge.num_operators / gauge.taken_s)
+        working_s = max(gauge.taken_s - getting_s, LEAST_SHARE * gauge.taken_s)
+        curve.rates.append(gauge.amount * gauge.num_operators / working_s)
     return curves
+
+
+def getting_of(watch: Stopwatch) -> Curve:
+    """Rates of memory that a tensor gets from the system: the time to fill a new one, less that to fill one which is
+    there. The C library keeps small pieces for itself and returns others at once: each page of these is a fault of the
+    processor when it is touched, which can take ten times as long as the work on it."""
+
+    def got_s(num_bytes: int) -> float:
+        there = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(NUM_ALIVE)]
+        new_s = watch(lambda: [torch.empty(num_bytes, dtype=torch.uint8).fill_(0) for _ in there])
+        return (new_s - watch(lambda: [(torch.empty(1), tensor.fill_(0)) for tensor in there])) / NUM_ALIVE
+
+    taken_s = {num_bytes: median(got_s(num_bytes) for _ in range(NUM_ROUNDS)) for num_bytes in GOT_BYTES}
+    rates = [num_bytes / max(LEAST_S, each) for num_bytes, each in taken_s.items()]
+    return Curve([float(num_bytes) for num_bytes in GOT_BYTES], rates)
 
 
 def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:

@@ -35,7 +35,7 @@ class StepTime:
     """A step's time and what it is made of, in ms."""
 
     products_ms: float  # operators that arithmetic bounds
-    memory_ms: float  # operators that the device's memory bounds
+    memory_ms: float  # operators that the device's memory bounds, and to get memory
     launches_ms: float
     copies_ms: float  # that the device waits for
     host_ms: float  # that the device waits for the host's processor, such as its updates
@@ -68,6 +68,10 @@ class Rates(ABC):
         """(operators,) each: the time for the arithmetic of `Trace.work`, and for the bytes, each line run once; NaN
         where a rate is not known."""
 
+    def getting_s(self, work: Tensor) -> Tensor:
+        """(operators,) the time to get the memory of what they make: none where an allocator keeps what was freed."""
+        return torch.zeros(len(work), dtype=torch.float64)
+
 
 @final
 class DataSheet(Rates):
@@ -97,13 +101,14 @@ def step_time(work: Tensor, rates: Rates) -> StepTime | None:
     arithmetic_s, moving_s = rates.taken_s(work)
     if (arithmetic_s.isnan() | moving_s.isnan()).any():
         return None
-    is_product = arithmetic_s > moving_s
-    taken_s = torch.maximum(arithmetic_s, moving_s) * times
+    is_product, getting_s = arithmetic_s > moving_s, rates.getting_s(work) * times
+    working_s = torch.maximum(arithmetic_s, moving_s) * times
+    taken_s = working_s + getting_s
     waiting_s = excess_s(work, taken_s + extra.launch_s * times * is_device, extra.is_own_host)
     num_launches, busy_s = int(times[is_device].sum()), float(taken_s[is_device].sum())
     return StepTime(
-        1e3 * float(taken_s[is_device & is_product].sum()),
-        1e3 * float(taken_s[is_device & ~is_product].sum()),
+        1e3 * float(working_s[is_device & is_product].sum()),
+        1e3 * float(working_s[is_device & ~is_product].sum() + getting_s[is_device].sum()),
         1e3 * (extra.launch_s * num_launches + max(0.0, extra.dispatch_s * num_launches - busy_s)),
         1e3 * waiting_s[Lane.TO_HOST],
         1e3 * waiting_s[Lane.HOST],

@@ -26,7 +26,7 @@ ATEN = torch.ops.aten
 
 
 class Column(IntEnum):
-    """Of `Trace.work`. The last two are affine in the samples of a part; the others don't depend on them."""
+    """Of `Trace.work`. The last three are affine in the samples of a part; the others don't depend on them."""
 
     PART = 0  # of the batch, from 1 on; 0 before the first
     PHASE = 1  # index into `PHASES`
@@ -36,6 +36,7 @@ class Column(IntEnum):
     TIMES = 5  # that this line is run
     FLOPS = 6  # of a product
     BYTES = 7  # that are read and written; of a copy between host and device, those that travel
+    NEW = 8  # bytes of the tensors that it makes
 
 
 class Lane(Enum):
@@ -90,6 +91,7 @@ class Recipe:
 
     reads: list[tuple[int, str, int]]  # arguments of tensors: place, name, how often each byte is read or written
     written: int | None  # place of the first one that it writes into
+    makes: bool  # tensors
     new: int  # how often each byte of what it makes is read or written
     count_flops: Callable[..., int] | None  # None: it is no product
     is_copy: bool
@@ -119,7 +121,7 @@ def recipe_of(operator: Any) -> Recipe | None:
     new = int(makes) * (2 if packet in PICKING else 1)
     count_flops = flops_formula(packet)
     family = family_of(packet, count_flops is not None)
-    return Recipe(reads, written, new, count_flops, packet in COPIES, family)
+    return Recipe(reads, written, makes, new, count_flops, packet in COPIES, family)
 
 
 def flops_formula(packet: Any) -> Callable[..., int] | None:
@@ -174,13 +176,14 @@ class Clerk:
         if lane is None:
             return
         given = len(args)
-        num_bytes = recipe.new * size(out) if recipe.new else 0
+        new_bytes = size(out) if recipe.makes else 0
+        num_bytes = recipe.new * new_bytes
         for place, name, times in recipe.reads:
             if times and (place < given or name in named):
                 num_bytes += times * size(args[place] if place < given else named[name])
         flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
         number_format = format_of((args, named), recipe.family)
-        self.line(lane, number_format, flops, num_bytes, recipe.family)
+        self.line(lane, number_format, flops, num_bytes, recipe.family, new_bytes)
 
     def note_traffic(self) -> None:
         """Write down what has travelled in the phase that ends."""
@@ -190,9 +193,17 @@ class Clerk:
                 self.line(lane, NO_PRODUCT, 0, after - before)
         self.traffic = now
 
-    def line(self, lane: Lane, number_format: str, flops: int, num_bytes: int, family: Family = Family.MOVING) -> None:
+    def line(
+        self,
+        lane: Lane,
+        number_format: str,
+        flops: int,
+        num_bytes: int,
+        family: Family = Family.MOVING,
+        new_bytes: int = 0,
+    ) -> None:
         codes = (LANES.index(lane), FAMILIES.index(family), FORMATS.index(number_format))
-        self.lines.append((*self.place, *codes, 1, flops, num_bytes))
+        self.lines.append((*self.place, *codes, 1, flops, num_bytes, new_bytes))
 
     def begin_update(self, *_: Any) -> None:
         self.num_before_update = len(self.lines)

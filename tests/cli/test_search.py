@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lowvram.point import Point
 from lowvram.results.row import empty_row, merge, write
-from lowvram.searching import Searches
+from lowvram.searching import Candidate, Searches, in_turn
 from lowvram.winner import with_changes
 from tests.calls import TINY, Outcome, read_row
 
@@ -137,3 +137,15 @@ def test_the_file_is_an_experiment(call: Call) -> None:
     names = [next(iter(each)) for each in OmegaConf.load(path).defaults]
     assert names
     assert all(name.startswith("override /") for name in names)
+
+
+def test_the_last_probe_is_the_thriftiest() -> None:
+    times, sizes = [1.0, 1.1, 1.2, 1.3, 2.0], [10, 9, 9, 5, 4]
+    ranking: list[Candidate] = [
+        {"step_ms": time, "least_vram_bytes": size} for time, size in zip(times, sizes, strict=True)
+    ]
+    order = [ranking.index(one) for one in in_turn(ranking, 3)]
+    assert order == [0, 1, 3, 2, 4]
+    assert in_turn(ranking, 1) == ranking  # one probe is the fastest
+    assert in_turn(ranking[:3], 3) == ranking[:3]
+    assert in_turn(ranking[3:] + ranking[:3], 2) == ranking[3:] + ranking[:3]  # which is the thriftiest already

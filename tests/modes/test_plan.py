@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from lowvram.composed import chosen, plain
 from lowvram.identity import CONF, register_resolvers
 from lowvram.modes.plan import Fields, Planner
+from lowvram.planner.hidden import OBJECTS, PAGES, convolution_lines
 from lowvram.planner.store import Store
 from lowvram.results.planned import plan_lines
 from lowvram.settings import Settings, settings
@@ -50,9 +51,12 @@ def test_a_cpu_is_planned_as_its_ledger_counts() -> None:
     plan = planned(*TINY, "plan.device=cpu")
     assert plan["reserved_bytes"] is None
     assert plan["allocated_bytes"] == sum(plan["by_kind"].values())
-    libraries = sum(line["bytes"] or 0 for line in plan["lines"])
-    assert plan["least_vram_bytes"] >= plan["allocated_bytes"] + libraries  # the build's own peak may be higher
+    least, libraries = plan["least_vram_bytes"], {line["name"]: line["bytes"] or 0 for line in plan["lines"]}
+    assert least >= plan["allocated_bytes"] + libraries[OBJECTS]  # the build's own peak may be higher
+    assert plan["process_bytes"] == least + libraries[PAGES] > least  # which the cap leaves out
     assert plan["fits"] is None  # nobody has named a budget
+    resnet = planned("model=resnet", "data=synthetic", "train.batch_size=4", "plan.device=cpu")
+    assert [line["name"] for line in resnet["lines"]] == [*(one.name for one in convolution_lines(1)), *libraries]
     assert planned(*TINY, "device=cpu")["device"] == "cpu"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowvram.planner.devices import DeviceSpec, device_names, load_device
-from lowvram.planner.hidden import ON_CPU, PAGES, ROWS, Line, hidden_lines, parsed
+from lowvram.planner.hidden import OBJECTS, ON_CPU, PAGES, ROWS, Line, convolution_lines, hidden_lines, parsed
 
 MIB = 2**20
 VERSIONS = ["2.11.0", "2.12.1", "2.13.0+cu130", "2.14.0", "2.15.0.dev20260905"]
@@ -56,11 +56,20 @@ def test_one_rank_talks_to_nobody() -> None:
 
 
 def test_of_a_processor_the_pages_of_libraries_are_known_for_one_version() -> None:
-    known, unknown = hidden_lines(load_device("cpu"), "2.13.0+cpu")
-    assert (known.name, known.num_bytes, known.is_in_allocator) == (PAGES, 36 * MIB, False)
+    pages, objects, unknown = hidden_lines(load_device("cpu"), "2.13.0+cpu")
+    assert (pages.name, pages.num_bytes, pages.is_in_allocator, pages.is_capped) == (PAGES, 34 * MIB, False, False)
+    assert (objects.name, objects.num_bytes, objects.is_capped) == (OBJECTS, 2 * MIB, True)
     assert unknown.num_bytes is None
     for other in ("2.12.1", "2.14.0"):
-        assert [line.num_bytes for line in hidden_lines(load_device("cpu"), other)] == [None, None]
+        assert [line.num_bytes for line in hidden_lines(load_device("cpu"), other)] == [None, None, None]
+
+
+def test_convolutions_of_a_processor_have_lines_of_their_own() -> None:
+    """A shape takes room under a cap, and hardly any of it is touched."""
+    room, constant = convolution_lines(3)
+    assert (room.num_bytes, room.is_capped, room.is_resident) == (6 * MIB, True, False)
+    assert (constant.num_bytes, constant.is_capped, constant.is_resident) == (12 * MIB, True, True)
+    assert not convolution_lines(0)
 
 
 @pytest.mark.parametrize("torch_version", VERSIONS)
