@@ -16,11 +16,12 @@ from tests.modes.test_plan import composed
 CARD = "plan.device=rtx3060"
 WORDS = (*TINY, CARD, "train.batch_size=64", "model.num_layers=3")
 GROUPS = "search.groups=[ckpt,accum,stepping,logits]"
+PLANNER = Planner()  # traces of one test serve the others
 
 
 def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None) -> Book:
     whole, choices = composed(*WORDS, *words)
-    return Book(Planner(), whole, choices, place_of(whole), tell)
+    return Book(PLANNER, whole, choices, place_of(whole), tell)
 
 
 @pytest.fixture(scope="module")
