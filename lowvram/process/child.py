@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from lowvram import job
+from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.knobs.allocator import Tight
 from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
 from lowvram.modes.search import Book, search
+from lowvram.modes.session import Events as Tell
+from lowvram.modes.session import Stop as Listens
 from lowvram.planner.calibration import Calibrations
 from lowvram.planner.gauge import calibrate
 from lowvram.planner.paper import CantPlan
@@ -131,17 +134,27 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
             about |= {"trace": traceback.format_exc()}
     stop.settle()
     lift()
-    if "choices" in request:
-        fields |= {"choices": request["choices"]}  # a cap has changed one of them
     spoken.flush()
-    events("row", fields=fields, **about)
+    events("row", fields=as_used(fields, request), **about)
     return EXIT_CODES.get(fields["status"], 1)
+
+
+def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """With the options of the point: a cap has changed one of them."""
+    return fields | {"choices": request["choices"]} if "choices" in request else fields
 
 
 def speak(spoken: SpokenStream, is_first: bool) -> None:
     """What is printed goes to the parent. All ranks print the same: of the others only what is wrong is heard."""
     sys.stderr = as_stream(spoken)
     sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w")  # noqa: SIM115
+    if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may do without a terminal
+        sys.breakpointhook = refuse_breakpoint
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """pdb would wait for ever for what nobody can type."""
+    raise BadInput("process", "child", "inline where the code calls breakpoint(): a child has no terminal")
 
 
 def as_stream(spoken: Any) -> Any:
@@ -159,6 +172,7 @@ def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) 
         return search_for(request["search"], events)
     if "plan" in request:
         return plan(request["plan"], events)
+    prepare(Path(request["folder"]) / native_log(meeting.rank))
     return run_point(request, events, stop, meeting)
 
 
@@ -169,7 +183,7 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-def plan(points: list[dict[str, Any]], events: Events) -> dict[str, Any]:
+def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
     """Plan point after point, and tell each as it is known."""
     planner = Planner(Store(), Calibrations())
     for index, point in enumerate(points):
@@ -207,9 +221,8 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
     return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
 
 
-def run_point(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+def run_point(request: dict[str, Any], events: Tell, stop: Listens, meeting: Meeting) -> dict[str, Any]:
     """The point itself; returns what it says in its row."""
-    prepare(Path(request["folder"]) / native_log(meeting.rank))
     fields = job.run(settings(request["config"]), request, events, stop, meeting)
     meeting.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
     return {"status": "ok", **fields}
