@@ -23,7 +23,7 @@ WORDS = (
 
 
 def test_all_of_them_are_planned(call: Call) -> None:
-    """Every parameter counts, with its gradient and both of its moments; and something is kept for the backward pass."""
+    """Every parameter counts, with its gradient and both moments; and something is kept for the backward pass."""
     outcome = call("-m", "mode=plan", *WORDS, f"model.name={','.join(map(tiny, CONFIGS))}")
     assert outcome.code == 0, outcome.said()
     rows = {row["config"]["model"]["name"]: row for row in outcome.rows.values()}
