@@ -39,6 +39,7 @@ from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
+AGAIN_S = 0.01  # until an interrupt comes again that a destructor has swallowed
 OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
 
 
@@ -90,8 +91,9 @@ class Stop:
 
     def listen(self) -> None:
         """From here on a signal interrupts; also one that came since the fork."""
-        for number in STOPS:
+        for number in (*STOPS, signal.SIGALRM):
             signal.signal(number, self._on_signal)
+        sys.unraisablehook = self._on_unraisable
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the server has blocked them
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -100,6 +102,14 @@ class Stop:
         first, self.requested = not self.requested, True
         if first and not self._patient:
             raise Interrupted
+
+    def _on_unraisable(self, dropped: Any) -> None:
+        """Python drops what is raised in a destructor: an interrupt comes again, a moment later."""
+        if not isinstance(dropped.exc_value, Interrupted):
+            sys.__unraisablehook__(dropped)
+            return
+        self.requested = False
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
