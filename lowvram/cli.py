@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import sys
-import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lowvram import identity, sweeper
+from lowvram import identity, inline, sweeper
 from lowvram.composed import chosen, config_path, container, output_folder, plain
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
 from lowvram.planning import Plans, beside, is_plan, request_for
@@ -36,14 +35,14 @@ from lowvram.results.terminal import (
     command_line,
     hydra_quoted,
     progress_for,
-    restore_terminal,
     shown_path,
     summary,
+    terminal_restored,
 )
 from lowvram.results.wandb import sync_command
 from lowvram.resume import Resumed, check_new, has_snapshots, holds_run, with_resumed
 from lowvram.searching import Searches, is_search
-from lowvram.settings import check_root
+from lowvram.settings import check_root, is_inline
 from lowvram.start import EXIT_INTERRUPTED
 
 EXIT_FAILED, EXIT_REFUSED = 1, 3
@@ -62,6 +61,8 @@ def main() -> None:
         code = run_program(program, wants_traceback)
         if code and folder is not None:
             program.linger()
+    if program.error is not None:
+        raise program.error  # for the eyes, or the debugger, that process=inline was typed for
     sys.exit(code)
 
 
@@ -84,18 +85,6 @@ def run_program(program: Program, wants_traceback: bool) -> int:
         program.server.stop()
 
 
-@contextlib.contextmanager
-def terminal_restored() -> Any:
-    """Cursor, colours and echo as they were, however a child may have died."""
-    before = termios.tcgetattr(0) if os.isatty(0) else None
-    try:
-        yield
-    finally:
-        restore_terminal(sys.stdout)
-        if before is not None:
-            termios.tcsetattr(0, termios.TCSADRAIN, before)
-
-
 @final
 class Program:
     """One call of the command line: what it has run so far, and how often it was asked to stop."""
@@ -109,6 +98,7 @@ class Program:
         self.swept: list[str] = []  # the keys that differ between the points of a sweep
         self.last: Point | None = None
         self.mistake: Exception | None = None
+        self.error: BaseException | None = None  # of a point that ran in this process
         self.resumed = Resumed(words)
         self.num_signals = 0
         self.plans = Plans(self.server, self.progress, self.stop_signals)
@@ -164,6 +154,7 @@ class Program:
         for config in configs:
             check_root(config)
             check_own(config)
+        inline.check_sweep(configs)
         requests = [request_for(plain(config), chosen(config.hydra.runtime.choices)) for config in configs]
         check = {"check": [request["config"] for request in requests]}
         self.server.run(check, on_event, Orders(None, self.stop_signals))
@@ -188,7 +179,7 @@ class Program:
             self.kept.add(earlier["id"])
             self.rows.append(earlier)
             return
-        row = self.row_of(point)
+        row = self.row_inline(point) if is_inline(point.config) else self.row_of(point)
         if row is not None:
             self.rows.append(row)
         if self.num_signals:
@@ -204,6 +195,13 @@ class Program:
             words = container(HydraConfig.get().overrides.task, resolve=False)
             return Searches(self.server, self.progress, self.stop_signals, self.plans.again).row(point, words)
         return self.run_point(point)
+
+    def row_inline(self, point: Point) -> Row | None:
+        """The same, in this process."""
+        row, self.error = inline.row_inline(point, self.stop_signals)
+        if row is not None and point.sweep:
+            self.tell_point(point, row)
+        return row
 
     def run_point(self, point: Point) -> Row:
         """Run one beside its plan, and tell it."""
@@ -222,6 +220,8 @@ class Program:
             seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
             values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
             check_own(config)
+            if is_inline(values):
+                inline.check_alone(choices, self.launch)
             if not is_sweep and config.resume is None:
                 check_new(folder)
         except MISTAKES:

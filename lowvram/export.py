@@ -15,7 +15,7 @@ from torch import nn
 
 from lowvram.config import build
 from lowvram.core.rig import assemble
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, layout_from
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.models.layout import CONFIG, WEIGHTS, plain, write_json
 from lowvram.tasks import Auto, ModelConfig
@@ -76,8 +76,9 @@ def with_adapter(folder: Path) -> nn.Module:
 
 def described_problem(described: dict[str, Any]) -> tuple[ModelConfig, DataSpec]:
     data = described["data"]
+    layout = data.get("layout") and layout_from(data["layout"])
     shape, vocab_size = tuple(data["shape"]), data.get("vocab_size")
-    spec = DataSpec(Modality[data["modality"]], data["num_classes"], shape, vocab_size)
+    spec = DataSpec(Modality[data["modality"]], data["num_classes"], shape, vocab_size, layout)
     return build(DictConfig(described["model"]), "model"), spec
 
 

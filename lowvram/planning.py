@@ -8,6 +8,7 @@ from typing import Any, final
 
 from lowvram.point import CHILDS_OWN, Point
 from lowvram.process.client import Event, Server
+from lowvram.process.inline import Inline
 from lowvram.process.launch import Launch, as_request
 from lowvram.process.orders import Orders
 from lowvram.results import row as rows
@@ -36,7 +37,7 @@ def request_for(config: Mapping[str, Any], choices: dict[str, str], launch: Laun
 class Plans:
     """The plans of one call of the command line."""
 
-    server: Server
+    server: Server | Inline
     progress: Progress
     stop_signals: Callable[[], int]
     expected: Mapping[int, Request] = field(default_factory=dict)  # of a sweep, by the place of the point

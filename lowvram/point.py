@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from lowvram.config import build_as, checked_values, require
 from lowvram.growing import Attempts, as_left, attempts_with, with_parts
 from lowvram.process.client import Ending, Event, Server
+from lowvram.process.inline import Inline
 from lowvram.process.launch import Launch, as_request
 from lowvram.process.orders import Orders
 from lowvram.results import row as rows
@@ -111,7 +112,7 @@ class Point:
 
 def run_point(
     point: Point,
-    server: Server,
+    server: Server | Inline,
     progress: Progress,
     stop_signals: Callable[[], int],
     plan_again: Callable[[Point], Mapping[str, Any] | None],
@@ -123,7 +124,8 @@ def run_point(
         plan_again: what the point is expected to hold in other parts than it was planned in.
     """
     server.wait_until_ready(Orders(None, stop_signals))
-    recording, orders = Recording(point.as_left(), progress), Orders(point.config["timeout_s"], stop_signals)
+    recording = Recording(point.as_left(), progress, server.disturbs, server.is_fresh and point.launch is None)
+    orders = Orders(point.config["timeout_s"], stop_signals)
     try:
         while True:
             if recording.point.attempts:
@@ -137,10 +139,16 @@ def run_point(
 
 
 class Recording:
-    """Turns the child's events into files, W&B and a row."""
+    """Turns the child's events into files, W&B and a row.
 
-    def __init__(self, point: Point, progress: Progress) -> None:
+    Args:
+        disturbs: what is said in the row of where the point runs, if its figures suffer.
+        can_begin_again: whether there are fresh processes for another attempt.
+    """
+
+    def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
         self.point, self.progress = point, progress
+        self._disturbs, self._can_begin_again = disturbs, can_begin_again
         self.row = point.first_row()
         self.told: dict[int, Told] = {}  # by rank
         self.recorder: Recorder = NullRecorder()
@@ -197,7 +205,7 @@ class Recording:
     def begins_again(self, orders: Orders) -> bool:
         """After the end of an attempt: whether another one follows, with more parts. All is ready for it then."""
         parts = self._more_parts
-        if self.row["status"] != Status.OOM or parts is None or self.point.launch is not None:
+        if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
             return False
         fewer, self.point = self.row["config"]["accum"]["parts"], self.point.in_parts(parts, self.row)
         self.row, self.told, self._more_parts = self.point.first_row(), {}, None
@@ -240,6 +248,7 @@ class Recording:
         self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
             return self.row  # nothing ran: there is nothing to keep
+        self.add({"disturbed": "; ".join(filter(None, [self._disturbs, self.row["disturbed"]])) or None})
         self._advise()
         self._start_recorder()
         self.recorder.finish(self.row)
@@ -256,7 +265,8 @@ class Recording:
             advice = plan["advice"] if "advice" in plan else out_of_memory_advice(None, choices)
             self.add({"reason": f"{self.row['reason']}; {advice}"})
             if self._more_parts is not None:
-                why = f"torchrun's processes can't begin again with more parts: type accum.parts={self._more_parts}"
+                which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
+                why = f"{which} can't begin again with more parts: type accum.parts={self._more_parts}"
                 self.add({"reason": f"{self.row['reason']}; {why}"})
         if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
             self.progress.say(advice)

@@ -14,13 +14,14 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lowvram import identity
 from lowvram.composed import chosen, plain
+from lowvram.config import require
 from lowvram.planning import Plans, beside, is_plan, request_for
 from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Server
 from lowvram.results.row import Row
 from lowvram.results.terminal import QuietProgress
 from lowvram.searching import Searches, is_search
-from lowvram.settings import check_root
+from lowvram.settings import check_root, is_inline
 
 
 @final
@@ -89,6 +90,7 @@ class Runs:
     def _point(self, name: str, words: list[str]) -> Point:
         config = compose("config", [*words, "logger=none"], return_hydra_config=True)
         values, seed = plain(config), check_root(config)["root"].seed
+        require(not is_inline(values), "process", values["process"], "child: these runs are for figures")
         check_own(config)
         index = self._num_points
         self._num_points += 1

@@ -6,6 +6,7 @@ Values live in conf/config.yaml alone; these classes say what they may be.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ KNOB_GROUPS = (
 )
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built like knobs, but no knobs
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
+CHILD, INLINE = "child", "inline"  # where a point runs
 PARENT_ONLY = ("logger", "paths")  # plain values that no child sees
 
 
@@ -142,8 +144,10 @@ class RootSettings:
     timeout_s: float | None
     resume: str | None
     name: str | None
+    process: str
 
     def __post_init__(self) -> None:
+        require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")
         require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
         allowed = "auto, cpu, cuda or cuda:N"
         require(bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)), "device", self.device, allowed)
@@ -214,6 +218,11 @@ def settings(values: dict[str, Any]) -> Settings:
     """The whole configuration, every group built. Imports what the groups name, so it needs torch."""
     config = DictConfig(values)
     return Settings(**check_root(config), groups={group: build(config[group], group) for group in GROUPS})
+
+
+def is_inline(config: Mapping[str, Any]) -> bool:
+    """Whether a point is to run in the process of the program itself."""
+    return config["process"] == INLINE
 
 
 def check_name(name: str | None) -> None:

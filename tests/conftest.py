@@ -101,6 +101,8 @@ class Borrowed:
 
     run: Callable[..., Any]
     wait_until_ready: Callable[..., None]
+    disturbs: None = None
+    is_fresh: bool = True
 
     def stop(self) -> None:
         pass

@@ -26,7 +26,15 @@ from lowvram.settings import (
 )
 from tests.laboratory import NEUTRAL
 
-VALUES = {"vram": None, "timeout_s": None, "resume": None, "name": None, "seed": 0, "device": "auto"}
+VALUES = {
+    "vram": None,
+    "timeout_s": None,
+    "resume": None,
+    "name": None,
+    "seed": 0,
+    "device": "auto",
+    "process": "child",
+}
 OTHERS = {"model": "transformer", "task": "auto", "data": "synthetic", "loader": "inline", "schedule": "constant"}
 
 

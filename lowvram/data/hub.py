@@ -98,7 +98,7 @@ class Hub(TextSource):
 
     def resolve(self, model: FollowedModel) -> Source:
         check_modality("hub", (self.modality,), model)
-        size = model.natural_shape()[-1]
+        size = model.reading(self.modality).natural_shape()[-1]
         sizes = {"sequence_length": self.sequence_length or size, "image_size": self.image_size or size}
         return Following(replace(self, **sizes), model.text_rules)
 

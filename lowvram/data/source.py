@@ -35,6 +35,10 @@ class FollowedModel(Protocol):
         """Raises BadInput unless sequences of one row are kept apart that count their positions from 0 each."""
         ...
 
+    def reading(self, modality: Modality) -> FollowedModel:
+        """The same, if it reads whatever the data are, once they are known to be such."""
+        ...
+
     def natural_shape(self) -> tuple[int, ...]:
         """Shape of one sample's inputs when the source leaves its size open."""
         ...
@@ -131,7 +135,8 @@ def resolve_source(source: Source, model: FollowedModel) -> Source:
     """
     option = type(source).__module__.rpartition(".")[2]  # a source's module is named like its option
     check_modality(option, source.modalities, model)
-    return source.resolve(model)
+    only, *others = source.modalities
+    return source.resolve(model if others else model.reading(only))
 
 
 def check_modality(option: str, held: tuple[Modality, ...], model: FollowedModel) -> None:

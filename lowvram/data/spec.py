@@ -65,6 +65,16 @@ class Layout:
         return tensors.get("", tensors), self.targets.full(num_samples, 0)
 
 
+def layout_from(plain: Mapping[str, Any]) -> Layout:
+    """The inverse of dataclasses.asdict, also of what JSON has made of it."""
+    inputs = tuple((name, tensor_from(each)) for name, each in plain["inputs"])
+    return Layout(inputs, tensor_from(plain["targets"]))
+
+
+def tensor_from(plain: Mapping[str, Any]) -> TensorLayout:
+    return TensorLayout(tuple(plain["shape"]), plain["dtype"])
+
+
 IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
 POSITIONS = "position_ids"  # beside IDS where a row holds several sequences: each counts its tokens from 0
 FEW_SHAPES = 16  # of batches: as many can be compiled one by one

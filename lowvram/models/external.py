@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -69,6 +69,10 @@ class ExternalConfig(ForeignModel):
         raise BadInput(
             "loader", "packed", "bucketed: nobody knows whether model=external keeps sequences of one row apart"
         )
+
+    def reading(self, modality: Modality) -> ExternalConfig:
+        """The same, if nobody has said what it reads, for such data."""
+        return self if self.reads else replace(self, reads=modality)
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""

@@ -132,6 +132,10 @@ class HfConfig(ForeignModel):
         """What it asks of texts."""
         return TextRules(self.pad_id, self.end_id, self.name, self.revision)
 
+    def reading(self, modality: Modality) -> HfConfig:
+        """Itself: it reads what its head is for."""
+        return self
+
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""
         config = self.config()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from lowvram.core.seeds import generator_for
-from lowvram.data.spec import IDS, POSITIONS, DataSpec, TextRules
+from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality, TextRules
 from lowvram.models import layout
 
 
@@ -31,6 +31,10 @@ class OwnModel:
 
     def check_packed(self) -> None:
         """Those of tokens keep sequences of one row apart."""
+
+    def reading(self, modality: Modality) -> Self:
+        """Itself: it reads what it reads."""
+        return self
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         return model(inputs[IDS], inputs[POSITIONS]) if isinstance(inputs, Mapping) else model(inputs)

@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from lowvram import job
+from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.knobs.allocator import Tight
 from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
 from lowvram.modes.search import Book, search
+from lowvram.modes.session import Events as Tell
+from lowvram.modes.session import Stop as Listens
 from lowvram.planner.calibration import Calibrations
 from lowvram.planner.gauge import calibrate
 from lowvram.planner.paper import CantPlan
@@ -36,6 +39,7 @@ from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
+AGAIN_S = 0.01  # until an interrupt comes again that a destructor has swallowed
 OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
 
 
@@ -87,8 +91,9 @@ class Stop:
 
     def listen(self) -> None:
         """From here on a signal interrupts; also one that came since the fork."""
-        for number in STOPS:
+        for number in (*STOPS, signal.SIGALRM):
             signal.signal(number, self._on_signal)
+        sys.unraisablehook = self._on_unraisable
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the server has blocked them
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -97,6 +102,14 @@ class Stop:
         first, self.requested = not self.requested, True
         if first and not self._patient:
             raise Interrupted
+
+    def _on_unraisable(self, dropped: Any) -> None:
+        """Python drops what is raised in a destructor: an interrupt comes again, a moment later."""
+        if not isinstance(dropped.exc_value, Interrupted):
+            sys.__unraisablehook__(dropped)
+            return
+        self.requested = False
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -131,17 +144,27 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
             about |= {"trace": traceback.format_exc()}
     stop.settle()
     lift()
-    if "choices" in request:
-        fields |= {"choices": request["choices"]}  # a cap has changed one of them
     spoken.flush()
-    events("row", fields=fields, **about)
+    events("row", fields=as_used(fields, request), **about)
     return EXIT_CODES.get(fields["status"], 1)
+
+
+def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """With the options of the point: a cap has changed one of them."""
+    return fields | {"choices": request["choices"]} if "choices" in request else fields
 
 
 def speak(spoken: SpokenStream, is_first: bool) -> None:
     """What is printed goes to the parent. All ranks print the same: of the others only what is wrong is heard."""
     sys.stderr = as_stream(spoken)
     sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w")  # noqa: SIM115
+    if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may do without a terminal
+        sys.breakpointhook = refuse_breakpoint
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """pdb would wait for ever for what nobody can type."""
+    raise BadInput("process", "child", "inline where the code calls breakpoint(): a child has no terminal")
 
 
 def as_stream(spoken: Any) -> Any:
@@ -159,6 +182,7 @@ def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) 
         return search_for(request["search"], events)
     if "plan" in request:
         return plan(request["plan"], events)
+    prepare(Path(request["folder"]) / native_log(meeting.rank))
     return run_point(request, events, stop, meeting)
 
 
@@ -169,7 +193,7 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-def plan(points: list[dict[str, Any]], events: Events) -> dict[str, Any]:
+def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
     """Plan point after point, and tell each as it is known."""
     planner = Planner(Store(), Calibrations())
     for index, point in enumerate(points):
@@ -207,9 +231,8 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
     return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
 
 
-def run_point(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+def run_point(request: dict[str, Any], events: Tell, stop: Listens, meeting: Meeting) -> dict[str, Any]:
     """The point itself; returns what it says in its row."""
-    prepare(Path(request["folder"]) / native_log(meeting.rank))
     fields = job.run(settings(request["config"]), request, events, stop, meeting)
     meeting.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
     return {"status": "ok", **fields}

@@ -25,6 +25,9 @@ Ending = dict[str, Any]  # of one rank: see Crew.ended
 class Server:
     """One fork server, started when it is first needed and started anew if it should die."""
 
+    disturbs = None  # nothing is in a child but its point
+    is_fresh = True  # each request gets processes of its own
+
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None

@@ -174,6 +174,32 @@ class Launched(Way):
         return True
 
 
+@final
+class Alone(Way):
+    """The only rank, in the process of the program itself."""
+
+    rank = local_rank = 0
+
+    def count(self, sharding: Sharding, device: torch.device) -> int:
+        num_ranks = wanted_ranks(sharding, device)
+        if num_ranks > 1:
+            raise BadInput("process", "inline", f"child for {num_ranks} ranks: each is a process of its own")
+        return num_ranks
+
+    def num_local(self, num_ranks: int) -> int:
+        return num_ranks
+
+    def open_store(self, num_ranks: int, timeout_s: float) -> Store:
+        raise AssertionError("one rank meets nobody")
+
+    def share(self, store: Store, request: Request) -> None:
+        raise AssertionError("one rank meets nobody")
+
+    @property
+    def is_unwatched(self) -> bool:
+        return False
+
+
 def way_of(place: Place, request: Request) -> Way:
     """The way of the process that stands at `place`."""
     if request.get("launch"):

@@ -7,9 +7,11 @@ import os
 import re
 import shlex
 import sys
+import termios
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -142,6 +144,18 @@ def restore_terminal(stream: TextIO) -> None:
     if stream.isatty():
         stream.write(_SHOW_CURSOR_AND_RESET_COLORS)
         stream.flush()
+
+
+@contextmanager
+def terminal_restored() -> Iterator[None]:
+    """Cursor, colours and echo as they were, however a child may have died."""
+    before = termios.tcgetattr(0) if os.isatty(0) else None
+    try:
+        yield
+    finally:
+        restore_terminal(sys.stdout)
+        if before is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def values_text(values: Mapping[str, float]) -> str:

@@ -22,6 +22,10 @@ class FakeModel:
     num_classes: int | None = None
     text_rules: TextRules = field(default_factory=TextRules)
 
+    def reading(self, modality: Modality) -> FakeModel:
+        """Itself."""
+        return self
+
     def natural_shape(self) -> tuple[int, ...]:
         return self.shape
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import torch
 
-from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
+from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout, layout_from
 
 LABEL = TensorLayout((), "int64")
 
@@ -14,6 +17,11 @@ def test_examples_have_the_shapes_of_samples() -> None:
         "attention_mask": [[1] * 5] * 2,
     }
     assert targets.tolist() == [0, 0]
+
+
+def test_a_layout_comes_back_from_json() -> None:
+    layout = Layout((("a", TensorLayout((2, 3), "float32")), ("b", LABEL)), TensorLayout((4,), "bool"))
+    assert layout_from(json.loads(json.dumps(asdict(layout)))) == layout
 
 
 def test_a_layout_says_what_a_modality_does_not() -> None:

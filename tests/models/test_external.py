@@ -11,9 +11,13 @@ from torch import nn
 from lowvram.config import BadInput
 from lowvram.core.rig import Part, assemble
 from lowvram.core.step import step
+from lowvram.data.imagefolder import ImageFolder
+from lowvram.data.python_source import PythonSource
+from lowvram.data.source import resolve_source
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.external import ExternalConfig
 from lowvram.tasks import Auto
+from tests.calls import ROOT
 from tests.laboratory import CPU, IMAGES, knobs_of, make_batch
 
 WORDS = DataSpec(Modality.TOKENS, 11, (8,))
@@ -121,6 +125,16 @@ def test_arguments_that_do_not_fit_are_told(args: dict[str, Any], message: str) 
     with pytest.raises(BadInput) as told:
         ExternalConfig(f"{HERE}.Speaker", args).make(WORDS)
     assert message in str(told.value)
+
+
+def test_what_it_reads_follows_the_data_and_so_does_their_size() -> None:
+    config = ExternalConfig("torch.nn.Identity", image_size=48, sequence_length=24)
+    images = resolve_source(ImageFolder(path=str(ROOT)), config)
+    assert isinstance(images, ImageFolder)
+    assert images.image_size == 48
+    texts = resolve_source(PythonSource(), config)
+    assert isinstance(texts, PythonSource)
+    assert texts.sequence_length == 24
 
 
 def test_blocks_of_no_class_are_told_with_what_there_is() -> None:

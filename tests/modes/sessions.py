@@ -85,7 +85,7 @@ def session_in(
     task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
     settings = Settings(
-        root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None),
+        root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None, process="child"),
         train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
         measure=MeasureSettings(warmup_steps=1, steps=3, max_seconds=60.0, largest_tensors=False),
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),

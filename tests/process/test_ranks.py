@@ -92,6 +92,19 @@ def test_the_row_has_the_largest_peak_and_each_rank_s(faulty_sweep: tuple[Outcom
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_adapters_learn_on_two_ranks_what_they_learn_on_one(call: Call, adapter: str) -> None:
+    words = ("-m", *TINY, "device=cpu", f"adapter={adapter}", "stepping.clip=1.0", "optimizer.lr=0.01")
+    alone = call(*words, "sharding=none")
+    (losses,) = [history(folder) for folder in alone.folders]
+    both = call(*words, "sharding=ddp,fsdp", "sharding.ranks=2", "hydra.sweep.dir=both")
+    assert both.code == 0, both.said()
+    for folder in both.cwd.glob("both/*/"):
+        for one, other in zip(losses, history(folder), strict=True):
+            assert other == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ended(start: Start, tmp_path: Path) -> None:
     """Stopped as by Ctrl-Z in the middle of the three ranks, in a loop without end, and before the first step. All at
     once: they wait, they don't work."""

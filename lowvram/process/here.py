@@ -1,0 +1,93 @@
+"""The process of the program as that of its point: breakpoints are on the user's terminal, profilers see all of it.
+
+Nothing is redirected: what the point prints, and what a debugger asks, is on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from bdb import BdbQuit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from lowvram.endings import Interrupted, ending
+from lowvram.process import child
+from lowvram.process.client import Event
+from lowvram.process.crew import STOPS
+from lowvram.process.limits import lift
+from lowvram.process.meeting import Alone, Meeting
+from lowvram.process.orders import TIMEOUT_GRACE_S
+
+SECOND_SIGNAL = "ended by a second signal before it could save"
+
+
+@final
+class Stop:
+    """SIGINT and SIGTERM, which the program counts too, and the alarm of `timeout_s`. The first one waits for the step
+    to end, as in a child; the second doesn't."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.requested = self._patient = self._has_ended = False
+        self._timeout_s = timeout_s or 0.0  # 0: no alarm
+        self._pid, self._earlier = os.getpid(), dict[int, Any]()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside the block signals interrupt."""
+        numbers = (*STOPS, signal.SIGALRM) if self._timeout_s else STOPS
+        self._earlier = {int(number): signal.signal(number, self._on_signal) for number in numbers}
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s, TIMEOUT_GRACE_S)
+        try:
+            yield
+        finally:
+            self._has_ended = True
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in self._earlier.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # a loader's worker inherited the handler
+            os._exit(128 + number)
+        if callable(tell := self._earlier[number]):
+            tell(number, frame)
+        first, self.requested = not self.requested, True
+        if self._has_ended or (first and self._patient):
+            return
+        raise Interrupted("" if first else SECOND_SIGNAL)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+
+def run_here(request: dict[str, Any], on_event: Callable[[Event], None]) -> BaseException | None:
+    """Plan, or run one point; returns the error that is to be seen as it is, if it ended with one."""
+
+    def tell(event: str, **fields: Any) -> None:  # what the pipe of a child would make of them
+        on_event(json.loads(json.dumps({"event": event, **fields})))
+
+    error = None
+    stop, meeting = Stop(request.get("config", {}).get("timeout_s")), Meeting(Alone(), request)
+    try:
+        with stop.listening():
+            fields = child.plan(request["plan"], tell) if "plan" in request else run(request, tell, stop, meeting)
+    except BdbQuit:
+        fields = {"status": "interrupted", "reason": "left in the debugger"}
+    except BaseException as raised:  # as in a child: a point always tells how it ended
+        fields = ending(raised)
+        error = raised if fields["status"] == "error" else None
+    lift()
+    tell("row", fields=child.as_used(fields, request), rank=0)
+    return error
+
+
+def run(request: dict[str, Any], tell: Callable[..., None], stop: Stop, meeting: Meeting) -> dict[str, Any]:
+    child.write_proc("clear_refs", "5")  # the peak of resident memory starts here
+    return child.run_point(request, tell, stop, meeting)
