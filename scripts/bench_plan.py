@@ -10,6 +10,7 @@ point, checking its configuration, stands in a line of its own.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -104,6 +105,8 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     torch.set_num_threads(1)
     register_resolvers()
+    gc.collect()
+    gc.freeze()  # as the fork server does before it plans
     print(f"torch {torch.__version__}")
     for model in MODELS:
         for line in time_model(model, rounds):
