@@ -162,7 +162,7 @@ class Program:
             raise KeyboardInterrupt
         if refused:
             raise Refused(refused[0])
-        self.plans.expect(requests, [identity.point_name(list(words), self.swept) for words in batch])
+        self.plans.expect(requests, [sweeper.name_of(words, self.swept) for words in batch])
 
     def stop_signals(self) -> int:
         """How often somebody asked to stop so far."""
@@ -231,7 +231,7 @@ class Program:
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
         return Point(
             id=identity.point_id(_root_=config),
-            name=identity.point_name(words, self.swept) or earlier["name"],
+            name=sweeper.name_of(words, self.swept) or earlier["name"],
             index=about.job.num if is_sweep else earlier["index"],
             folder=folder,
             config=values,

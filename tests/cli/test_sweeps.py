@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.calls import TINY, Outcome, read_row
+from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 
 Call = Callable[..., Outcome]
 
@@ -80,6 +81,30 @@ def test_points_of_a_preset_are_named_by_what_differs(call: Call) -> None:
     outcome = call(*TINY, "sweep=optimizers", "measure.steps=1", "measure.warmup_steps=1", "seed=5")
     assert outcome.code == 0, outcome.said()
     assert outcome.statuses == {"adamw": "ok", "sgd": "ok"}
+
+
+def test_a_waterfall_ends_with_the_smallest_peak(call: Call) -> None:
+    """Each knob is added to those before it, and none of them makes the peak larger."""
+    shape = ("train.batch_size=32", "data.sequence_length=64", "model.num_layers=4")
+    outcome = call(*TINY, *shape, "sweep=waterfall", "measure.steps=1", "measure.warmup_steps=1")
+    assert outcome.code == 0, outcome.said()
+    assert list(outcome.statuses) == ["baseline", "+accum", "+ckpt", "+precision", "+optimizer", "+stepping", "+logits"]
+    peaks = [row["memory"]["peak_bytes"] for row in outcome.rows.values()]
+    assert all(later <= earlier for earlier, later in pairwise(peaks)), peaks
+    assert peaks[-1] < peaks[0] / 4
+    changes = [set(row["choices"].items()) for row in outcome.rows.values()]
+    assert all(len(later - earlier) == 1 for earlier, later in pairwise(changes))
+
+
+@pytest.mark.parametrize(
+    ("small", "sweep"),
+    [(TINY, "one_at_a_time"), (TINY_RESNET, "one_at_a_time"), (TINY_RESNET, "waterfall"), (TINY, "batch_size")],
+    ids=["transformer-one", "resnet-one", "resnet-waterfall", "transformer-batch"],
+)
+def test_every_point_of_a_preset_can_be_had(call: Call, small: tuple[str, ...], sweep: str) -> None:
+    outcome = call(*small, f"sweep={sweep}", "mode=plan", "plan.device=rtx3060", "train.batch_size=32")
+    assert outcome.code == 0, outcome.said()
+    assert set(outcome.statuses.values()) == {"ok"}, outcome.statuses
 
 
 @pytest.mark.parametrize("words", [("sweep=optimizers", "mode=train"), ("-m", "optimizer=adamw,sgd")])
