@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from lowvram import identity, inline, sweeper
 from lowvram.composed import chosen, config_path, container, output_folder, plain
+from lowvram.fidelity import check_fresh
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
 from lowvram.planning import Plans, beside, is_plan, request_for
 from lowvram.point import Point, check_own, remove_folder, run_point
@@ -220,6 +221,7 @@ class Program:
             seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
             values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
             check_own(config)
+            check_fresh(values, self.launch)
             if is_inline(values):
                 inline.check_alone(choices, self.launch)
             if not is_sweep and config.resume is None:

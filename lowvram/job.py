@@ -30,14 +30,25 @@ from lowvram.settings import GROUPS, KNOB_GROUPS, Settings
 TO_HOST = {("offload", "activations"), ("offload", "parameters"), ("stepping", "cpu_offload")}  # a CPU is its own host
 
 
-def run(settings: Settings, request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
-    """Meet the other ranks, assemble the point, run its mode, return what it says in its row."""
+def run(
+    settings: Settings,
+    request: dict[str, Any],
+    events: Events,
+    stop: Stop,
+    meeting: Meeting,
+    more: Mapping[str, Knob],
+) -> dict[str, Any]:
+    """Meet the other ranks, assemble the point, run its mode, return what it says in its row.
+
+    Args:
+        more: knobs that no group has, by name; the last of their stage.
+    """
     started, resident_bytes = time.monotonic(), status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
     num_ranks = meeting.count(sharding, device)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
     device = meeting.join(num_ranks, device, sharding.timeout_s)
-    knobs = named_knobs(settings, request["choices"], device)
+    knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lowvram.config import build_as, checked_values, require
+from lowvram.fidelity import add_fidelity
 from lowvram.growing import Attempts, as_left, attempts_with, with_parts
 from lowvram.process.client import Ending, Event, Server
 from lowvram.process.inline import Inline
@@ -133,6 +134,7 @@ def run_point(
             around = Circumstances(point.folder, orders, num_oom_kills())
             recording.conclude(server.run(recording.point.request(), recording.on_event, orders), around)
             if not recording.begins_again(orders):
+                add_fidelity(recording, server, stop_signals)
                 return recording.close()
     except OSError as error:
         return recording.unwritable(error)

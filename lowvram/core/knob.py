@@ -111,6 +111,11 @@ class Knob(ABC):
         del model
         return None
 
+    def reference(self) -> Knob | None:
+        """What stands in this one's place where numbers are held against training without any saving: itself, if it
+        says what is learnt; None for the neutral option."""
+        return None
+
     @abstractmethod
     def apply(self, rig: Rig) -> Rig:
         """The next rig. May write only the fields of its stage (`WRITES`)."""

@@ -29,6 +29,9 @@ class Whole(Knob):
             "1 with accum=none: choose accum=x2 (or x4 … x32) to split the batch",
         )
 
+    def reference(self) -> Growing:
+        return Growing()
+
     def apply(self, rig: Rig) -> Rig:
         return rig
 
@@ -56,6 +59,9 @@ class Parts(Knob):
             return None
         each = f"each of the {self.parts} parts"
         return f"BatchNorm normalises over {each}, not over the whole batch (model.norm=group doesn't)"
+
+    def reference(self) -> Growing:
+        return Growing()
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, split=self.split)

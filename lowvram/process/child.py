@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import torch
 from lowvram import job
 from lowvram.config import BadInput
 from lowvram.core.device import choose_device
+from lowvram.core.knob import Knob
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.knobs.allocator import Tight
+from lowvram.modes.fidelity import Fidelity
 from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
 from lowvram.modes.search import Book, search
 from lowvram.modes.session import Events as Tell
@@ -35,6 +38,7 @@ from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting, way_of
+from lowvram.reference import reference_of
 from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -180,6 +184,8 @@ def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) 
         return calibrated(request["calibrate"])
     if "search" in request:
         return search_for(request["search"], events)
+    if "reference" in request:
+        return {"status": "ok", "reference": reference_of(**request["reference"])}
     if "plan" in request:
         return plan(request["plan"], events)
     prepare(Path(request["folder"]) / native_log(meeting.rank))
@@ -233,7 +239,11 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
 
 def run_point(request: dict[str, Any], events: Tell, stop: Listens, meeting: Meeting) -> dict[str, Any]:
     """The point itself; returns what it says in its row."""
-    fields = job.run(settings(request["config"]), request, events, stop, meeting)
+    whole, more = settings(request["config"]), dict[str, Knob]()
+    if "fidelity" in request:
+        mode = Fidelity.asked(**request["fidelity"])
+        whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
+    fields = job.run(whole, request, events, stop, meeting, more)
     meeting.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
     return {"status": "ok", **fields}
 

@@ -46,6 +46,13 @@ def number_column(
     return Column(title, values, texts, marked, is_number=True, is_shown=is_shown)
 
 
+def power_column(rows: Sequence[Row], title: str, path: str) -> Column:
+    """Numbers that lie powers of ten apart. None is the best: below some size they are all noise."""
+    values = tuple(value_at(row, path) for row in rows)
+    texts = tuple("" if value is None else f"{value:.1e}" if value else "0" for value in values)
+    return Column(title, values, texts, is_number=True)
+
+
 def value_at(row: Row, path: str) -> float | None:
     value: Any = row
     for key in path.split("."):

@@ -15,7 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from lowvram.results.columns import Column, number_column, number_texts, value_at, words_column
+from lowvram.results.columns import (
+    Column,
+    number_column,
+    number_texts,
+    power_column,
+    value_at,
+    words_column,
+)
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, to_json, write_text
 
 SOURCES = {
@@ -117,6 +124,9 @@ def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
     yield numbers("eval loss", "loss.eval", min, num_digits=4)
     yield numbers("accuracy", "eval.accuracy", max)
     yield numbers("perplexity", "eval.perplexity", min)
+    yield power_column(rows, "gradient error", "fidelity.gradient_error")
+    yield numbers("gradient cosine", "fidelity.gradient_cosine", None, num_digits=6, is_shown=False)
+    yield numbers("loss gap", "fidelity.loss_gap", None)
 
 
 def _memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
@@ -154,6 +164,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
             yield _one_line(f"{name}: disturbed: {row['disturbed']}")
         if row["time"]["is_cut"]:
             yield f"{name}: its window was cut short by measure.max_seconds, after {row['time']['steps']} steps"
+        if (row["fidelity"] or {}).get("reason"):
+            yield _one_line(f"{name}: its fidelity is not known: {row['fidelity']['reason']}")
         if row["semantics_changed"]:
             yield _one_line(f"{name}: semantics changed: {row['semantics_changed']}")
         if is_mixed or row["id"] in kept:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.results.planned import plan_lines
 from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, size_text
@@ -188,6 +188,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         _titled("speed", _speeds(row)),
         _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
         _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
+        _titled("fidelity", _fidelity(row["fidelity"] or {})),
         _titled("disturbed", [row["disturbed"]]),
         _titled("semantics changed", [row["semantics_changed"]]),
         folder and f"results: {shown_path(folder)}",
@@ -242,6 +243,16 @@ def _speeds(row: Row) -> list[str | None]:
     spread = "" if fast is None or slow is None else f" ({fast:.4g}-{slow:.4g})"
     step = None if middle is None else f"step {middle:.4g} ms{spread}"
     return [*(None if rate is None else f"{_rate(rate)} {unit}/s" for rate, unit in rates), step]
+
+
+def _fidelity(found: Mapping[str, Any]) -> list[str | None]:
+    error, cosine, gap = (found.get(name) for name in ("gradient_error", "gradient_cosine", "loss_gap"))
+    return [
+        None if error is None else f"gradient error {error:.1e}",
+        None if cosine is None else f"cosine {cosine:.6f}",
+        None if gap is None else f"loss gap {gap:.3g} over {found['steps']} steps",
+        found.get("reason"),
+    ]
 
 
 def _can_continue(row: Row, folder: Path) -> bool:

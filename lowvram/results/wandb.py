@@ -151,7 +151,7 @@ def stored_run_id(folder: Path) -> str | None:
 def final_values(row: Row) -> dict[str, float | str]:
     """The summary of a run: status, reason, and whatever the row knows, under the names of the metrics."""
     memory, by_kind, traffic = row["memory"], row["memory"]["by_kind_max"] or {}, row["traffic"]
-    planned = (row["plan"] or {}).get("allocated_bytes")
+    planned, fidelity = (row["plan"] or {}).get("allocated_bytes"), row["fidelity"] or {}
     sizes = {
         "peak": memory["peak_bytes"],
         "reserved": memory["reserved_bytes"],
@@ -173,6 +173,7 @@ def final_values(row: Row) -> dict[str, float | str]:
         "loss/train": row["loss"]["last"],
         "loss/eval": row["loss"]["eval"],
         **{f"eval/{what}": value for what, value in row["eval"].items()},
+        **{f"fidelity/{what}": fidelity.get(what) for what in ("gradient_error", "gradient_cosine", "loss_gap")},
     }
     return {name: value for name, value in values.items() if value is not None}
 

@@ -36,6 +36,9 @@ class Freeze(Frozen):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.HEAD} if self.train is None else ())
 
+    def reference(self) -> Freeze:
+        return self
+
     def apply(self, rig: Rig) -> Rig:
         parameters = dict(rig.model.named_parameters(remove_duplicate=False))
         check_matches("adapter.train", self.train or [], parameters, "the model's parameters")

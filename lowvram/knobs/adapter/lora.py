@@ -55,6 +55,9 @@ class Lora(Frozen):
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.NO_RANDOMNESS} if self.dropout else ())
 
+    def reference(self) -> Lora:
+        return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train)
+
     def apply(self, rig: Rig) -> Rig:
         self.adapt(rig.task, rig.model)
         return replace(rig, task=Adapted(rig.task, self.adapt, is_random=self.dropout > 0))

@@ -23,6 +23,7 @@ from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.plain import AdamW
 from lowvram.knobs.optimizer.widened import Landing, keep_formats, noise_of_step
 
 
@@ -48,6 +49,9 @@ class AdamW8bit(Knob):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.C_COMPILER})
+
+    def reference(self) -> AdamW:
+        return AdamW(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))

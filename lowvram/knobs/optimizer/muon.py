@@ -61,6 +61,9 @@ class Muon(Knob):
         check_share("momentum", self.momentum)
         require(1 <= self.iterations < 100, "optimizer.iterations", self.iterations, "at least 1 and below 100")
 
+    def reference(self) -> Muon:
+        return self
+
     def apply(self, rig: Rig) -> Rig:
         rules = rules_of(rig.model, rig.task.head(rig.model))
         return replace(rig, make_optimizer=partial(self.make, rules=rules, landing=Landing(rig.rounding)))

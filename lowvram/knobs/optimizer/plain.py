@@ -46,6 +46,9 @@ class AdamW(Knob):
         check_rates(self.lr, self.weight_decay)
         check_adam(self.beta1, self.beta2, self.eps)
 
+    def reference(self) -> AdamW:
+        return replace(self, moments=Moments.fp32)
+
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
 
@@ -72,6 +75,9 @@ class SGD(Knob):
         require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "at least 0 (no state) and below 1")
         allowed = "false without momentum: raise optimizer.momentum above 0 to use it"
         require(not self.nesterov or self.momentum > 0, "optimizer.nesterov", self.nesterov, allowed)
+
+    def reference(self) -> SGD:
+        return self
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
@@ -105,6 +111,9 @@ class Adafactor(Knob):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
+
+    def reference(self) -> Adafactor:
+        return self
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))

@@ -28,6 +28,9 @@ class AfterBackward(Knob):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})
 
+    def reference(self) -> AfterBackward:
+        return self
+
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, stepper=AfterBackwardStepper(rig.trainable, rig.make_optimizer(rig.trainable), self.clip))
 

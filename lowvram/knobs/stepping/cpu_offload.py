@@ -20,6 +20,7 @@ from lowvram.core.copies import stands_for
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
 from lowvram.core.shards import local, placed, spread_as
+from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
@@ -46,6 +47,9 @@ class CpuOffload(Knob):
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})
+
+    def reference(self) -> AfterBackward:
+        return AfterBackward(self.clip)
 
     def apply(self, rig: Rig) -> Rig:
         stepper = CpuOffloadStepper(rig.trainable, rig.make_optimizer, self.clip, self.offload_fraction)

@@ -20,6 +20,7 @@ from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
 from lowvram.core.shards import SquareSum, local
+from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain, rescale
 
@@ -58,6 +59,9 @@ class InBackward(Knob):
         if self.clip is None or self.norm is not Norm.last_step:
             return None
         return "a step of one part is clipped by the norm of the step before it (stepping.norm=host clips by its own)"
+
+    def reference(self) -> AfterBackward:
+        return AfterBackward(self.clip)
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, stepper=InBackwardStepper(rig.trainable, rig.make_optimizer, self.clip, self.norm))
