@@ -28,6 +28,7 @@ from lowvram.core.knob import Fact
 from lowvram.core.rig import Part, assemble
 from lowvram.export import load
 from lowvram.job import open_data
+from lowvram.modes.fidelity import compared
 from lowvram.options import Option, all_options, knob_of, neutral_options, why_not
 from lowvram.results.row import Row
 from lowvram.runs import Runs
@@ -100,8 +101,9 @@ class Bench:
             return float("nan")
         before, wanted = in_double(row)
         after = dict(load(self.runs.folder / row["id"] / "model").named_parameters())
-        difference = sum(((before[n] - after[n].detach().double()) / RATE - wanted[n]).square().sum() for n in wanted)
-        return float((difference / sum(gradient.square().sum() for gradient in wanted.values())) ** 0.5)
+        found = {name: (before[name] - after[name].detach().double()) / RATE for name in wanted}
+        error = compared((found[name], wanted[name]) for name in wanted).gradient_error
+        return float("nan") if error is None else error
 
 
 def name_of(option: Option | None) -> str:

@@ -5,6 +5,8 @@ name=hang@0              it hangs while it is set up
 name=1.raise+2.segfault  in a sweep over seed: before step 2, the point with seed=1 raises, that with seed=2 crashes
 name=kill@3.1            of several ranks only the second one ends so
 
+name=Forgetful           every accumulation divides by half of its targets
+
 A run's name changes no result and no identity, so such a point is the same point as without the fault.
 """
 
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 COMPILED = "Compiled"  # no fault is written so
+FORGETFUL = "Forgetful"  # nor so: accumulation counts half of its targets, so that gradients are twice as large
 LARGEST_DISK_BYTES = 2**23  # of any test
 
 
@@ -125,7 +128,8 @@ def arm() -> None:
     def named_knobs(settings: Any, *args: Any) -> Any:
         act(settings.root, 0, Path())
         low_bit.compiled_step = compiled_step if settings.root.name == COMPILED else eager(compiled_step)
-        return named(settings, *args)
+        is_forgetful = settings.root.name == FORGETFUL and settings.groups["accum"].parts > 1
+        return named(settings, *args) | ({"forgetful": forgetful()} if is_forgetful else {})
 
     @functools.wraps(updated)
     def update(session: Session, *args: Any) -> Any:
@@ -135,6 +139,21 @@ def arm() -> None:
 
     job.named_knobs = named_knobs
     Session.update = update  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def forgetful() -> Any:
+    """A well-known bug, as a knob."""
+    from dataclasses import replace
+
+    from lowvram.core.knob import Knob, Stage
+
+    class Halved(Knob):
+        stage = Stage.SHARD
+
+        def apply(self, rig: Any) -> Any:
+            return replace(rig, total=lambda parts: rig.total(parts) / 2)
+
+    return Halved()
 
 
 def eager(compiled_step: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -169,6 +169,29 @@ def test_the_best_of_a_column_is_marked(title: str, path: tuple[str, str], less_
     assert best(build([low, high]), title) == {"low" if less_is_better else "high"}
 
 
+def test_fidelity_is_shown_where_it_was_asked_for():
+    """Errors lie powers of ten apart, and none of them is the best: what is exact is all noise."""
+    assert not {"gradient error", "gradient cosine", "loss gap"} & set(titles(build([point("a"), point("b")])))
+    exact = {"gradient_error": 1.26e-7, "gradient_cosine": 1.0, "loss_gap": 0.0, "reason": None}
+    unknown = {"gradient_error": None, "gradient_cosine": None, "loss_gap": None, "reason": "the reference\nis too big"}
+    rows = [
+        point("exact", fidelity=exact),
+        point("lossy", fidelity={**exact, "gradient_error": 0.19, "gradient_cosine": 0.98, "loss_gap": 0.031}),
+        point("same", fidelity={**exact, "gradient_error": 0.0}),
+        point("unknown", fidelity=unknown),
+        point("plain"),
+    ]
+    table = build(rows)
+    assert column(table, "gradient error") == ["1.3e-07", "1.9e-01", "0", "", ""]
+    assert column(table, "loss gap") == ["0.0000", "0.0310", "0.0000", "", ""]
+    assert not best(table, "gradient error") | best(table, "loss gap")
+    assert "unknown: its fidelity is not known: the reference is too big" in table.notes
+    values = next(csv.DictReader(io.StringIO(to_csv(table))))
+    assert float(values["gradient error"]) == 1.26e-7
+    assert float(values["gradient cosine"]) == 1.0
+    assert "gradient cosine" not in to_markdown(table)
+
+
 def test_only_rows_that_went_well_can_be_the_best():
     table = build([point("a", 2.0), point("b", 3.0), point("c", 1.0, status="oom")])
     assert best(table, "peak GiB (tensor bytes on CPU)") == {"a"}
