@@ -30,11 +30,11 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config growing identity inline mistakes planning point resume runs searching settings start "
-        "sweeper table verdict winner"
+        "cli composed config fidelity growing identity inline mistakes planning point resume runs searching settings "
+        "start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
-    "lowvram.results": "accuracy advice columns planned row table terminal wandb",
+    "lowvram.results": "accuracy advice band columns planned row table terminal wandb",
     "lowvram.process": "client crew inline launch orders server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}

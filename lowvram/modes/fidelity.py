@@ -157,4 +157,3 @@ def pieces(found: Tensor | None, wanted: Tensor | None) -> Iterable[tuple[Tensor
     flat = [torch.zeros_like(like).flatten() if one is None else one.flatten() for one in (found, wanted)]
     for one, other in zip(*(each.split(PIECE_ELEMENTS) for each in flat), strict=True):
         yield one.double(), other.double()
-

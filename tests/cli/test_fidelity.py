@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.fidelity import check_fresh
+from lowvram.mistakes import Refused
+from lowvram.process.launch import Launch
 from lowvram.results.row import Row
 from tests.calls import TINY, TINY_RESNET, Outcome, Running
 
@@ -119,6 +122,15 @@ def test_ctrl_c_meanwhile(start: Callable[..., Running], call: Call) -> None:
     again = call(*sweep, f"hydra.sweep.dir={outcome.folder.parent}")
     assert again.row["status"] == "ok"
     assert error(again.row) == 0
+
+
+def test_torchrun_is_refused() -> None:
+    """Its processes are there already, and none can be had beside them."""
+    config = {"measure": {"fidelity": True}, "process": "child"}
+    with pytest.raises(Refused, match=r"^measure\.fidelity=true: must be false under torchrun \(sharding\.ranks=2"):
+        check_fresh(config, Launch(0, 2, 0, 2))
+    check_fresh(config, None)
+    check_fresh({**config, "measure": {"fidelity": False}}, Launch(0, 2, 0, 2))
 
 
 @pytest.mark.parametrize(

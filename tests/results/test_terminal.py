@@ -160,6 +160,7 @@ def test_the_summary_of_a_point_that_went_well(tmp_path: Path, monkeypatch: pyte
         "time": {"step_ms_p50": 12.34, "step_ms_p05": 11.9, "step_ms_p95": 13.0},
         "loss": {"first": 5.5, "last": 2.345678, "eval": 2.5},
         "eval": {"accuracy": 0.75},
+        "fidelity": {"gradient_error": 0.00418, "gradient_cosine": 0.9999915, "loss_gap": 0.0123, "steps": 20},
         "disturbed": "another process held 1.000 GiB of the device's memory",
         "semantics_changed": "BatchNorm normalises parts",
     }
@@ -169,6 +170,7 @@ def test_the_summary_of_a_point_that_went_well(tmp_path: Path, monkeypatch: pyte
         "speed: 45.7 samples/s, 1,234 tokens/s, step 12.34 ms (11.9-13)",
         "loss: first 5.5, last 2.346, eval 2.5",
         "eval: accuracy 0.75",
+        "fidelity: gradient error 4.2e-03, cosine 0.999991, loss gap 0.0123 over 20 steps",
         "disturbed: another process held 1.000 GiB of the device's memory",
         "semantics changed: BatchNorm normalises parts",
         "results: outputs/run",

@@ -222,6 +222,7 @@ def test_final_values_use_the_names_of_the_metrics():
         time={"step_ms_p50": 7.0},
         loss={"first": 9.0, "last": 1.0, "eval": 2.0},
         eval={"accuracy": 0.5, "perplexity": 8.0},
+        fidelity={"gradient_error": 0.004, "gradient_cosine": 0.9, "loss_gap": 0.0, "losses": [1.0], "reason": None},
     )
     assert final_values(row) == {
         "status": "ok",
@@ -243,5 +244,8 @@ def test_final_values_use_the_names_of_the_metrics():
         "loss/eval": 2.0,
         "eval/accuracy": 0.5,
         "eval/perplexity": 8.0,
+        "fidelity/gradient_error": 0.004,
+        "fidelity/gradient_cosine": 0.9,
+        "fidelity/loss_gap": 0.0,
     }
     assert final_values(ended("killed")) == {"status": "killed"}
