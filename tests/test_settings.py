@@ -125,7 +125,7 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         (lambda: RootSettings(**{**VALUES, "name": "../x"}), "name='../x': must be null or 1 to 100 letters"),
         (lambda: RootSettings(**{**VALUES, "vram": "8"}), "vram='8': must be null or a number above 0 with a unit"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_values_out_of_range_are_named(make: Any, sentence: str) -> None:
     with pytest.raises(BadInput) as refused:

@@ -170,7 +170,7 @@ def test_the_summary_of_a_point_that_went_well(tmp_path: Path, monkeypatch: pyte
         "speed: 45.7 samples/s, 1,234 tokens/s, step 12.34 ms (11.9-13)",
         "loss: first 5.5, last 2.346, eval 2.5",
         "eval: accuracy 0.75",
-        "fidelity: gradient error 4.2e-03, cosine 0.999991, loss gap 0.0123 over 20 steps",
+        "fidelity: gradient error 4.2e-03, cosine 0.999992, loss gap 0.0123 over 20 steps",
         "disturbed: another process held 1.000 GiB of the device's memory",
         "semantics changed: BatchNorm normalises parts",
         "results: outputs/run",
