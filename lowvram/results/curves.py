@@ -13,6 +13,7 @@ from lowvram.results.metrics import FILE_NAME
 from lowvram.results.row import Row
 
 NUM_KEPT = 200  # values of one curve: no screen shows more
+MOST_READ = 4000  # lines of one log; of a longer one only every so many-th is looked at
 LOSS, STEP_MS = "loss/train", "time/step_ms"
 
 
@@ -20,12 +21,13 @@ LOSS, STEP_MS = "loss/train", "time/step_ms"
 class Curve:
     """The training loss, and at each value how far the run was. Empty where nothing was logged.
 
-    `seconds`: of steps, without set-up, evaluations and snapshots; None where no step was timed. `samples`: or tokens.
+    `seconds`: of steps, without set-up, evaluations and snapshots; None where no step was timed.
+    `seen`: what had been trained on, in the unit of `seen_per_step`.
     """
 
     loss: tuple[float, ...] = ()
     seconds: tuple[float, ...] | None = None
-    seen: tuple[float, ...] = ()
+    seen: tuple[float, ...] | None = None
 
 
 def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
@@ -40,24 +42,32 @@ def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
     return Curve(
         tuple(float(f"{logged[i][LOSS]:.5g}") for i in kept),
         None if times is None else tuple(round(times[i], 3) for i in kept),
-        tuple(logged[i]["step"] * (seen_per_step or 1) for i in kept),
+        None if seen_per_step is None else tuple(round(logged[i]["step"] * seen_per_step) for i in kept),
     )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Up to a torn one."""
-    found: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
-    for line in text.splitlines():
+    stride = -(-len(lines) // MOST_READ) or 1
+    found = _parsed(lines[(len(lines) - 1) % stride :: stride])
+    return [values for values in found if isinstance(values, dict) and isinstance(values.get("step"), int)]
+
+
+def _parsed(lines: Sequence[str]) -> list[Any]:
+    """All at once is ten times as fast as one by one, which is what finds a torn line."""
+    try:
+        return json.loads(f"[{','.join(lines)}]", parse_constant=lambda _: None)
+    except ValueError:
+        found: list[Any] = []
+    for line in lines:
         try:
-            values = json.loads(line, parse_constant=lambda _: None)
+            found.append(json.loads(line, parse_constant=lambda _: None))
         except ValueError:
             break
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
-            found.append(values)
     return found
 
 

@@ -106,18 +106,20 @@ def effects(rows: Sequence[Row], differing: Sequence[Settings], reference: int) 
             without = found.get(frozenset({**differing[i], name: against}.items()))
             if without is not None and rows[i]["memory"]["source"] == rows[without]["memory"]["source"]:
                 pairs.setdefault((name, value), []).append((i, without))
-    return [
-        _effect(rows, name, value, differing[reference][name], couples) for (name, value), couples in pairs.items()
-    ]
+    return [_effect(rows, name, value, differing[reference][name], couples) for (name, value), couples in pairs.items()]
 
 
 def _effect(rows: Sequence[Row], name: str, value: str, against: str, pairs: list[tuple[int, int]]) -> Effect:
     ratios = [
-        [_ratio(measure(rows[i]), measure(rows[j])) for i, j in pairs]
-        for measure in (memory_bytes, samples_per_s, lambda row: value_at(row, "loss.eval"))
+        [_ratio(measure(rows[i]), measure(rows[j])) for i, j in pairs] for measure in (memory_bytes, samples_per_s)
+    ]
+    losses = [
+        _ratio(value_at(rows[i], "loss.eval"), value_at(rows[j], "loss.eval"))
+        for i, j in pairs
+        if rows[i]["time"]["steps"] == rows[j]["time"]["steps"]  # a window that was cut short has trained less
     ]
     errors = [value_at(rows[i], "fidelity.gradient_error") for i, _ in pairs]
-    return Effect(name, value, against, tuple(pairs), *(_middle(values) for values in (*ratios, errors)))
+    return Effect(name, value, against, tuple(pairs), *(_middle(values) for values in (*ratios, losses, errors)))
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

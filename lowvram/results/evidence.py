@@ -6,7 +6,7 @@ Units: memory in the unit named by `unit`, speed in `speed_unit` per second, tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from lowvram.results.row import KINDS, Row
 
 Evidence = dict[str, Any]
 PEAK_KINDS = tuple(kind for kind in KINDS if kind != "host")  # the host's is no part of the peak
+
+OF_TRAINING = ("last loss", "eval loss", "accuracy", "perplexity")  # only compared after equally many steps
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def evidence(found: Sequence[Entry]) -> Evidence:
     sweeps = list(dict.fromkeys(entry.sweep for entry in found))
     return {
         "title": ", ".join(sweep.name for sweep in sweeps),
-        "about": _about(rows),
+        "about": _about(rows, differing),
         "unit": unit,
         "memory_title": f"{'planned' if is_plan else 'peak'} memory",
         "memory_source": _source(rows),
@@ -66,20 +68,22 @@ def evidence(found: Sequence[Entry]) -> Evidence:
         "baseline": reference,
         "points": [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(found, differing, strict=True)],
         "frontier": frontier(rows),
-        "effects": [asdict(effect) for effect in effects(rows, differing, reference)],
+        "effects": [vars(effect) for effect in effects(rows, differing, reference)],
         "waterfall": waterfall(rows, differing),
         "columns": [_column(column) for column in _columns(found, differing)],
         "notes": table.build(rows).notes,
     }
 
 
-def _about(rows: Sequence[Row]) -> list[str]:
-    """On what and with what it was measured; each once."""
+def _about(rows: Sequence[Row], differing: Sequence[Settings]) -> list[str]:
+    """What was swept, on what and with what it was measured; each once."""
+    names = ", ".join(dict.fromkeys(name for each in differing for name in each))
     where = [row["provenance"] for row in rows]
     models = [f"model={model}" for model in dict.fromkeys(row["choices"].get("model") for row in rows) if model]
     devices = [each["device_name"] for each in where]
     versions = [f"{name} {each[name]}" for name in ("lowvram", "torch") for each in where if each[name]]
-    return list(dict.fromkeys(str(one) for one in (*models, *devices, *versions) if one))
+    swept = f"{len(rows)} points over {names}" if names else None
+    return list(dict.fromkeys(str(one) for one in (swept, *models, *devices, *versions) if one))
 
 
 def _source(rows: Sequence[Row]) -> str:
@@ -107,9 +111,10 @@ def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool)
         "by_kind_reason": row["memory"]["by_kind_reason"],
         "speed": speed and per_sample and speed * per_sample,
         "loss": value_at(row, "loss.eval"),
+        "num_steps": value_at(row, "time.steps"),
         "gradient_error": value_at(row, "fidelity.gradient_error"),
         "loss_gap": value_at(row, "fidelity.loss_gap"),
-        "curve": asdict(curve(entry.folder, row, batch_size and per_sample and batch_size * per_sample)),
+        "curve": vars(curve(entry.folder, row, batch_size and per_sample and batch_size * per_sample)),
     }
 
 
@@ -137,9 +142,9 @@ def _columns(found: Sequence[Entry], differing: Sequence[Settings]) -> list[Colu
         name,
         words_column("sweep", sweeps if len({entry.sweep for entry in found}) > 1 else ()),
         status,
-        words_column("reason", (row["reason"] for row in rows)),
         *(words_column(key, (each.get(key) for each in differing)) for key in names),
         *numbers,
+        words_column("reason", (row["reason"] for row in rows)),
         words_column("command", (row["provenance"]["command"] for row in rows)),
     ]
     return [column for column in columns if any(column.texts)]
@@ -152,4 +157,5 @@ def _column(column: Column) -> Evidence:
         "values": column.values if column.is_number else None,
         "best": sorted(column.best),
         "better": column.better,
+        "is_of_training": column.title in OF_TRAINING,
     }

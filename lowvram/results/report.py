@@ -1,7 +1,7 @@
 """The report of a sweep: one HTML file that holds its data, style and script, and opens offline. Needs no torch.
 
-What it shows is made in evidence.py; how, in the files of page/. Names, reasons and commands come from outside: they are
-escaped here, and the script writes them as text, never as markup.
+What it shows is made in evidence.py; how, in the files of page/. Names, reasons and commands come from outside: they
+are escaped here, and the script writes them as text, never as markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,19 @@ from lowvram.results.terminal import shown_path
 FILE_NAME = "report.html"
 FIGURES = "figures"
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("elements", "scale", "tooltip", "summary", "scatter", "effects", "waterfall", "kinds", "losses", "table", "main")
+SCRIPTS = (
+    "elements",
+    "scale",
+    "tooltip",
+    "summary",
+    "scatter",
+    "effects",
+    "waterfall",
+    "kinds",
+    "losses",
+    "table",
+    "main",
+)
 # No script can be named in JSON that ends the element which holds it.
 _ENDS_AN_ELEMENT = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "<>&\u2028\u2029"})
 

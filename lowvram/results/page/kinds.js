@@ -22,7 +22,7 @@ function drawKinds(width) {
   const order = shown.points.map((_, i) => i).sort((a, b) => size(shown.points[b]) - size(shown.points[a]));
   const rowHeight = order.length > 30 ? 16 : 24, height = order.length * rowHeight + 8;
   const longest = Math.max(...shown.points.map((point) => fullName(point).length));
-  const left = Math.min(longest * 6.8 + 8, width * 0.34), right = width - 86;
+  const left = Math.min(longest * 7.5 + 8, width * 0.34), right = width - 108;
   const x = scale(shown.points.map((point) => Math.max(size(point), point.planned ?? 0)), left, right, { zero: true, log: false });
   return s(
     "svg",
@@ -45,7 +45,7 @@ function kindsOf(point, i, top, rowHeight, x, left, width) {
     "g",
     mark(i),
     s("rect", { class: "back", x: 0, y: top, width, height: rowHeight }),
-    text(left - 6, middle, shortened(fullName(point), left / 6.8), { "text-anchor": "end" }),
+    text(left - 6, middle, shortened(fullName(point), left / 7.5), { "text-anchor": "end" }),
     point.memory !== null ? segments(point, x, bar) : null,
     point.memory === null && point.planned !== null ? s("rect", { ...bar, class: "missing", x: x(0), width: x(point.planned) - x(0) }) : null,
     point.planned !== null ? line(x(point.planned), top + 1, x(point.planned), top + rowHeight - 1, "planned") : null,

@@ -14,14 +14,14 @@ function losses() {
     : h("div", { class: "legend" }, drawn.map((i) => h("span", mark(i, "", false), s("svg", { width: 26, height: 12 }, s("line", { x1: 0, y1: 6, x2: 24, y2: 6, class: "curve", ...style.get(i) })), fullName(shown.points[i]))));
   const plot = (field, title) => drawing((width) => drawLosses(width, drawn, style, field, title));
   return section(
-    "Training loss", "Over the time of its steps, and over what was seen: the same place on the right is the same work.", "",
+    "Training loss", "Over the time of its steps, and over what was seen: the same place on the right is the same work.", shown.waterfall ? "wide" : "",
     legend,
     h("div", { class: `curves ${isMany ? "many" : ""}` }, plot("seconds", "time of steps, s"), plot("seen", `${shown.speed_unit} seen`)),
   );
 }
 
 function drawLosses(width, drawn, style, field, title) {
-  const height = 330, frame = { left: 54, top: 8, right: width - 10, bottom: height - 42 };
+  const height = 330, frame = { left: 54, top: 8, right: width - 24, bottom: height - 42 };
   const known = drawn.filter((i) => shown.points[i].curve[field]);
   if (!known.length) return h("p", { class: "soft" }, "No step was timed.");
   const xs = known.map((i) => shown.points[i].curve[field].at(-1));

@@ -1,7 +1,7 @@
 
 // Numbers: how they are written, and where on an axis they lie.
 
-const LOG_FROM = 8; // times between the smallest and the largest: on a linear axis the small ones lie on top of each other
+const LOG_FROM = 12; // times between the smallest and the largest: on a linear axis the small ones lie on top of each other
 
 function short(value) {
   if (value === null || value === undefined) return "–";

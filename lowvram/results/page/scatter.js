@@ -2,7 +2,7 @@
 // Memory against throughput: the frontier is what no other point beats in both.
 
 const CIVIDIS = ["#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838"];
-const MOST_LABELS = 14;
+const CROWD = 40; // points, among which only a few names can be read
 const LEAST_ERROR = 1e-8; // an exact gradient on a logarithmic scale
 
 function scatter() {
@@ -38,7 +38,7 @@ function errorLegend() {
 }
 
 function drawScatter(width, isColoured) {
-  const height = 400, frame = { left: 62, top: 10, right: width - 14, bottom: height - 44 };
+  const height = 400, frame = { left: 72, top: 10, right: width - 14, bottom: height - 44 };
   const placed = shown.points.map((point, i) => ({ point, i })).filter(({ point }) => point.memory !== null && point.speed !== null);
   const absent = shown.points.map((point, i) => ({ point, i })).filter(({ point }) => !isOk(point) && point.speed === null && (point.memory ?? point.planned) !== null);
   if (!placed.length) return h("p", { class: "soft" }, "No point has both a peak and a speed.");
@@ -63,18 +63,22 @@ function dot(point, i, cx, cy, isColoured) {
   const isBest = shown.frontier.includes(i), attributes = mark(i, `dot ${isBest ? "best" : "plain"}`);
   const hasError = isColoured && point.gradient_error !== null;
   const circle = s("circle", { ...attributes, cx, cy, r: isBest ? 6 : 5 });
-  if (hasError) circle.style.fill = colourOf(point.gradient_error);
+  if (hasError) {
+    circle.classList.add("coloured");
+    circle.style.fill = colourOf(point.gradient_error);
+  }
   return circle;
 }
 
 // Names of the baseline and the frontier, each where it covers no other.
 function names(x, y, frame) {
-  const boxes = [], wanted = [...new Set([baseline, ...shown.frontier])].slice(0, MOST_LABELS);
+  const boxes = [], ends = [shown.frontier[0], shown.frontier.at(-1)], most = shown.points.length > CROWD ? 5 : 14;
+  const wanted = [...new Set([baseline, ...ends, ...shown.frontier])].filter((i) => i !== undefined).slice(0, most);
   return wanted.filter((i) => shown.points[i].memory !== null && shown.points[i].speed !== null).map((i) => {
     const point = shown.points[i], words = shortened(fullName(point), 30), width = words.length * 6.6;
     const at = [x(point.memory), y(point.speed)];
-    for (const [dx, dy, left] of [[10, 4, 0], [-10 - width, 4, 0], [-width / 2, -11, 0], [-width / 2, 20, 0]]) {
-      const box = [at[0] + dx + left, at[1] + dy - 11, at[0] + dx + width, at[1] + dy + 3];
+    for (const [dx, dy] of [[13, 4], [-13 - width, 4], [-width / 2, -13], [-width / 2, 22]]) {
+      const box = [at[0] + dx, at[1] + dy - 11, at[0] + dx + width, at[1] + dy + 3];
       const isFree = boxes.every((other) => box[0] > other[2] || box[2] < other[0] || box[1] > other[3] || box[3] < other[1]);
       if (!isFree || box[0] < frame.left || box[2] > frame.right || box[1] < 0 || box[3] > frame.bottom) continue;
       boxes.push(box);

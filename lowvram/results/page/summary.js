@@ -31,10 +31,10 @@ function cards() {
   return h(
     "div",
     { class: "cards" },
-    card("baseline", base, base),
+    card(fastest === base ? "baseline, and the fastest" : "baseline", base, base),
     card(`smallest ${shown.memory_title}`, smallest(points), base),
-    base.speed ? card(`smallest at ${SLOWEST * 100} % of the baseline's speed or more`, unslowed, base) : null,
-    fastest ? card("fastest", fastest, base) : null,
+    unslowed && unslowed !== base && unslowed !== smallest(points) ? card(`smallest at ${SLOWEST * 100} % of the baseline's speed or more`, unslowed, base) : null,
+    fastest && fastest !== base ? card("fastest", fastest, base) : null,
     counts(),
   );
 }

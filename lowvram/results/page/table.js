@@ -9,7 +9,7 @@ function table() {
     h(
       "th",
       { scope: "col", class: column.values ? "number" : "", "aria-sort": "none" },
-      h("button", { type: "button", click: () => sortBy(c) }, column.title),
+      h("button", { type: "button", class: column.title.length > 14 ? "long" : "", click: () => sortBy(c) }, column.title),
     ),
   );
   const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "filter the rows", input: (event) => filterRows(event.target.value) });
@@ -41,7 +41,8 @@ function tableRow(i) {
 }
 
 function numberCell(column, i) {
-  const ratio = i === baseline ? null : ratioOf(column.values[i], column.values[baseline]);
+  const isFair = !column.is_of_training || shown.points[i].num_steps === shown.points[baseline].num_steps;
+  const ratio = i === baseline || !isFair ? null : ratioOf(column.values[i], column.values[baseline]);
   return h(
     "td",
     { class: `number ${column.best.includes(i) ? "best" : ""}` },

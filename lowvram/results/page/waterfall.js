@@ -1,7 +1,7 @@
 
 // Knobs added one by one. On a logarithmic axis the length of a bar is the factor that its knob saves.
 
-const STEP_HEIGHT = 34;
+const stepHeight = () => Math.max(26, Math.min(52, 350 / shown.waterfall.length)); // as high as the plot beside it
 
 function waterfall() {
   if (!shown.waterfall) return null;
@@ -21,7 +21,7 @@ function waterfall() {
 const swatch = (name, words) => key(s("rect", { width: 12, height: 12, class: name }), words);
 
 function drawWaterfall(width) {
-  const steps = shown.waterfall, height = 12 + steps.length * STEP_HEIGHT;
+  const steps = shown.waterfall, height = 12 + steps.length * stepHeight();
   const frame = { left: Math.min(190, width * 0.28), top: 6, right: width - 178, bottom: height };
   const known = steps.map(({ point }) => shown.points[point].memory).filter((memory) => memory !== null);
   if (!known.length) return h("p", { class: "soft" }, "No point has a peak.");
@@ -45,11 +45,11 @@ function drawWaterfall(width) {
 }
 
 function drawStep(step, point, before, x, frame, i) {
-  const top = frame.top + i * STEP_HEIGHT, middle = top + STEP_HEIGHT / 2, first = shown.points[shown.waterfall[0].point];
+  const high = stepHeight(), top = frame.top + i * high, middle = top + high / 2, first = shown.points[shown.waterfall[0].point];
   const words = i === 0 ? "baseline" : `+ ${step.added.join(" ")}`;
   const name = text(0, middle + 4, shortened(words, frame.left / 6.6), {});
   const attributes = mark(step.point);
-  const back = s("rect", { class: "back", x: 0, y: top, width: frame.right + 178, height: STEP_HEIGHT });
+  const back = s("rect", { class: "back", x: 0, y: top, width: frame.right + 178, height: high });
   if (point.memory === null || !isOk(point)) {
     return s("g", attributes, back, name, text(frame.left + 6, middle + 4, `${SIGNS[point.status] ?? "?"} ${point.status}`, { class: "soft" }));
   }
@@ -61,8 +61,8 @@ function drawStep(step, point, before, x, frame, i) {
     attributes,
     back,
     name,
-    s("rect", { class: "bar rest", x: frame.left, y: top + 8, width: x(left) - frame.left, height: STEP_HEIGHT - 16 }),
-    s("rect", { class: `bar ${kind}`, x: x(left), y: top + 8, width: x(right) - x(left), height: STEP_HEIGHT - 16 }),
+    s("rect", { class: "bar rest", x: frame.left, y: top + 8, width: x(left) - frame.left, height: high - 16 }),
+    s("rect", { class: `bar ${kind}`, x: x(left), y: top + 8, width: x(right) - x(left), height: high - 16 }),
     text(frame.right + 10, middle - 3, i === 0 ? withUnit(point.memory) : `${withUnit(point.memory)}: ${times(less)}`, {}),
     text(frame.right + 10, middle + 11, point.speed === null ? "" : i === 0 ? `${short(point.speed)} ${shown.speed_unit}/s` : `${short(speed)} × the speed`, { class: "soft", "font-size": 11 }),
   );
