@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 WIDTH_INCHES, HEIGHT_INCHES, ROW_INCHES = 6.4, 4.2, 0.28
 DOTS_PER_INCH = 200
 MOST_NAMED = 12  # curves that a legend can name
+LOG_FROM = 12  # times between the smallest and the largest peak
 # Okabe and Ito's colours, which colour-blind people can tell apart; as in page/report.css.
 GOOD, BAD, GREY = "#0063a0", "#b54800", "#8a8f96"
 KIND_COLOURS = {
@@ -90,15 +91,24 @@ def _scatter(axes: Axes, shown: Evidence) -> None:
     edge = [shown["points"][i] for i in shown["frontier"]]
     axes.plot([point["memory"] for point in edge], [point["speed"] for point in edge], "--", color=GOOD, linewidth=1)
     named = edge if len(edge) <= MOST_NAMED else [edge[0], edge[-1]]
-    for point in named:
-        place = (point["memory"], point["speed"])
-        axes.annotate(_plain(point["name"]), place, (5, 5), textcoords="offset points", fontsize=7)
-    axes.set(xlabel=_memory(shown), ylabel=f"{shown['speed_unit']}/s", ylim=(0, None), xscale=_scale(at[0]))
+    for number, point in enumerate(named):
+        offset, side = (0, -13 if number % 2 else 7), "left" if point is edge[0] else "right"
+        words, place = _plain(point["name"]), (point["memory"], point["speed"])
+        axes.annotate(words, place, offset, textcoords="offset points", fontsize=7, ha=side)
+    axes.set(xlabel=_memory(shown), ylabel=f"{shown['speed_unit']}/s")
+    axes.set_ylim(0, 1.08 * max(at[1]))
+    if max(at[0]) > LOG_FROM * min(at[0]):
+        _log_axis(axes)
     axes.grid(alpha=0.3)
 
 
-def _scale(values: list[float]) -> str:
-    return "log" if max(values) > 12 * min(values) else "linear"
+def _log_axis(axes: Axes) -> None:
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _effects(axes: Axes, shown: Evidence) -> None:
@@ -115,23 +125,28 @@ def _effects(axes: Axes, shown: Evidence) -> None:
 
 
 def _waterfall(axes: Axes, shown: Evidence) -> None:
+    peaks = [shown["points"][step["point"]]["memory"] for step in shown["waterfall"]]
+    known = [peak for peak in peaks if peak is not None]
+    least, most = 0.7 * min(known), max(known)
     labels, before = [], None
-    for row, step in enumerate(shown["waterfall"]):
-        point = shown["points"][step["point"]]
+    for row, (step, peak) in enumerate(zip(shown["waterfall"], peaks, strict=True)):
+        status = shown["points"][step["point"]]["status"]
         name = "+ " + " ".join(step["added"]) if row else "baseline"
-        labels.append(_plain(name if point["status"] == "ok" else f"{name} ({point['status']})"))
-        if point["memory"] is None or point["status"] != "ok":
+        labels.append(_plain(name if status == "ok" else f"{name} ({status})"))
+        if peak is None or status != "ok":
             continue
-        start, end = point["memory"] if before is None else before, point["memory"]
-        colour = GREY if step["is_accumulation"] else GOOD if start >= end else BAD
-        axes.barh(row, max(start - end, end - start), left=min(start, end), color=colour)
-        axes.plot([end, end], [row - 0.4, row + 0.4], color="black", linewidth=1.5)
-        axes.annotate(f"{end:.3g}", (max(start, end), row), (4, 0), textcoords="offset points", va="center", fontsize=8)
-        before = end
+        start = peak if before is None else before
+        colour = GREY if step["is_accumulation"] else GOOD if start >= peak else BAD
+        axes.barh(row, min(start, peak) - least, left=least, color=GOOD, alpha=0.25)
+        axes.barh(row, abs(start - peak), left=min(start, peak), color=colour)
+        words = f"{peak:.3g} {shown['unit']}" + (f", {known[0] / peak:.3g} × less" if row else "")
+        axes.text(1.12 * most, row, words, va="center", fontsize=8)
+        before = peak
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set(xlabel=f"{_memory(shown)}; grey: plain accumulation", xscale="log")
-    axes.margins(x=0.12)
+    axes.set_xlabel(f"{_memory(shown)}; grey: plain accumulation")
+    _log_axis(axes)
+    axes.set_xlim(least, most * (most / least) ** 0.55)
 
 
 def _kinds(axes: Axes, shown: Evidence) -> None:

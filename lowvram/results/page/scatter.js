@@ -74,13 +74,18 @@ function dot(point, i, cx, cy, isColoured) {
 function names(x, y, frame) {
   const boxes = [], ends = [shown.frontier[0], shown.frontier.at(-1)], most = shown.points.length > CROWD ? 5 : 14;
   const wanted = [...new Set([baseline, ...ends, ...shown.frontier])].filter((i) => i !== undefined).slice(0, most);
-  return wanted.filter((i) => shown.points[i].memory !== null && shown.points[i].speed !== null).map((i) => {
+  const placed = wanted.filter((i) => shown.points[i].memory !== null && shown.points[i].speed !== null);
+  const isOver = (box) => placed.some((i) => {
+    const [cx, cy] = [x(shown.points[i].memory), y(shown.points[i].speed)];
+    return cx > box[0] - 5 && cx < box[2] + 5 && cy > box[1] - 4 && cy < box[3] + 4;
+  });
+  return placed.map((i) => {
     const point = shown.points[i], words = shortened(fullName(point), 30), width = words.length * 6.6;
     const at = [x(point.memory), y(point.speed)];
     for (const [dx, dy] of [[13, 4], [-13 - width, 4], [-width / 2, -13], [-width / 2, 22]]) {
       const box = [at[0] + dx, at[1] + dy - 11, at[0] + dx + width, at[1] + dy + 3];
       const isFree = boxes.every((other) => box[0] > other[2] || box[2] < other[0] || box[1] > other[3] || box[3] < other[1]);
-      if (!isFree || box[0] < frame.left || box[2] > frame.right || box[1] < 0 || box[3] > frame.bottom) continue;
+      if (!isFree || isOver(box) || box[0] < frame.left || box[2] > frame.right || box[1] < 0 || box[3] > frame.bottom) continue;
       boxes.push(box);
       return text(box[0], at[1] + dy, words, { class: "halo" });
     }
