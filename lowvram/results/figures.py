@@ -58,7 +58,7 @@ def _wanted(shown: Evidence) -> dict[str, tuple[Draw, int]]:
         figures["memory_and_speed"] = (_scatter, 0)
     if shown["effects"]:
         figures["choices"] = (_effects, len(shown["effects"]))
-    if shown["waterfall"]:
+    if shown["waterfall"] and any(point["memory"] for point in points):
         figures["waterfall"] = (_waterfall, len(shown["waterfall"]))
     if any(point["by_kind"] for point in points):
         figures["kinds"] = (_kinds, sum(bool(point["by_kind"]) for point in points))

@@ -1,5 +1,5 @@
 
-// The page: everything is made once, and what compares is made again when another baseline is chosen.
+// The page: the first screen at once, the rest when that is painted. What compares is made again for another baseline.
 
 const shown = JSON.parse(document.getElementById("data").textContent);
 const isMerged = new Set(shown.points.map((point) => point.sweep)).size > 1;
@@ -7,22 +7,30 @@ let baseline = shown.baseline;
 
 function setBaseline(i) {
   baseline = i;
-  document.querySelector(".cards")?.replaceWith(cards());
+  document.querySelector(".cards").replaceWith(cards());
   fillTable();
   drawAll(true);
 }
 
-function build() {
+function add(...sections) {
+  document.getElementById("main").append(...sections.filter(Boolean));
+}
+
+function buildFirst() {
   document.getElementById("head").append(head());
-  const answer = shown.waterfall ? waterfall() : effects();
-  const parts = [answer, scatter(), failures(), shown.waterfall ? effects() : null, kinds(), losses(), table()];
-  const main = document.getElementById("main");
-  main.before(cards());
-  main.append(...parts.filter(Boolean));
+  document.getElementById("main").before(cards());
+  add(shown.waterfall ? waterfall() : effects(), scatter());
+  drawAll(false);
+}
+
+function buildRest() {
+  add(failures(), shown.waterfall ? effects() : null, kinds(), losses(), table());
   fillTable();
-  drawAll(true);
+  drawAll(false);
   listen();
   addEventListener("resize", () => requestAnimationFrame(() => drawAll(false)));
+  document.body.dataset.isComplete = "true";
 }
 
-build();
+buildFirst();
+requestAnimationFrame(() => setTimeout(buildRest));

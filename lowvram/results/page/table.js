@@ -12,7 +12,7 @@ function table() {
       h("button", { type: "button", class: column.title.length > 14 ? "long" : "", click: () => sortBy(c) }, column.title),
     ),
   );
-  const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "filter the rows", input: (event) => filterRows(event.target.value) });
+  const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "filter the rows", input: filterRows, id: "filter" });
   return section(
     "All points", "Below each number its change from the baseline, for the better in blue, for the worse in orange. Choose the baseline above.", "wide",
     filter,
@@ -22,11 +22,12 @@ function table() {
 }
 
 function fillTable() {
-  document.getElementById("rows").replaceChildren(...order().map(tableRow));
+  document.getElementById("rows")?.replaceChildren(...order().map(tableRow));
   document.querySelectorAll("th").forEach((head, c) => {
     const direction = sorted.isDescending ? "descending" : "ascending";
     head.setAttribute("aria-sort", c === sorted.column ? direction : "none");
   });
+  filterRows();
 }
 
 function tableRow(i) {
@@ -75,9 +76,9 @@ function sortBy(column) {
   findMarks();
 }
 
-function filterRows(words) {
-  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
-  for (const row of document.getElementById("rows").children) {
+function filterRows() {
+  const wanted = (document.getElementById("filter")?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  for (const row of document.getElementById("rows")?.children ?? []) {
     const found = row.textContent.toLowerCase();
     row.hidden = !wanted.every((word) => found.includes(word));
   }

@@ -10,6 +10,9 @@ from typing import Any
 from lowvram.defaults import neutral_options
 from lowvram.results.row import MIB, Row, empty_row, merge, write
 
+# What a name, a reason or a command could hold to run as a program.
+HOSTILE = "</script><img src=x onerror=\"document.title='pwned'\">' onload='x' <!--<script>\u2028&lt;$data"
+HOSTILE_FOLDER = '"><img src=x onerror=alert(1)>&lt;$data'
 SAVES = {
     "bf16": 0.65,
     "fp16": 0.66,
