@@ -60,7 +60,8 @@ def _varies(name: str, rows: Sequence[Row], flat: Sequence[Mapping[str, Any]]) -
     group, dot, _ = name.partition(".")
     seen: dict[str | None, set[str]] = {}
     for row, leaves in zip(rows, flat, strict=True):
-        seen.setdefault(row["choices"].get(group) if dot else None, set()).add(_text(leaves.get(name)))
+        if name in leaves:
+            seen.setdefault(row["choices"].get(group) if dot else None, set()).add(_text(leaves[name]))
     return any(len(values) > 1 for values in seen.values())
 
 
