@@ -106,7 +106,7 @@ def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool)
         "command": row["provenance"]["command"],
         "settings": dict(differing),
         "memory": _scaled(memory_bytes(row), unit_bytes),
-        "planned": _scaled(value_at(row, "plan.allocated_bytes"), unit_bytes),
+        "planned": None if _is_plan(row) else _scaled(value_at(row, "plan.allocated_bytes"), unit_bytes),
         "by_kind": kinds and [_scaled(kinds.get(kind) or 0, unit_bytes) for kind in PEAK_KINDS],
         "by_kind_reason": row["memory"]["by_kind_reason"],
         "speed": speed and per_sample and speed * per_sample,

@@ -60,8 +60,8 @@ def _wanted(shown: Evidence) -> dict[str, tuple[Draw, int]]:
         figures["choices"] = (_effects, len(shown["effects"]))
     if shown["waterfall"] and any(point["memory"] for point in points):
         figures["waterfall"] = (_waterfall, len(shown["waterfall"]))
-    if any(point["by_kind"] for point in points):
-        figures["kinds"] = (_kinds, sum(bool(point["by_kind"]) for point in points))
+    if any(point["by_kind"] and point["memory"] for point in points):
+        figures["kinds"] = (_kinds, sum(bool(point["by_kind"] and point["memory"]) for point in points))
     for field in ("seconds", "seen"):
         if any(point["curve"][field] for point in points):
             figures[f"loss_over_{'time' if field == 'seconds' else shown['speed_unit']}"] = (_losses(field), 0)
@@ -150,13 +150,18 @@ def _waterfall(axes: Axes, shown: Evidence) -> None:
 
 
 def _kinds(axes: Axes, shown: Evidence) -> None:
-    found = sorted((point for point in shown["points"] if point["by_kind"]), key=lambda point: point["memory"])
+    found = sorted(
+        (point for point in shown["points"] if point["by_kind"] and point["memory"]), key=lambda point: point["memory"]
+    )
     left = [0.0] * len(found)
     for k, kind in enumerate(shown["kinds"]):
         sizes = [point["by_kind"][k] for point in found]
         if any(sizes):
             axes.barh(range(len(found)), sizes, left=left, label=kind, color=KIND_COLOURS[kind])
         left = [start + size for start, size in zip(left, sizes, strict=True)]
+    rests = [max(0.0, point["memory"] - start) for point, start in zip(found, left, strict=True)]
+    if any(rest > 0.005 * point["memory"] for point, rest in zip(found, rests, strict=True)):
+        axes.barh(range(len(found)), rests, left=left, label="kind unknown", color=GREY, alpha=0.45)
     planned = [(point["planned"], row) for row, point in enumerate(found) if point["planned"] is not None]
     if planned:
         axes.plot(*zip(*planned, strict=True), "|", color="black", markersize=10, label="planned")

@@ -74,7 +74,13 @@ def test_only_its_own_script_and_style_may_run(tmp_path: Path) -> None:
 def test_what_comes_from_outside_is_only_text(tmp_path: Path) -> None:
     plain = page(tmp_path / "plain", [point(0, {}), failed(1, "error", "x")])
     rows = [
-        point(0, {"model": HOSTILE}, name=HOSTILE, provenance={"command": HOSTILE, "device_name": HOSTILE}),
+        point(
+            0,
+            {"model": HOSTILE},
+            name=HOSTILE,
+            config={"seed": 0},
+            provenance={"command": HOSTILE, "device_name": HOSTILE},
+        ),
         failed(1, "error", HOSTILE, choices={"precision": HOSTILE}, config={"seed": HOSTILE}),
     ]
     hostile = page(tmp_path / HOSTILE_FOLDER, rows)

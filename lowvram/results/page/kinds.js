@@ -8,12 +8,12 @@ function kinds() {
     { class: "legend" },
     present.map((kind) => key(s("rect", { width: 12, height: 12, fill: `var(--${kind})` }), kind)),
     shown.points.some((point) => point.planned !== null) ? key(line(6, 0, 6, 13, "planned"), "planned") : null,
-    shown.points.some((point) => point.memory !== null && !point.by_kind)
+    shown.points.some((point) => restOf(point) > 0)
       ? key(s("rect", { width: 12, height: 12, class: "unknown" }), "kinds unknown") : null,
     shown.points.some((point) => point.memory === null && point.planned !== null)
       ? key(s("rect", { x: 1, y: 1, width: 10, height: 10, class: "missing" }), "only planned") : null,
   );
-  return section("What the peak is made of", `Bytes alive at the ${shown.memory_title.replace(" memory", "")} of memory, largest first.`, "",
+  return section("What the peak is made of", "Bytes alive at the peak, largest first.", "",
     legend, drawing(drawKinds, "tall"));
 }
 
@@ -53,13 +53,20 @@ function kindsOf(point, i, top, rowHeight, x, left, width) {
   );
 }
 
+// What the kinds leave open of a peak: workspaces of CUDA's libraries, or all of it where nothing is known.
+function restOf(point) {
+  const rest = (point.memory ?? 0) - (point.by_kind ?? []).reduce((sum, size) => sum + size, 0);
+  return rest > 0.005 * point.memory ? rest : 0;
+}
+
 function segments(point, x, bar) {
-  if (!point.by_kind) return s("rect", { ...bar, class: "unknown", x: x(0), width: x(point.memory) - x(0) });
   let sum = 0;
-  return point.by_kind.map((size, k) => {
+  const segment = (size, attributes) => {
     if (!size) return null;
+    const from = x(sum);
     sum += size;
-    const from = x(sum - size);
-    return s("rect", { ...bar, x: from, width: Math.max(0, x(sum) - from), fill: `var(--${shown.kinds[k]})` });
-  });
+    return s("rect", { ...bar, ...attributes, x: from, width: Math.max(0, x(sum) - from) });
+  };
+  const known = (point.by_kind ?? []).map((size, k) => segment(size, { fill: `var(--${shown.kinds[k]})` }));
+  return [...known, segment(restOf(point), { class: "unknown" })];
 }
