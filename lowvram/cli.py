@@ -29,8 +29,8 @@ from lowvram.point import Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.process.orders import Orders
+from lowvram.results import report, table
 from lowvram.results import row as rows
-from lowvram.results import table
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import (
     command_line,
@@ -283,10 +283,11 @@ class Program:
         self.resumed.put_back()
 
     def close_sweep(self, folder: Path) -> None:
-        """The table, where it lies, how to upload the runs and how to go on."""
+        """The table and the report, where they lie, how to upload the runs and how to go on."""
         table.save(folder, table.collect(folder))
+        report.save(folder)
         print(table.render(self.rows, sys.stdout, kept=self.kept))
-        print(f"results: {shown_path(folder)} (table.md, table.csv, rows.jsonl)")
+        print(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
         if any(folder.glob("*/wandb/offline-run-*")):
             print(f"to upload: {sync_command(folder)}")
         if any(rows.is_missing(row) for row in self.rows) or self.num_signals:

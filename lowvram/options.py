@@ -6,30 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config import BadInput, build
 from lowvram.core.knob import Fact, Knob, conflicts
+from lowvram.defaults import neutral_options
 from lowvram.identity import CONF
-from lowvram.settings import KNOB_GROUPS
 
 Option = tuple[str, str]  # group, option
 Row = frozenset[Option]  # a configuration: one option of each group, or of some
-
-
-def default_options() -> dict[str, Any]:
-    """Group -> the option that conf/config.yaml chooses (None: none), for every group."""
-    node = _load(CONF / "config.yaml")
-    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
-    return {str(group): option for item in chosen for group, option in item.items()}
-
-
-@cache
-def neutral_options() -> Mapping[str, str]:
-    """The same for the knob groups."""
-    return {group: option for group, option in default_options().items() if group in KNOB_GROUPS}
 
 
 @cache

@@ -15,8 +15,8 @@ from lowvram.composed import chosen, plain
 from lowvram.point import CHILDS_OWN, Point, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.orders import Orders
+from lowvram.results import report, table
 from lowvram.results import row as rows
-from lowvram.results import table
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.resume import key
@@ -72,6 +72,7 @@ class Searches:
             return None
         best = min(measured, key=winner.place)
         table.save(point.folder, measured)
+        report.save(point.folder)
         self.progress.say(table.render(measured))
         changes = ranking[best["index"]]["changes"]
         for line in (*found.account, *winner.report(point.folder, words, best, changes)):

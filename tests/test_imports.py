@@ -30,11 +30,13 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config fidelity growing identity inline mistakes planning point resume runs searching settings "
-        "start sweeper table verdict winner"
+        "cli composed config defaults fidelity growing identity inline mistakes planning point resume runs searching "
+        "settings start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
-    "lowvram.results": "accuracy advice band columns planned row table terminal wandb",
+    "lowvram.results": (
+        "accuracy advice band columns curves differences evidence planned report row table terminal wandb"
+    ),
     "lowvram.process": "client crew inline launch orders server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
@@ -84,7 +86,7 @@ def test_nothing_below_the_modes_knows_them() -> None:
 
 
 def test_modules_of_the_parent_import_no_torch() -> None:
-    show = "print({'torch', 'numpy', 'datasets', 'wandb'} & set(sys.modules))"
+    show = "print({'torch', 'numpy', 'datasets', 'wandb', 'matplotlib'} & set(sys.modules))"
     program = f"import sys, train, {', '.join(sorted(PARENTS))}; {show}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

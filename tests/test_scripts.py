@@ -275,6 +275,8 @@ def test_wheel_ships_the_whole_configuration(packages: Path, tmp_path: Path) -> 
     assert (tmp_path / "lowvram" / "conf" / "config.yaml").exists()
     assert (tmp_path / "lowvram" / "conf" / "__init__.py").exists()
     assert yaml_names(tmp_path / "lowvram" / "conf") == yaml_names(ROOT / "conf")
+    page = {path.name for path in (ROOT / "lowvram" / "results" / "page").iterdir()}
+    assert {path.name for path in (tmp_path / "lowvram" / "results" / "page").iterdir()} == page  # of a report
     tops = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".dist-info")}
     assert tops == {"lowvram", "hydra_plugins"}  # Hydra looks for plugins there and nowhere else
     assert [path.name for path in (tmp_path / "hydra_plugins").iterdir()] == ["lowvram_sweeper.py"]

@@ -12,8 +12,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config import build
+from lowvram.defaults import default_options
 from lowvram.identity import CONF, register_resolvers
-from lowvram.options import default_options, node_of
+from lowvram.options import node_of
 from lowvram.settings import GROUPS, KNOB_GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS, RootSettings, check_root, settings
 from tests.hugging import tiny
 

@@ -21,6 +21,7 @@ class Column:
     texts: tuple[str, ...]
     best: frozenset[int] = frozenset()
     is_number: bool = False
+    better: int = 0  # -1: the smaller, 1: the larger; 0: neither
     is_shown: bool = True  # in the terminal and in Markdown
     is_exported: bool = True  # in CSV
 
@@ -43,7 +44,8 @@ def number_column(
     values = tuple(None if value is None else value / divisor for value in found)
     texts = number_texts(values, num_digits)
     marked = frozenset() if best is None else best_rows(rows, values, texts, best)
-    return Column(title, values, texts, marked, is_number=True, is_shown=is_shown)
+    better = 0 if best is None else best((-1, 1))
+    return Column(title, values, texts, marked, is_number=True, better=int(better), is_shown=is_shown)
 
 
 def power_column(rows: Sequence[Row], title: str, path: str) -> Column:

@@ -55,10 +55,15 @@ def collect(folder: str | Path) -> list[Row]:
 
     Only folders directly below are looked at: a sweep inside a sweep stays a sweep of its own.
     """
+    return [row for _, row in collect_with_folders(folder)]
+
+
+def collect_with_folders(folder: str | Path) -> list[tuple[Path, Row]]:
+    """The same, each row with its point's folder."""
     folder = Path(folder)
-    points = [path.parent for path in folder.glob(f"*/{FILE_NAME}")]
-    rows = [row for row in map(read, points or [folder]) if row is not None]
-    return sorted(rows, key=lambda row: (row["index"] is None, row["index"] or 0, label(row)))
+    points = [path.parent for path in folder.glob(f"*/{FILE_NAME}")] or [folder]
+    found = [(point, row) for point in points if (row := read(point)) is not None]
+    return sorted(found, key=lambda one: (one[1]["index"] is None, one[1]["index"] or 0, label(one[1])))
 
 
 def label(row: Row) -> str:
@@ -82,7 +87,7 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
 
 def _memory_columns(rows: Sequence[Row]) -> Iterator[Column]:
     """Measured and planned."""
-    unit, num_unit_bytes = _memory_unit(rows)
+    unit, num_unit_bytes = memory_unit(rows)
     numbers, sizes = partial(number_column, rows), partial(number_column, rows, divisor=num_unit_bytes)
     sources = [SOURCES.get(row["memory"]["source"]) for row in rows]
     kinds = {source for source in sources if source}
@@ -129,7 +134,8 @@ def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
     yield numbers("loss gap", "fidelity.loss_gap", None)
 
 
-def _memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
+def memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
+    """In which bytes of a sweep are told, and how many of them it holds."""
     paths = ("memory.peak_bytes", "plan.allocated_bytes", "memory.by_kind_max.activations")
     largest = max((value_at(row, path) or 0 for row in rows for path in paths), default=0)
     return ("GiB", GIB) if largest >= _SMALLEST_IN_GIB else ("MiB", MIB)

@@ -49,6 +49,7 @@ def test_a_sweep_of_plans_is_one_table(call: Call) -> None:
     assert "planned MiB" in outcome.out
     assert "least vram MiB" in outcome.out
     assert (outcome.folders[0].parent / "table.md").exists()
+    assert "planned memory" in (outcome.folders[0].parent / "report.html").read_text()
 
 
 def test_what_the_planned_device_cannot_do_is_told_before_anything_is_bought(call: Call) -> None:

@@ -63,6 +63,7 @@ def test_for_another_device_it_only_plans(call: Call) -> None:
     assert all(row["plan"]["fits"] and row["memory"]["peak_bytes"] is None for row in rows)
     assert "planned step ms" in outcome.out
     (table,) = outcome.cwd.glob("outputs/**/table.md")
+    assert (table.parent / "report.html").exists()
     assert "least vram" in table.read_text()
 
 

@@ -1,0 +1,8 @@
+"""`python -m lowvram.report FOLDER...`: makes the report of one sweep, or one of several."""
+
+import sys
+
+from lowvram.results.report import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+
+// The page: the first screen at once, the rest when that is painted. What compares is made again for another baseline.
+
+const shown = JSON.parse(document.getElementById("data").textContent);
+const isMerged = new Set(shown.points.map((point) => point.sweep)).size > 1;
+let baseline = shown.baseline;
+
+function setBaseline(i) {
+  baseline = i;
+  document.querySelector(".cards").replaceWith(cards());
+  fillTable();
+  drawAll(true);
+}
+
+function add(...sections) {
+  document.getElementById("main").append(...sections.filter(Boolean));
+}
+
+function buildFirst() {
+  document.getElementById("head").append(head());
+  document.getElementById("main").before(cards());
+  add(shown.waterfall ? waterfall() : effects(), scatter());
+  drawAll(false);
+}
+
+function buildRest() {
+  add(failures(), shown.waterfall ? effects() : null, kinds(), losses(), table());
+  fillTable();
+  drawAll(false);
+  listen();
+  addEventListener("resize", () => requestAnimationFrame(() => drawAll(false)));
+  document.body.dataset.isComplete = "true";
+}
+
+buildFirst();
+requestAnimationFrame(() => setTimeout(buildRest));
