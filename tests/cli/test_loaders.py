@@ -16,7 +16,6 @@ TINY = (
     "model.width=32",
     "model.num_heads=2",
     "data=hub",
-    "data.name=texts.jsonl",
     "data.samples=documents",
     "data.sequence_length=32",
     "data.eval_samples=8",
@@ -28,19 +27,20 @@ LOADERS = ("inline", "bucketed", "packed")
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """Sixty texts of 4 to 40 letters, in the folder where calls run."""
+def texts(tmp_path: Path) -> str:
+    """Sixty texts of 4 to 40 letters; the word that names them."""
     lines = (json.dumps({"text": chr(97 + number % 26) * (4 + number * number % 37)}) for number in range(60))
     file = tmp_path / "texts.jsonl"
     file.write_text("\n".join(lines))
-    return file
+    return f"data.name={file}"
 
 
-@pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize("loader", ["bucketed", "packed"])
-def test_a_killed_run_with_workers_goes_on_to_the_last_digit(call: Call, tmp_path: Path, loader: str) -> None:
+def test_a_killed_run_with_workers_goes_on_to_the_last_digit(
+    call: Call, texts: str, tmp_path: Path, loader: str
+) -> None:
     """Killed before step 6, so step 5 is logged but not in a snapshot; the whole run has no workers."""
-    words = (*TINY, *STEPS, f"loader={loader}", "accum=x2")
+    words = (*TINY, texts, *STEPS, f"loader={loader}", "accum=x2")
     whole = call(*words, "hydra.run.dir=outputs/whole")
     assert whole.code == 0, whole.said()
     killed = call(*words, "loader.num_workers=2", "hydra.run.dir=outputs/killed", "name=kill@6")
@@ -52,9 +52,8 @@ def test_a_killed_run_with_workers_goes_on_to_the_last_digit(call: Call, tmp_pat
     assert weights[0] == weights[1]
 
 
-@pytest.mark.usefixtures("texts")
-def test_padding_is_measured_and_the_loss_is_the_same(call: Call, tmp_path: Path) -> None:
-    words = (*TINY, "train.steps=4", f"loader={','.join(LOADERS)}", "hydra.sweep.dir=outputs/sweep")
+def test_padding_is_measured_and_the_loss_is_the_same(call: Call, texts: str, tmp_path: Path) -> None:
+    words = (*TINY, texts, "train.steps=4", f"loader={','.join(LOADERS)}", "hydra.sweep.dir=outputs/sweep")
     outcome = call("-m", *words)
     assert outcome.code == 0, outcome.said()
     rows = {row["choices"]["loader"]: row for row in map(read_row, (tmp_path / "outputs" / "sweep").glob("*/"))}
@@ -70,7 +69,6 @@ def test_padding_is_measured_and_the_loss_is_the_same(call: Call, tmp_path: Path
     assert all("data/padding" in line for history_of_run in lines for line in history_of_run if "loss/train" in line)
 
 
-@pytest.mark.usefixtures("texts")
 def test_what_has_no_lengths_is_refused(call: Call) -> None:
     refused = call("loader=packed", "logger=none")
     assert refused.code == 3
