@@ -285,8 +285,8 @@ class Program:
     def close_sweep(self, folder: Path) -> None:
         """The table and the report, where they lie, how to upload the runs and how to go on."""
         table.save(folder, table.collect(folder))
-        report.save(folder)
         print(table.render(self.rows, sys.stdout, kept=self.kept))
+        report.save(folder)
         print(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
         if any(folder.glob("*/wandb/offline-run-*")):
             print(f"to upload: {sync_command(folder)}")

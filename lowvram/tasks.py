@@ -108,7 +108,8 @@ class Problem(Task):
     def filling(self, part: Part) -> Tensor:
         """`num_tokens`, and for how many there is room: (2,) int64, on the part's device."""
         num_tokens, is_text = self.num_tokens(part), self.spec.modality in TEXTS
-        return torch.stack([num_tokens, num_tokens.new_tensor(num_places(part.inputs)) if is_text else num_tokens])
+        places = torch.full_like(num_tokens, num_places(part.inputs)) if is_text else num_tokens  # waits for no copy
+        return torch.stack([num_tokens, places])
 
     def has_few_shapes(self) -> bool:
         return self.spec.has_few_shapes
