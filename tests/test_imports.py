@@ -37,7 +37,7 @@ TORCH_FREE = {
     "lowvram.results": (
         "accuracy advice band columns curves differences evidence planned report row table terminal wandb"
     ),
-    "lowvram.process": "client crew inline launch orders server",
+    "lowvram.process": "client crew inline launch orders patience server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
 

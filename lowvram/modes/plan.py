@@ -25,7 +25,7 @@ from lowvram.planner.repricing import Pricer
 from lowvram.planner.store import Store
 from lowvram.planner.target import Target
 from lowvram.planner.tracing import is_equivalent
-from lowvram.process.meeting import wanted_ranks
+from lowvram.process.ways import wanted_ranks
 from lowvram.results.advice import out_of_memory_advice
 from lowvram.settings import KNOB_GROUPS, Settings
 from lowvram.tasks import Problem

@@ -11,8 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,9 @@ from lowvram.planner.store import Store
 from lowvram.process.crew import STOPS, Place
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
-from lowvram.process.meeting import Meeting, way_of
+from lowvram.process.meeting import Meeting
+from lowvram.process.patience import Patience
+from lowvram.process.ways import way_of
 from lowvram.reference import reference_of
 from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
@@ -86,12 +87,8 @@ class SpokenStream:
         return False
 
 
-class Stop:
+class Stop(Patience):
     """SIGINT and SIGTERM. Outside `between_steps` they interrupt at once; inside, they wait for the step to end."""
-
-    def __init__(self) -> None:
-        self.requested = self._patient = False
-        self._pid = os.getpid()
 
     def listen(self) -> None:
         """From here on a signal interrupts; also one that came since the fork."""
@@ -101,10 +98,7 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the server has blocked them
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a loader's worker inherited the handler
-            os._exit(128 + number)
-        first, self.requested = not self.requested, True
-        if first and not self._patient:
+        if self.heard(number) and not self._patient:
             raise Interrupted
 
     def _on_unraisable(self, dropped: Any) -> None:
@@ -114,14 +108,6 @@ class Stop:
             return
         self.requested = False
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        self._patient = True
-        try:
-            yield
-        finally:
-            self._patient = False
 
     def settle(self) -> None:
         """From here on no signal interrupts: the point has ended, and its row is on the way."""

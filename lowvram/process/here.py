@@ -6,7 +6,6 @@ Nothing is redirected: what the point prints, and what a debugger asks, is on st
 from __future__ import annotations
 
 import json
-import os
 import signal
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
@@ -18,21 +17,23 @@ from lowvram.process import child
 from lowvram.process.client import Event
 from lowvram.process.crew import STOPS
 from lowvram.process.limits import lift
-from lowvram.process.meeting import Alone, Meeting
+from lowvram.process.meeting import Meeting
 from lowvram.process.orders import TIMEOUT_GRACE_S
+from lowvram.process.patience import Patience
+from lowvram.process.ways import Alone
 
 SECOND_SIGNAL = "ended by a second signal before it could save"
 
 
 @final
-class Stop:
+class Stop(Patience):
     """SIGINT and SIGTERM, which the program counts too, and the alarm of `timeout_s`. The first one waits for the step
     to end, as in a child; the second doesn't."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        self.requested = self._patient = self._has_ended = False
+        super().__init__()
         self._timeout_s = timeout_s or 0.0  # 0: no alarm
-        self._pid, self._earlier = os.getpid(), dict[int, Any]()
+        self._has_ended, self._earlier = False, dict[int, Any]()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,22 +50,12 @@ class Stop:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a loader's worker inherited the handler
-            os._exit(128 + number)
+        first = self.heard(number)
         if callable(tell := self._earlier[number]):
             tell(number, frame)
-        first, self.requested = not self.requested, True
         if self._has_ended or (first and self._patient):
             return
         raise Interrupted("" if first else SECOND_SIGNAL)
-
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        self._patient = True
-        try:
-            yield
-        finally:
-            self._patient = False
 
 
 def run_here(request: dict[str, Any], on_event: Callable[[Event], None]) -> BaseException | None:

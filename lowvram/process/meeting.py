@@ -6,205 +6,21 @@ From the meeting on `torch.distributed` knows them (gloo on the CPU, NCCL on CUD
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # the public names have no types
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store  # the public names have no types
 
-from lowvram.config import BadInput, Incompatible
-from lowvram.core.knob import Fact
+from lowvram.config import BadInput
 from lowvram.endings import PeerLost
-from lowvram.process.crew import Place
-from lowvram.process.launch import Launch
-from lowvram.settings import PARENT_ONLY
+from lowvram.process.ways import Request, Sharding, Way
 
-HERE = "127.0.0.1"
 LOOK_S = 0.005  # how often a rank that waits looks for the others; between two looks it hears signals
-Request = dict[str, Any]
-
-
-class Sharding(Protocol):
-    """The part of the group's options that is read here."""
-
-    @property
-    def ranks(self) -> str: ...
-
-    @property
-    def timeout_s(self) -> float: ...
-
-    def needs(self) -> frozenset[Fact]: ...
-
-
-class Way(ABC):
-    """How this process came into being, and so how it finds the others."""
-
-    rank: int
-    local_rank: int  # among those of this machine
-
-    @abstractmethod
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        """How many ranks the point has."""
-
-    @abstractmethod
-    def num_local(self, num_ranks: int) -> int:
-        """How many of them share this machine."""
-
-    @abstractmethod
-    def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        """The place where all find each other."""
-
-    @abstractmethod
-    def share(self, store: Store, request: Request) -> None:
-        """Make the requests of all ranks one."""
-
-    @property
-    @abstractmethod
-    def is_unwatched(self) -> bool:
-        """Whether no fork server of ours sees how the other ranks end."""
-
-
-def wanted_ranks(sharding: Sharding, device: torch.device) -> int:
-    """How many ranks a point asks for: with `auto` one for each CUDA device, if it is spread at all."""
-    if sharding.ranks != "auto":
-        return int(sharding.ranks)
-    is_spread = device.type == "cuda" and device.index is None and Fact.ONE_RANK not in sharding.needs()
-    return torch.cuda.device_count() if is_spread else 1
-
-
-@final
-class Calling(Way):
-    """The first rank of a point: it holds the store and calls the others."""
-
-    def __init__(self, place: Place) -> None:
-        assert place.call is not None
-        self.rank = self.local_rank = 0
-        self._call = place.call
-
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        return wanted_ranks(sharding, device)
-
-    def num_local(self, num_ranks: int) -> int:
-        return num_ranks
-
-    def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        listener = socket.socket()  # for this machine alone, at a port that is free
-        listener.bind((HERE, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        self._call.send(json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port}).encode())
-        introduce(self.rank, num_ranks, port)
-        return store_at(port, timeout_s, listener.detach())
-
-    def share(self, store: Store, request: Request) -> None:
-        pass  # the server gives all of them the same one
-
-    @property
-    def is_unwatched(self) -> bool:
-        return False
-
-
-@final
-class Called(Way):
-    """Any other rank of that point."""
-
-    def __init__(self, place: Place) -> None:
-        self.rank = self.local_rank = place.rank
-        self._place = place
-
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        return self._place.num_ranks
-
-    def num_local(self, num_ranks: int) -> int:
-        return num_ranks
-
-    def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        introduce(self.rank, num_ranks, self._place.port)
-        return store_at(self._place.port, timeout_s)
-
-    def share(self, store: Store, request: Request) -> None:
-        pass
-
-    @property
-    def is_unwatched(self) -> bool:
-        return False
-
-
-@final
-class Launched(Way):
-    """A rank that torchrun has started: a program of its own. The first one's folder is that of all."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.rank, self.local_rank = launch.rank, launch.local_rank
-        self._launch = launch
-
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        num_ranks = self._launch.num_ranks
-        allowed = f"auto or {num_ranks}, the number of ranks that torchrun has started"
-        if sharding.ranks != "auto" and int(sharding.ranks) != num_ranks:
-            raise BadInput("sharding.ranks", sharding.ranks, allowed)
-        return num_ranks
-
-    def num_local(self, num_ranks: int) -> int:
-        return self._launch.num_local_ranks
-
-    def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        return next(rendezvous("env://", self.rank, num_ranks, timeout=timedelta(seconds=timeout_s)))[0]
-
-    def share(self, store: Store, request: Request) -> None:
-        config = {key: value for key, value in request["config"].items() if key not in PARENT_ONLY}
-        if self.rank == 0:
-            shared = {"config": config, "folder": request["folder"], "resume": request["resume"]}
-            store.set("request", json.dumps(shared))
-        shared = json.loads(store.get("request"))
-        if shared.pop("config") != config:
-            raise Incompatible(f"rank {self.rank} was started with another configuration than rank 0")
-        request.update(shared)
-
-    @property
-    def is_unwatched(self) -> bool:
-        return True
-
-
-@final
-class Alone(Way):
-    """The only rank, in the process of the program itself."""
-
-    rank = local_rank = 0
-
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        num_ranks = wanted_ranks(sharding, device)
-        if num_ranks > 1:
-            raise BadInput("process", "inline", f"child for {num_ranks} ranks: each is a process of its own")
-        return num_ranks
-
-    def num_local(self, num_ranks: int) -> int:
-        return num_ranks
-
-    def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        raise AssertionError("one rank meets nobody")
-
-    def share(self, store: Store, request: Request) -> None:
-        raise AssertionError("one rank meets nobody")
-
-    @property
-    def is_unwatched(self) -> bool:
-        return False
-
-
-def way_of(place: Place, request: Request) -> Way:
-    """The way of the process that stands at `place`."""
-    if request.get("launch"):
-        return Launched(Launch(**request["launch"]))
-    return Calling(place) if place.rank == 0 else Called(place)
 
 
 @final
@@ -299,24 +115,3 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise PeerLost(f"waited sharding.timeout_s={self._timeout_s:g} for rank {missing[0]}")
             time.sleep(LOOK_S)
-
-
-def store_at(port: int, timeout_s: float, listener: int | None = None) -> TCPStore:
-    """The store at a port of this machine; `listener` is the socket of the one who holds it."""
-    timeout, is_master = timedelta(seconds=timeout_s), listener is not None
-    return TCPStore(
-        HERE,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener,
-    )
-
-
-def introduce(rank: int, num_ranks: int, port: int) -> None:
-    """What torchrun would have set, for libraries that look for it."""
-    words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in words.items()} | {"MASTER_ADDR": HERE})
-    os.environ["MASTER_PORT"] = str(port)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name may resolve to

@@ -12,7 +12,8 @@ from lowvram.config import BadInput
 from lowvram.knobs.sharding import DDP, Unsharded
 from lowvram.process.crew import Place
 from lowvram.process.launch import Launch, aside, launch_from, native_log
-from lowvram.process.meeting import Called, Calling, Launched, Meeting, Way
+from lowvram.process.meeting import Meeting
+from lowvram.process.ways import Called, Calling, Launched, Way
 from tests.laboratory import CPU
 
 CUDA = torch.device("cuda")
