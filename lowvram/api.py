@@ -26,8 +26,9 @@ from lowvram.core import rig as core
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import IGNORE, Fill, Part, Rig, Task
+from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.step import step
+from lowvram.core.values import Fill
 from lowvram.models.foreign import logits_of
 from lowvram.models.survey import Survey, survey, without_memory
 from lowvram.modes.clock import clock_for, synchronise

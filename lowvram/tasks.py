@@ -13,7 +13,8 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from lowvram.config import BadInput, require
-from lowvram.core.rig import IGNORE, Fill, Part, Task
+from lowvram.core.rig import IGNORE, Part, Task
+from lowvram.core.values import Fill
 from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
 from lowvram.found import check_args, find
 

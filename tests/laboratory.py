@@ -19,9 +19,10 @@ from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Fill, Part, Rig, Task, Update, assemble
+from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
 from lowvram.core.shards import whole
 from lowvram.core.step import step
+from lowvram.core.values import Fill
 from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data

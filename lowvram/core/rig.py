@@ -15,11 +15,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowvram.config import Incompatible
-from lowvram.core import host
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
-from lowvram.core.shards import placed
 from lowvram.core.states import loads_whole
+from lowvram.core.values import Fill, materialise
 
 IGNORE = -100  # a target with this value counts for nothing
 
@@ -96,9 +95,6 @@ class Stepper(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-
-
-Fill = Callable[[str, Tensor], None]
 
 
 class Task(ABC):
@@ -221,7 +217,7 @@ def assemble(
     for stage in list(Stage)[1:]:
         rig = act(stage, knobs, rig)
         if stage is Stage.SHARD:
-            materialise(rig, seed)
+            materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
         if stage is Stage.OPTIMIZER:
             rig = replace(rig, make_optimizer=loads_whole(rig.make_optimizer))
     return rig
@@ -272,40 +268,3 @@ def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:
                 raise TypeError(f"{name} wrote {sorted(changed - WRITES[stage])}, which its stage {stage.name} may not")
             rig = new
     return rig
-
-
-@torch.no_grad()
-def materialise(rig: Rig, seed: int) -> None:
-    """Give every tensor of the model memory on the device and its initial value. Tied ones stay tied, strides stay."""
-    real: dict[Tensor, Tensor] = {}
-    fill = rig.task.values(rig.model, seed)
-    for prefix, module in rig.model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in real:
-                    full_name = f"{prefix}.{name}" if prefix else name
-                    real[tensor] = initial(rig, full_name, tensor, fill)
-                table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
-    here = [tensor for tensor in [*rig.model.parameters(), *rig.model.buffers()] if not host.holds(tensor)]
-    if any(tensor.device.type != rig.device.type for tensor in here):
-        rig.model.to(rig.device)  # a task may build its model for real
-
-
-def initial(rig: Rig, name: str, tensor: Tensor, fill: Fill) -> Tensor:
-    """The initial value of one parameter or buffer on the device. Of a sharded one every rank draws the whole and keeps
-    its shard, so that values don't depend on the number of ranks."""
-    dtype = at_least_single(tensor.dtype)
-    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=rig.device)
-    if not isinstance(whole, FakeTensor):
-        fill(name, whole)
-    value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else rig.device)
-    if host.is_kept(tensor):
-        host.mark(value)
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-
-
-def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    """Weights of fewer bits are drawn in fp32 and then rounded: the same numbers in every format."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

@@ -15,8 +15,9 @@ from lowvram.config import Incompatible
 from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import Fill, Part, assemble
+from lowvram.core.rig import Part, assemble
 from lowvram.core.step import step
+from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind

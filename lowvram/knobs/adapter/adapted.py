@@ -9,8 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.rig import Fill, Part, Task
+from lowvram.core.rig import Part, Task
 from lowvram.core.seeds import generator_for
+from lowvram.core.values import Fill
 from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
 from lowvram.knobs.adapter.nf4 import FourBit, pack, pairs
 

@@ -1,0 +1,49 @@
+"""The values that a model's tensors begin with, and the memory that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowvram.core import host
+from lowvram.core.shards import placed
+
+Fill = Callable[[str, Tensor], None]  # writes the initial value of the parameter or buffer of that name
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
+    """Give every tensor of the model memory on the device and its initial value. Tied ones stay tied, strides stay."""
+    real: dict[Tensor, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in real:
+                    real[tensor] = initial(f"{prefix}.{name}" if prefix else name, tensor, fill, device)
+                table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
+    here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
+    if any(tensor.device.type != device.type for tensor in here):
+        model.to(device)  # a task may build its model for real
+
+
+def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tensor:
+    """The initial value of one parameter or buffer on the device. Of a sharded one every rank draws the whole and keeps
+    its shard, so that values don't depend on the number of ranks."""
+    dtype = at_least_single(tensor.dtype)
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+    if not isinstance(whole, FakeTensor):
+        fill(name, whole)
+    value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else device)
+    if host.is_kept(tensor):
+        host.mark(value)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """Weights of fewer bits are drawn in fp32 and then rounded: the same numbers in every format."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
