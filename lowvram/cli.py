@@ -29,7 +29,7 @@ from lowvram.point import Point, check_own, remove_folder, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.process.orders import Orders
-from lowvram.results import report, table
+from lowvram.results import report, table, wandb_sweep
 from lowvram.results import row as rows
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import (
@@ -288,6 +288,8 @@ class Program:
         print(table.render(self.rows, sys.stdout, kept=self.kept))
         report.save(folder)
         print(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
+        for line in [] if self.num_signals else wandb_sweep.record(folder, self.last.config["logger"]):
+            print(line)
         if any(folder.glob("*/wandb/offline-run-*")):
             print(f"to upload: {sync_command(folder)}")
         if any(rows.is_missing(row) for row in self.rows) or self.num_signals:

@@ -15,7 +15,7 @@ from lowvram.composed import chosen, plain
 from lowvram.point import CHILDS_OWN, Point, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.orders import Orders
-from lowvram.results import report, table
+from lowvram.results import report, table, wandb_sweep
 from lowvram.results import row as rows
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
@@ -74,6 +74,8 @@ class Searches:
         table.save(point.folder, measured)
         report.save(point.folder)
         self.progress.say(table.render(measured))
+        for line in wandb_sweep.record(point.folder, point.config["logger"]):
+            self.progress.say(line)
         changes = ranking[best["index"]]["changes"]
         for line in (*found.account, *winner.report(point.folder, words, best, changes)):
             self.progress.say(line)

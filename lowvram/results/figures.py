@@ -38,7 +38,7 @@ def save_figures(folder: Path, shown: Evidence) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise Refused("--png needs matplotlib, which isn't installed: pip install 'lowvram[report]'") from None
+        raise Refused("PNGs need matplotlib, which isn't installed: pip install 'lowvram[report]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, (draw, num_rows) in _wanted(shown).items():

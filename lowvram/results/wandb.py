@@ -6,13 +6,14 @@ W&B is a view: whatever happens to it, the point goes on; `result.json` and `met
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import shlex
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from lowvram.results.terminal import shown_path
 if TYPE_CHECKING:
     import wandb
 
+Tables = Mapping[str, Mapping[str, Sequence[float | str | None]]]  # by name, each column by column
+
 RUN_ID_FILE = "wandb_run_id"
 _INIT_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S = 60.0
@@ -29,8 +32,9 @@ _FLUSH_INTERVAL_S = 2.0  # what a kill may cost of an offline run; W&B's own def
 
 
 class Recorder(ABC):
-    """Where the metrics of one point go."""
+    """Where the metrics of one point go, or the table of a sweep."""
 
+    records = True  # whether anything is kept
     notice: str | None = None  # what the user must know: why it is offline, or why it stopped
     address: str | None = None  # the page of an online run
     sync_command: str | None = None  # uploads what was recorded offline
@@ -46,6 +50,7 @@ class Recorder(ABC):
         config: Mapping[str, Any],
         choices: Mapping[str, str],
         resume_id: str | None = None,
+        job_type: str = "point",
     ) -> Recorder:
         """Begins to record a point, or goes on with the run `resume_id`.
 
@@ -57,6 +62,10 @@ class Recorder(ABC):
         """Records the metrics of one step, under the names of `metrics.jsonl`."""
 
     @abstractmethod
+    def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
+        """Records tables, and images, by their names."""
+
+    @abstractmethod
     def finish(self, row: Row) -> None:
         """Records the row's final numbers and its status, and ends."""
 
@@ -64,11 +73,16 @@ class Recorder(ABC):
 class NullRecorder(Recorder):
     """Records nothing: `logger=none`."""
 
+    records = False
+
     @classmethod
     def start(cls, *_: Any, **__: Any) -> NullRecorder:
         return cls()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
         pass
 
     def finish(self, row: Row) -> None:
@@ -88,6 +102,7 @@ class Run(Recorder):
         config: Mapping[str, Any],
         choices: Mapping[str, str],
         resume_id: str | None = None,
+        job_type: str = "point",
     ) -> Recorder:
         run_id = resume_id or _new_run_id(folder)
         arguments = {
@@ -96,15 +111,16 @@ class Run(Recorder):
             "project": logger_cfg["project"],
             "name": name,
             "group": group,
+            "job_type": job_type,
             "id": run_id,
             "resume": "allow" if resume_id else None,
-            "config": {f"choice.{axis}": option for axis, option in choices.items()} | refuse_secrets(config),
+            "config": choice_columns(choices) | refuse_secrets(config),
         }
         try:
             run, notice = _open(arguments)
         except Exception as error:
             silent = NullRecorder()
-            silent.notice = f"W&B does not record this point: {_first_line(error)}"
+            silent.notice = f"W&B does not record this point: {first_line(error)}"
             return silent
         if run is None:
             return NullRecorder()
@@ -113,6 +129,7 @@ class Run(Recorder):
 
     def __init__(self, run: wandb.Run, folder: Path, notice: str | None) -> None:
         self._run = run
+        self._folder = folder
         self._is_recording = True
         self.notice = notice
         self.address = None if run.offline else run.url
@@ -121,6 +138,13 @@ class Run(Recorder):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         # Not committed, a step would reach the log only after the next one, and then overwrite the summary.
         self._attempt(lambda: self._run.log(dict(values), step=step, commit=True))
+
+    def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
+        def log() -> None:
+            with _waiting_in(self._folder):
+                self._run.log({**_tables(tables), **_images(figures)})
+
+        self._attempt(log)
 
     def finish(self, row: Row) -> None:
         failed = row["status"] != Status.OK
@@ -136,7 +160,12 @@ class Run(Recorder):
             action()
         except Exception as error:
             self._is_recording = False
-            self.notice = f"W&B stopped recording: {_first_line(error)}"
+            self.notice = f"W&B stopped recording: {first_line(error)}"
+
+
+def choice_columns(choices: Mapping[str, str]) -> dict[str, str]:
+    """By which runs are sorted, grouped and filtered."""
+    return {f"choice.{axis}": option for axis, option in choices.items()}
 
 
 RECORDERS: dict[str, type[Recorder]] = {"wandb": Run, "none": NullRecorder}
@@ -191,7 +220,7 @@ def _open(arguments: dict[str, Any]) -> tuple[wandb.Run | None, str | None]:
         with contextlib.suppress(Exception):
             wandb.teardown()
         wandb.setup(settings=wandb.Settings(silent=True, mode="offline"))
-        return _init("offline", arguments), f"W&B records offline: {_first_line(error)}"
+        return _init("offline", arguments), f"W&B records offline: {first_line(error)}"
 
 
 def _mode() -> str:
@@ -221,6 +250,34 @@ def _init(mode: Any, arguments: dict[str, Any]) -> wandb.Run:
     return wandb.init(mode=mode, reinit="finish_previous", settings=settings, **arguments)
 
 
+@contextlib.contextmanager
+def _waiting_in(folder: Path) -> Iterator[None]:
+    """What a table's upload reads lies there until then, not in the user's home, unless they say where."""
+    name = "WANDB_DATA_DIR"
+    chosen = os.environ.get(name)
+    os.environ[name] = chosen or str(folder.resolve())
+    try:
+        yield
+    finally:
+        if chosen is None:
+            del os.environ[name]
+
+
+def _tables(tables: Tables) -> dict[str, Any]:
+    import wandb
+
+    return {
+        name: wandb.Table(columns=list(cells), data=[list(line) for line in zip(*cells.values(), strict=True)])
+        for name, cells in tables.items()
+    }
+
+
+def _images(figures: Mapping[str, Path]) -> dict[str, Any]:
+    import wandb
+
+    return {name: wandb.Image(str(path)) for name, path in figures.items()}
+
+
 def _new_run_id(folder: Path) -> str:
     point = re.sub(r"[^\w.-]", "-", folder.resolve().name)[:80]
     return f"{point}-{secrets.token_hex(3)}"
@@ -236,5 +293,6 @@ def sync_command(folder: Path, points: str = "*") -> str:
     return f"{shlex.join(program)} sync {'/'.join(parts)}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of what it says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,11 +1,9 @@
 """W&B: what a run holds is read back with W&B's own command."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,11 @@ import pytest
 
 from lowvram.results.row import GIB, REFUSED, Row, empty_row, merge
 from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, Run, final_values, stored_run_id
+from tests.offline import inspect
 
 LOGGER = {"name": "wandb", "entity": None, "project": "lowvram-tests"}
 CONFIG = {"seed": 1, "data": {"path": None, "hf_token": "hunter2"}}
 CHOICES = {"ckpt": "every2", "precision": "bf16"}
-
-
-@pytest.fixture
-def without_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home without a key, no network wanted, and W&B as it is in a new process; the point's folder."""
-    import wandb
-
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name in ("HOME", "XDG_CONFIG_HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.setenv("NETRC", str(tmp_path / "home/netrc"))
-    monkeypatch.setattr(sys, "argv", ["train.py", "data.hf_token=hunter2"])
-    folder = tmp_path / "a point"
-    folder.mkdir()
-    wandb.teardown()
-    yield folder
-    wandb.teardown()
 
 
 def start(folder: Path, resume_id: str | None = None) -> Recorder:
@@ -43,15 +24,6 @@ def start(folder: Path, resume_id: str | None = None) -> Recorder:
 
 def ended(status: str, **fields: Any) -> Row:
     return merge(empty_row(), {"status": status, **fields})
-
-
-def inspect(sync_command: str | None, *options: str) -> str:
-    """What W&B's own reader finds in the last part of the run that the command would upload."""
-    assert sync_command is not None
-    folder, _, pattern = shlex.split(sync_command)[-1].rpartition("/")
-    part = max(Path(folder).glob(pattern), key=lambda run: run.stat().st_mtime_ns)
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, str(part)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_an_offline_run_read_back(without_account: Path, capfd: pytest.CaptureFixture[str]):

@@ -1,0 +1,142 @@
+"""What the field says of techniques, each beside what the rows say of it. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from statistics import mean
+
+from lowvram.results.columns import value_at
+from lowvram.results.row import MIB, Row, Status
+from scripts.technique_rows import Sweep
+
+Found = Mapping[str, Sweep]  # of one model on one device, by preset
+Measured = Callable[[Found], "str | None"]
+NOT_MEASURED = "not measured here"
+STATES = ("parameters", "gradients", "optimizer")
+ACCUMULATION = re.compile(r"accum=\w+")  # and nothing else
+SGD = "optimizer=sgd"
+SGD_ALONE = "optimizer=sgd optimizer.momentum=0.0"
+
+
+def times(row: Row, base: Row, path: str) -> float | None:
+    """The row's value over the baseline's."""
+    here, there = value_at(row, path), value_at(base, path)
+    return None if here is None or not there else here / there
+
+
+def percent(ratio: float | None) -> str:
+    """The change that a ratio is."""
+    if ratio is None:
+        return "?"
+    change = round(100 * (ratio - 1))
+    return f"{change:+} %".replace("-", "−") if change else "0 %"
+
+
+def sizes(row: Row, path: str) -> str:
+    found = value_at(row, path)
+    return "" if found is None else f"{found / MIB:.1f}"
+
+
+def changed(words: str, path: str) -> Measured:
+    """Of one point against the baseline."""
+
+    def measured(found: Found) -> str | None:
+        sweep = found.get("one_at_a_time")
+        row = sweep and sweep.found(words)
+        ratio = times(row, sweep.baseline, path) if sweep and row else None
+        return None if ratio is None else f"`{words}`: {percent(ratio)}"
+
+    return measured
+
+
+def states(words: str) -> Measured:
+    """Weights, gradients and state together."""
+
+    def measured(found: Found) -> str | None:
+        sweep = found.get("one_at_a_time")
+        row = sweep and sweep.found(words)
+        if not sweep or not row:
+            return None
+        here, there = held(row), held(sweep.baseline)
+        return f"`{words}`: {percent(here / there)}" if here and there else None
+
+    return measured
+
+
+def held(row: Row) -> float | None:
+    """Bytes of weights, gradients and the optimizer's state: the sum of their maxima."""
+    parts = [value_at(row, f"memory.by_kind_max.{kind}") for kind in STATES]
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def each(*measured: Measured) -> Measured:
+    """All that is known of several."""
+    return lambda found: "; ".join(filter(None, (one(found) for one in measured))) or None
+
+
+def in_all(found: Found) -> str | None:
+    """The smallest peak of the waterfall, what of it is not plain accumulation, and its price."""
+    sweep = found.get("waterfall")
+    fitting = [row for row in sweep.rows if row["status"] == Status.OK] if sweep else []
+    if not sweep or len(fitting) < 2:
+        return None
+    last = min(fitting, key=lambda row: row["memory"]["peak_bytes"])
+    factor = 1 / (times(last, sweep.baseline, "memory.peak_bytes") or 1)
+    words = [f"{factor:.1f} times less"]
+    accumulated = next((row for row in fitting if ACCUMULATION.fullmatch(sweep.words(row))), None)
+    if accumulated:
+        beyond = accumulated["memory"]["peak_bytes"] / last["memory"]["peak_bytes"]
+        words.append(f"{beyond:.1f} times beyond plain accumulation")
+    words.append(f"at {times(last, sweep.baseline, 'throughput.samples_per_s') or 0:.2f} of the speed")
+    error = value_at(last, "fidelity.gradient_error")
+    return ", ".join([*words, *([f"gradient error {error:.1e}"] if error is not None else [])])
+
+
+def sharded(found: Found) -> str | None:
+    """Weights, gradients and state of a rank, for each number of ranks, over those of a process that holds them all."""
+    sweep = found.get("sharding")
+    if not sweep:
+        return None
+    words = []
+    for row in sweep.rows:
+        here, there, typed = held(row), held(sweep.baseline), sweep.words(row)
+        if row["status"] == Status.OK and "sharding=fsdp" in typed and here and there:
+            words.append(f"{there / here:.1f} times on {typed.rpartition('=')[2]} ranks")
+    return ", ".join(words) or None
+
+
+def convergence(found: Found) -> str | None:
+    """The evaluation's loss and the peak, from the smallest to the largest batch of as many samples."""
+    sweep = found.get("batch_size")
+    rows = [row for row in sweep.rows if row["status"] == Status.OK] if sweep else []
+    seen = sorted({row["config"]["train"]["batch_size"] for row in rows})
+    if len(seen) < 2:
+        return None
+    ends = [[row for row in rows if row["config"]["train"]["batch_size"] == size] for size in (seen[0], seen[-1])]
+    losses = [mean(row["loss"]["eval"] for row in end) for end in ends]
+    peaks = [sizes(end[0], "memory.peak_bytes") for end in ends]
+    return (
+        f"batch {seen[0]} to {seen[-1]}: evaluation loss {losses[0]:.3f} to {losses[1]:.3f}, "
+        f"peak {peaks[0]} to {peaks[1]} MiB"
+    )
+
+
+PEAK, ACTIVATIONS = "memory.peak_bytes", "memory.by_kind_max.activations"
+CLAIMS: dict[str, Measured] = {
+    "All together: up to 20 times less memory": in_all,
+    "Checkpointing: 40 to 50 % less for activations": each(
+        *(changed(words, ACTIVATIONS) for words in ("ckpt=every1", "ckpt=every2", "ckpt=selective"))
+    ),
+    "Mixed precision: half of the activations": each(
+        *(changed(words, ACTIVATIONS) for words in ("precision=bf16", "precision=bf16_pure"))
+    ),
+    "Mixed precision: half of the peak": each(
+        *(changed(words, PEAK) for words in ("precision=bf16", "precision=bf16_pure"))
+    ),
+    "SGD for Adam: about two thirds less, of weights, gradients and state": each(states(SGD), states(SGD_ALONE)),
+    "SGD for Adam: the same, of the peak": each(changed(SGD, PEAK), changed(SGD_ALONE, PEAK)),
+    "FSDP: up to ten-fold less for weights, gradients and state": sharded,
+    "Small batches converge better for as many samples": convergence,
+}

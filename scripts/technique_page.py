@@ -1,0 +1,211 @@
+"""docs/techniques.md as lines of Markdown, out of the rows of sweeps. Every figure is computed from a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+
+from lowvram.options import knob_of, neutral_options
+from lowvram.results.columns import value_at
+from lowvram.results.row import MIB, Row, Status
+from scripts.technique_claims import CLAIMS, NOT_MEASURED, Found, percent, sizes, times
+from scripts.technique_rows import Sweep
+
+COLUMNS = (
+    *("peak", "weights", "gradients", "optimizer", "activations", "host"),
+    *("speed", "step, ms", "gradient error", "loss gap"),
+)
+KINDS = ("parameters", "gradients", "optimizer", "activations", "host")
+NAMES = {"transformer": "Transformer", "resnet": "ResNet"}
+UNCHANGED_BYTES = 0.05 * MIB
+# Effort that no fact of the code tells, and when to take which. No figures here.
+WHEN = {
+    "accum=x4": "First of all, as long as a part still fills the device",
+    "accum=x16": "When parts of a few samples are what fits; small ones leave a device idle",
+    "adapter=lora": "Fine-tuning a trained model; not for training from scratch",
+    "ckpt=every1": "Activations are the largest kind at the peak, and they must go",
+    "ckpt=every2": "The same, where half of it is enough",
+    "ckpt=selective": "Products are dear, and what lies between them is what doesn't fit",
+    "logits=chunked": "Large vocabularies; nothing to gain with few classes",
+    "offload=activations": "The link to the host is fast, and computing again is dear",
+    "offload=parameters": "The weights alone don't fit, and the host has room",
+    "optimizer=adafactor": "State doesn't fit, and another update rule than Adam's is fine",
+    "optimizer=adamw_4bit": "The 8-bit state is still too large",
+    "optimizer=adamw_8bit": "State doesn't fit, and training shall stay close to AdamW's",
+    "optimizer=sgd": "It trains as well: often convolutional networks, seldom Transformers; a learning rate of its own",
+    "optimizer=sgd optimizer.momentum=0.0": "No state at all may be held; seldom trains as well",
+    "precision=bf16": "Always, on a device that computes in bf16",
+    "precision=bf16_pure": "Weights and gradients don't fit, and noise in the weights is tolerable",
+    "sharding=fsdp sharding.ranks=2": "Several devices, and weights, gradients and state don't fit on one",
+    "stepping=cpu_offload": "State doesn't fit, and the host has room for it and time to update",
+    "stepping=in_backward": "Gradients don't fit; no sum over parts is needed, or the host keeps it",
+}
+INTRODUCTION = """\
+# What each technique saves, and costs
+
+Made by `scripts/python scripts/technique_table.py` out of the rows in [docs/results](results) (`*/techniques/`), which
+real sweeps have left; a test holds it to them, byte for byte. The numbers belong to their device and their size of
+model: the command above each table makes them again on yours.
+
+Bytes are MiB. *Weights*, *gradients*, *optimizer* (its state), *activations* and *host* are each kind's own maximum
+over the run; they don't fall on the same moment, so they don't add up to the peak. Below the baseline stands the change
+from it; a dot is none. *Speed* is throughput over the baseline's. *Gradient error* and *loss gap* are
+[fidelity](measuring.md#fidelity), against fp32 without any saving, with the point's own update rule. What the columns
+mean: [measuring.md](measuring.md). Every option of every knob: [knobs.md](knobs.md#measured).
+"""
+
+
+def page(devices: Mapping[str, Mapping[str, Found]]) -> str:
+    """All of it: device -> model -> preset -> sweep."""
+    lines = [INTRODUCTION]
+    for device, models in devices.items():
+        lines += ["## What the field says", "", about(models), "", *claims(models), ""]
+        for model, found in models.items():
+            for title, section in SECTIONS.items():
+                if title in found:
+                    lines += [f"## {NAMES.get(model, model)} on {device}: {HEADINGS[title]}", ""]
+                    lines += [*ran(found[title]), "", *section(found[title]), ""]
+    lines += ["## What to type, what it does to the numbers, when", "", *uses(devices)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def about(models: Mapping[str, Found]) -> str:
+    """Device and versions, each once."""
+    rows = [row for found in models.values() for sweep in found.values() for row in sweep.rows]
+    where = ", ".join(dict.fromkeys(map(machine, rows)))
+    return f"Measured on {where}. One run a point: small differences of speed mean nothing."
+
+
+def machine(row: Row) -> str:
+    where = row["provenance"]
+    threads = f"{where['threads']} thread{'s' * (where['threads'] != 1)} a process"
+    return f"{where['device_name']}, torch {where['torch']}, {threads}"
+
+
+def claims(models: Mapping[str, Found]) -> Iterator[str]:
+    yield f"| the field says | {' | '.join(NAMES.get(model, model) for model in models)} |"
+    yield "|---|" + "---|" * len(models)
+    for claim, measured in CLAIMS.items():
+        yield f"| {claim} | {' | '.join(measured(found) or NOT_MEASURED for found in models.values())} |"
+
+
+def ran(sweep: Sweep) -> list[str]:
+    """The command, and on what."""
+    machines = dict.fromkeys(map(machine, sweep.rows))
+    return ["```bash", sweep.command, "```", "", f"{'; '.join(machines)}; {len(sweep.rows)} points."]
+
+
+def techniques(sweep: Sweep) -> Iterator[str]:
+    """A row for each point, against the baseline."""
+    yield f"| | {' | '.join(COLUMNS)} |"
+    yield "|---|" + "---:|" * len(COLUMNS)
+    for row in sweep.rows:
+        name = f"`{sweep.words(row)}`" if row is not sweep.baseline else "baseline"
+        if row["status"] != Status.OK:
+            yield f"| {name} | {row['status']}: {row['reason']} |" + " |" * (len(COLUMNS) - 1)
+            continue
+        cells = [peak(row, sweep.baseline), *kinds(row, sweep.baseline), *cost(row, sweep.baseline), *fidelity(row)]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def peak(row: Row, base: Row) -> str:
+    ratio = times(row, base, "memory.peak_bytes")
+    return sizes(row, "memory.peak_bytes") + ("" if row is base else f" ({percent(ratio)})")
+
+
+def kinds(row: Row, base: Row) -> Iterator[str]:
+    """The maximum of each: the baseline's own, and what others change of it."""
+    for kind in KINDS:
+        here, there = (value_at(each, f"memory.by_kind_max.{kind}") for each in (row, base))
+        if here is None or there is None:
+            yield ""
+        elif row is base:
+            yield f"{here / MIB:.1f}"
+        else:
+            yield signed(here - there)
+
+
+def signed(num_bytes: float) -> str:
+    return "·" if abs(num_bytes) < UNCHANGED_BYTES else f"{num_bytes / MIB:+.1f}".replace("-", "−")
+
+
+def cost(row: Row, base: Row) -> Iterator[str]:
+    ratio = times(row, base, "throughput.samples_per_s")
+    yield "1" if row is base else "" if ratio is None else f"{ratio:.2f}"
+    middle, low, high = (value_at(row, f"time.step_ms_{part}") for part in ("p50", "p05", "p95"))
+    yield f"{middle:.0f} ({low:.0f}–{high:.0f})" if middle and low and high else ""
+
+
+def fidelity(row: Row) -> Iterator[str]:
+    error, gap = (value_at(row, f"fidelity.{name}") for name in ("gradient_error", "loss_gap"))
+    yield "" if error is None else f"{error:.1e}" if error else "0"
+    yield "" if gap is None else f"{gap:.3f}" if gap else "0"
+
+
+def ranks(sweep: Sweep) -> Iterator[str]:
+    """What each rank holds, beside a single process."""
+    yield from techniques(sweep)
+    yield ""
+    yield "Bytes are those of the rank that holds most; each has its share of the batch. All ranks had one core between"
+    yield "them, so their speed says nothing of several devices."
+
+
+def batches(sweep: Sweep) -> Iterator[str]:
+    """As many samples in batches of several sizes: a line for each size, over seeds."""
+    yield "| batch | updates | peak | speed | evaluation loss: mean (range over seeds) | seeds |"
+    yield "|---:|---:|---:|---:|---:|---:|"
+    groups = by_batch(sweep.rows)
+    first = next(iter(groups.values()), [])
+    for size, rows in groups.items():
+        losses = [row["loss"]["eval"] for row in rows]
+        speed = samples_per_s(rows) / samples_per_s(first)
+        spread = f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})"
+        cells = (str(size), str(rows[0]["config"]["train"]["steps"]), sizes(rows[0], "memory.peak_bytes"))
+        yield f"| {' | '.join(cells)} | {speed:.2f} | {spread} | {len(rows)} |"
+
+
+def samples_per_s(rows: Sequence[Row]) -> float:
+    return mean(row["throughput"]["samples_per_s"] for row in rows)
+
+
+def by_batch(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        if row["status"] == Status.OK:
+            groups.setdefault(row["config"]["train"]["batch_size"], []).append(row)
+    return dict(sorted(groups.items()))
+
+
+def uses(devices: Mapping[str, Mapping[str, Found]]) -> Iterator[str]:
+    """Of each technique that was tried: the knob's own facts, and when to take it."""
+    tried = [
+        sweep.words(row)
+        for models in devices.values()
+        for found in models.values()
+        for name in ("one_at_a_time", "sharding")
+        if (sweep := found.get(name))
+        for row in sweep.rows
+    ]
+    yield "| type | acts on | its gradients are | needs that | when |"
+    yield "|---|---|---|---|---|"
+    for words in dict.fromkeys(tried):
+        if words in WHEN:
+            knob = knob_of(option_of(words))
+            needs = "; ".join(sorted(fact.value for fact in knob.needs()))
+            cells = (knob.saves.value if knob.saves else "", knob.exactness.value, needs, WHEN[words])
+            yield f"| `{words}` | {' | '.join(cells)} |"
+
+
+def option_of(words: str) -> tuple[str, str]:
+    """The knob's group and option among the words of a point."""
+    pairs = [word.partition("=") for word in words.split()]
+    return next((group, option) for group, _, option in pairs if group in neutral_options())
+
+
+SECTIONS = {"one_at_a_time": techniques, "waterfall": techniques, "sharding": ranks, "batch_size": batches}
+HEADINGS = {
+    "one_at_a_time": "one technique at a time",
+    "waterfall": "one after another",
+    "sharding": "shared out",
+    "batch_size": "the batch size",
+}
