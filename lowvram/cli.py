@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -255,7 +256,7 @@ class Program:
         if self.last is None or not self.rows:
             return EXIT_INTERRUPTED if self.num_signals else 0
         if self.last.sweep:
-            self.close_sweep(self.last.folder.parent)
+            self.close_sweep(self.last.folder.parent, self.last.config["logger"])
         elif self.rows[-1]["status"] == Status.INCOMPATIBLE:
             print(self.rows[-1]["reason"], file=sys.stderr)
             self.forget(self.last.folder, self.last.config["paths"]["outputs"])
@@ -282,13 +283,13 @@ class Program:
             remove_folder(folder, Path(str(outputs)))
         self.resumed.put_back()
 
-    def close_sweep(self, folder: Path) -> None:
+    def close_sweep(self, folder: Path, logger: Mapping[str, Any]) -> None:
         """The table and the report, where they lie, how to upload the runs and how to go on."""
         table.save(folder, table.collect(folder))
         print(table.render(self.rows, sys.stdout, kept=self.kept))
         report.save(folder)
         print(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
-        for line in [] if self.num_signals else wandb_sweep.record(folder, self.last.config["logger"]):
+        for line in [] if self.num_signals else wandb_sweep.record(folder, logger):
             print(line)
         if any(folder.glob("*/wandb/offline-run-*")):
             print(f"to upload: {sync_command(folder)}")

@@ -1,0 +1,155 @@
+"""The charts of a sweep's report as a saved workspace of W&B: memory and speed, kinds, losses, the table, the figures.
+
+    scripts/python scripts/wandb_workspace.py ENTITY [PROJECT] [--group GROUP]...   saves it, and prints its address
+    scripts/python scripts/wandb_workspace.py ENTITY [PROJECT] --print              prints what would be saved
+
+Runs are grouped by the choices named with `--group`, such as `--group precision`; without any they stand alone. Needs
+wandb-workspaces (pip install 'lowvram[workspace]'), and to save it an account.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lowvram.defaults import neutral_options
+from lowvram.mistakes import Refused
+from lowvram.results.row import KINDS
+from lowvram.results.wandb_sweep import FIGURE, TABLE
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Section, Workspace
+
+NAME = "lowvram: memory, speed, fidelity"
+PEAK, SPEED = "memory/peak_gib", "throughput/samples_per_s"
+ERROR, GAP = "fidelity/gradient_error", "fidelity/loss_gap"
+FIGURES = ("memory_and_speed", "choices", "waterfall", "kinds", "loss_over_time", "loss_over_tokens")
+PINNED = ("status", PEAK, SPEED, "loss/eval", ERROR, GAP)
+MOST_RUNS = 200  # in one panel
+
+
+def workspace(entity: str, project: str, groups: Sequence[str] = ()) -> Workspace:
+    """The whole of it; nothing is sent.
+
+    Args:
+        groups: knob groups by whose options runs are put together.
+
+    Raises:
+        Refused: wandb-workspaces isn't installed, or there is no such group.
+    """
+    for group in groups:
+        if group not in neutral_options():
+            raise Refused(f"--group {group}: no such group: use one of {', '.join(neutral_options())}")
+    try:
+        from wandb_workspaces import workspaces as ws
+    except ImportError:
+        why = "a workspace needs wandb-workspaces, which isn't installed: pip install 'lowvram[workspace]'"
+        raise Refused(why) from None
+    choices = [f"config:choice.{group}" for group in neutral_options()]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=NAME,
+        sections=[_costs(), _choices(), _memory(), _losses(), _sweep()],
+        settings=ws.WorkspaceSettings(max_runs=MOST_RUNS),
+        runset_settings=ws.RunsetSettings(
+            groupby=[_choice(ws, group) for group in groups],
+            order=[ws.Ordering(ws.Summary(PEAK))],
+            pinned_columns=[*(f"summary:{name}" for name in PINNED), *choices],
+        ),
+    )
+
+
+def _costs() -> Section:
+    """What is saved, and what it costs."""
+    from wandb_workspaces.reports import v2 as wr
+    from wandb_workspaces.workspaces import Section
+
+    return Section(
+        name="Memory, speed, fidelity",
+        is_open=True,
+        panels=[
+            wr.ScatterPlot(title="Memory and speed", x=wr.SummaryMetric(PEAK), y=wr.SummaryMetric(SPEED)),
+            wr.ScatterPlot(
+                title="Memory and fidelity", x=wr.SummaryMetric(PEAK), y=wr.SummaryMetric(ERROR), log_y=True
+            ),
+            wr.ScatterPlot(title="Memory and loss", x=wr.SummaryMetric(PEAK), y=wr.SummaryMetric("loss/eval")),
+        ],
+    )
+
+
+def _choices() -> Section:
+    """The peak of each option, over all runs that have it."""
+    from wandb_workspaces.reports import v2 as wr
+    from wandb_workspaces.workspaces import Section
+
+    bars = [
+        wr.BarPlot(title=f"Peak by {group}, GiB", metrics=[PEAK], groupby=_choice(wr, group), groupby_aggfunc="median")
+        for group in neutral_options()
+    ]
+    return Section(name="Choices", panels=bars)
+
+
+def _choice(module: Any, group: str) -> Any:
+    """A column of the configuration whose own name holds a dot: `value` stands behind it, not after the first word."""
+    return module.Config(f"choice.{group}.value")
+
+
+def _memory() -> Section:
+    """What the peak is made of."""
+    from wandb_workspaces.reports import v2 as wr
+    from wandb_workspaces.workspaces import Section
+
+    names = {"Peak": PEAK, "Planned": "memory/planned_gib"} | {kind: f"memory/{kind}_gib" for kind in KINDS}
+    bars = [wr.BarPlot(title=f"{title}, GiB", metrics=[name], max_runs_to_show=100) for title, name in names.items()]
+    return Section(name="Memory by kind", is_open=True, panels=bars)
+
+
+def _losses() -> Section:
+    from wandb_workspaces.reports import v2 as wr
+    from wandb_workspaces.workspaces import Section
+
+    names = {"Training loss": "loss/train", "Evaluation loss": "loss/eval", "Gradient norm": "grad_norm"}
+    lines = [wr.LinePlot(title=title, y=[name], max_runs_to_show=100) for title, name in names.items()]
+    return Section(name="Losses", is_open=True, panels=lines)
+
+
+def _sweep() -> Section:
+    """What a sweep's own run holds."""
+    from wandb_workspaces.reports import v2 as wr
+    from wandb_workspaces.workspaces import Section
+
+    images = wr.MediaBrowser(title="Figures", media_keys=[f"{FIGURE}/{name}" for name in FIGURES])
+    return Section(name="Sweep", panels=[wr.WeavePanelSummaryTable(table_name=TABLE), images])
+
+
+def spec(found: Workspace) -> dict[str, Any]:
+    """What would be saved, as plain values."""
+    return found._to_model().model_dump(by_alias=True, exclude_none=True, mode="json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Saves the charts of lowvram's runs as a workspace of W&B."""
+    parser = argparse.ArgumentParser("wandb_workspace.py", description=main.__doc__)
+    parser.add_argument("entity", help="your user or team")
+    parser.add_argument("project", nargs="?", default="lowvram", help="logger.project; lowvram if you have set none")
+    parser.add_argument("--group", action="append", default=[], help="a knob group by which runs are put together")
+    parser.add_argument("--print", action="store_true", dest="is_dry", help="print what would be saved, save nothing")
+    typed = parser.parse_args(arguments)
+    try:
+        found = workspace(typed.entity, typed.project, typed.group)
+    except Refused as error:
+        print(error, file=sys.stderr)
+        return 3
+    if typed.is_dry:
+        print(json.dumps(spec(found), indent=1))
+    else:
+        print(found.save().url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
