@@ -90,7 +90,7 @@ def _choices() -> Section:
         wr.BarPlot(title=f"Peak by {group}, GiB", metrics=[PEAK], groupby=_choice(wr, group), groupby_aggfunc="median")
         for group in neutral_options()
     ]
-    return Section(name="Choices", panels=bars)
+    return Section(name="Choices", panels=[*bars])
 
 
 def _choice(module: Any, group: str) -> Any:
@@ -105,7 +105,7 @@ def _memory() -> Section:
 
     names = {"Peak": PEAK, "Planned": "memory/planned_gib"} | {kind: f"memory/{kind}_gib" for kind in KINDS}
     bars = [wr.BarPlot(title=f"{title}, GiB", metrics=[name], max_runs_to_show=100) for title, name in names.items()]
-    return Section(name="Memory by kind", is_open=True, panels=bars)
+    return Section(name="Memory by kind", is_open=True, panels=[*bars])
 
 
 def _losses() -> Section:
@@ -114,7 +114,7 @@ def _losses() -> Section:
 
     names = {"Training loss": "loss/train", "Evaluation loss": "loss/eval", "Gradient norm": "grad_norm"}
     lines = [wr.LinePlot(title=title, y=[name], max_runs_to_show=100) for title, name in names.items()]
-    return Section(name="Losses", is_open=True, panels=lines)
+    return Section(name="Losses", is_open=True, panels=[*lines])
 
 
 def _sweep() -> Section:
