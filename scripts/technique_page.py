@@ -90,9 +90,10 @@ def claims(models: Mapping[str, Found]) -> Iterator[str]:
 
 
 def ran(sweep: Sweep) -> list[str]:
-    """The command, and on what."""
-    machines = dict.fromkeys(map(machine, sweep.rows))
-    return ["```bash", sweep.command, "```", "", f"{'; '.join(machines)}; {len(sweep.rows)} points."]
+    """The command, on what, and of what size."""
+    machines, model = dict.fromkeys(map(machine, sweep.rows)), sweep.baseline["model"]
+    size = f"{model['blocks']}, {model['parameters'] / 1e6:.2f} million parameters" if model["parameters"] else "?"
+    return ["```bash", sweep.command, "```", "", f"{'; '.join(machines)}; {size}; {len(sweep.rows)} points."]
 
 
 def techniques(sweep: Sweep) -> Iterator[str]:

@@ -40,6 +40,7 @@ def point(words: str, preset: str = "one_at_a_time", speed: float = 100.0, **mor
             "config": {"paths": {"outputs": "/home/somebody"}, "seed": 0, "train": {"batch_size": 32, "steps": 100}},
             "memory": {"peak_bytes": sum(kinds.values()), "by_kind_max": kinds},
             "throughput": {"samples_per_s": speed},
+            "model": {"parameters": 1_250_000, "blocks": "4 Block"},
             "time": {"step_ms_p50": 10.0, "step_ms_p05": 9.0, "step_ms_p95": 12.0},
             "fidelity": {"gradient_error": 0.0, "loss_gap": 0.0, "losses": [1.0], "band": [[1.0]]},
             "provenance": {
@@ -78,7 +79,7 @@ def test_each_point_is_told_by_what_it_changes_of_the_baseline() -> None:
     assert line(text, "`ckpt=every1`") == (
         "| `ckpt=every1` | 70.0 (−30 %) | · | · | · | −30.0 | · | 0.80 | 10 (9–12) | 0 | 0 |"
     )
-    assert "A Processor, torch 2.13.0, 1 thread a process; 4 points." in text
+    assert "A Processor, torch 2.13.0, 1 thread a process; 4 Block, 1.25 million parameters; 4 points." in text
 
 
 def test_claims_are_computed() -> None:
