@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean
 
 from lowvram.options import knob_of, neutral_options
@@ -11,12 +11,11 @@ from lowvram.results.row import MIB, Row, Status
 from scripts.technique_claims import CLAIMS, NOT_MEASURED, Found, percent, sizes, times
 from scripts.technique_rows import Sweep
 
-COLUMNS = (
-    *("peak", "weights", "gradients", "optimizer", "activations", "host"),
-    *("speed", "step, ms", "gradient error", "loss gap"),
-)
+HELD = ("peak", "weights", "gradients", "optimizer", "activations", "host")
+COSTS = ("speed", "step, ms", "gradient error", "loss gap")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "host")
 NAMES = {"transformer": "Transformer", "resnet": "ResNet"}
+Cells = Callable[[Row, Row], Sequence[str]]  # of a row and the baseline
 UNCHANGED_BYTES = 0.05 * MIB
 # Effort that no fact of the code tells, and when to take which. No figures here.
 WHEN = {
@@ -97,16 +96,32 @@ def ran(sweep: Sweep) -> list[str]:
 
 
 def techniques(sweep: Sweep) -> Iterator[str]:
-    """A row for each point, against the baseline."""
-    yield f"| | {' | '.join(COLUMNS)} |"
-    yield "|---|" + "---:|" * len(COLUMNS)
+    """A row for each point, against the baseline: what it holds, and what that costs."""
+    return rows_of(sweep, (*HELD, *COSTS), lambda row, base: [*held(row, base), *cost(row, base), *fidelity(row)])
+
+
+def ranks(sweep: Sweep) -> Iterator[str]:
+    """What each rank holds, beside a single process."""
+    yield from rows_of(sweep, HELD, held)
+    yield ""
+    yield "Bytes are those of the rank that holds most; each has its share of the batch. Ranks that share the cores of one"
+    yield "machine tell nothing of the speed of several devices: none is shown."
+
+
+def rows_of(sweep: Sweep, titles: Sequence[str], cells: Cells) -> Iterator[str]:
+    """A table with a row for each point."""
+    yield f"| | {' | '.join(titles)} |"
+    yield "|---|" + "---:|" * len(titles)
     for row in sweep.rows:
         name = f"`{sweep.words(row)}`" if row is not sweep.baseline else "baseline"
         if row["status"] != Status.OK:
-            yield f"| {name} | {row['status']}: {row['reason']} |" + " |" * (len(COLUMNS) - 1)
-            continue
-        cells = [peak(row, sweep.baseline), *kinds(row, sweep.baseline), *cost(row, sweep.baseline), *fidelity(row)]
-        yield f"| {name} | {' | '.join(cells)} |"
+            yield f"| {name} | {row['status']}: {row['reason']} |" + " |" * (len(titles) - 1)
+        else:
+            yield f"| {name} | {' | '.join(cells(row, sweep.baseline))} |"
+
+
+def held(row: Row, base: Row) -> list[str]:
+    return [peak(row, base), *kinds(row, base)]
 
 
 def peak(row: Row, base: Row) -> str:
@@ -143,30 +158,15 @@ def fidelity(row: Row) -> Iterator[str]:
     yield "" if gap is None else f"{gap:.3f}" if gap else "0"
 
 
-def ranks(sweep: Sweep) -> Iterator[str]:
-    """What each rank holds, beside a single process."""
-    yield from techniques(sweep)
-    yield ""
-    yield "Bytes are those of the rank that holds most; each has its share of the batch. All ranks had one core between"
-    yield "them, so their speed says nothing of several devices."
-
-
 def batches(sweep: Sweep) -> Iterator[str]:
     """As many samples in batches of several sizes: a line for each size, over seeds."""
-    yield "| batch | updates | peak | speed | evaluation loss: mean (range over seeds) | seeds |"
-    yield "|---:|---:|---:|---:|---:|---:|"
-    groups = by_batch(sweep.rows)
-    first = next(iter(groups.values()), [])
-    for size, rows in groups.items():
+    yield "| batch | updates | peak | evaluation loss: mean (range over seeds) | seeds |"
+    yield "|---:|---:|---:|---:|---:|"
+    for size, rows in by_batch(sweep.rows).items():
         losses = [row["loss"]["eval"] for row in rows]
-        speed = samples_per_s(rows) / samples_per_s(first)
         spread = f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})"
         cells = (str(size), str(rows[0]["config"]["train"]["steps"]), sizes(rows[0], "memory.peak_bytes"))
-        yield f"| {' | '.join(cells)} | {speed:.2f} | {spread} | {len(rows)} |"
-
-
-def samples_per_s(rows: Sequence[Row]) -> float:
-    return mean(row["throughput"]["samples_per_s"] for row in rows)
+        yield f"| {' | '.join(cells)} | {spread} | {len(rows)} |"
 
 
 def by_batch(rows: Sequence[Row]) -> dict[int, list[Row]]:

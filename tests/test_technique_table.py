@@ -115,7 +115,7 @@ def test_batches_are_compared_over_seeds() -> None:
     text = page_of(
         of("batch_size", *(batch(size, seed, size / 10 + seed, size) for size in (8, 16) for seed in (0, 1)))
     )
-    assert line(text, "8 ") == "| 8 | 400 | 8.0 | 1.00 | 1.300 (0.800–1.800) | 2 |"
+    assert line(text, "8 ") == "| 8 | 400 | 8.0 | 1.300 (0.800–1.800) | 2 |"
     assert "batch 8 to 16: evaluation loss 1.300 to 2.100, peak 8.0 to 16.0 MiB" in line(text, "Small batches")
 
 
