@@ -104,8 +104,8 @@ def ranks(sweep: Sweep) -> Iterator[str]:
     """What each rank holds, beside a single process."""
     yield from rows_of(sweep, HELD, held)
     yield ""
-    yield "Bytes are those of the rank that holds most; each has its share of the batch. Ranks that share cores"
-    yield "tell nothing of the speed of several devices: none is shown."
+    yield "The peak is that of the rank that holds most, kinds are those of the first one; each has its share of the batch."
+    yield "Ranks that share cores tell nothing of the speed of several devices: none is shown."
 
 
 def rows_of(sweep: Sweep, titles: Sequence[str], cells: Cells) -> Iterator[str]:

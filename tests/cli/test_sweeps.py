@@ -98,8 +98,14 @@ def test_a_waterfall_ends_with_the_smallest_peak(call: Call) -> None:
 
 @pytest.mark.parametrize(
     ("small", "sweep"),
-    [(TINY, "one_at_a_time"), (TINY_RESNET, "one_at_a_time"), (TINY_RESNET, "waterfall"), (TINY, "batch_size")],
-    ids=["transformer-one", "resnet-one", "resnet-waterfall", "transformer-batch"],
+    [
+        (TINY, "one_at_a_time"),
+        (TINY_RESNET, "one_at_a_time"),
+        (TINY_RESNET, "waterfall"),
+        (TINY, "batch_size"),
+        (TINY, "sharding"),
+    ],
+    ids=["transformer-one", "resnet-one", "resnet-waterfall", "transformer-batch", "transformer-ranks"],
 )
 def test_every_point_of_a_preset_can_be_had(call: Call, small: tuple[str, ...], sweep: str) -> None:
     outcome = call(*small, f"sweep={sweep}", "mode=plan", "plan.device=rtx3060", "train.batch_size=32")
