@@ -48,7 +48,7 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
     lines = hidden_lines(device, torch.__version__, place.num_ranks)
-    lines = lines if device.is_cuda else [*convolution_lines(num_convolutions(trace)), *lines]
+    lines = lines if device.is_cuda else [*convolution_lines(num_convolutions(trace), torch.__version__), *lines]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
         **(on_card(trace, lines, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, lines)),
