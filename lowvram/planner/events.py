@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple, final
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lowvram.core.knob import Kind
 from lowvram.core.peak import ROUND_BYTES
-from lowvram.planner.replay import FREE, Event
+from lowvram.planner.replay import FREE
 
 KINDS = list(Kind)
 
@@ -98,8 +99,9 @@ class Trace:
         each = zip(found.values.tolist(), found.indices.tolist(), strict=True)
         return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in each if size]
 
-    def requests(self) -> list[Event]:
-        """What an allocator of the device is asked for. A storage that changes its size is freed and asked for anew."""
+    def requests(self) -> list[tuple[int, int, int]]:
+        """What an allocator of the device is asked for: `Event`s. A storage that changes its size is freed and asked
+        for anew."""
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)
         storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
@@ -107,7 +109,7 @@ class Trace:
         times = 1 + is_anew.long()
         asked = num_bytes.where(num_bytes > 0, FREE).repeat_interleave(times)
         asked[(times.cumsum(0) - times)[is_anew]] = FREE
-        return list(map(Event, storages.repeat_interleave(times).tolist(), asked.tolist()))
+        return list(zip(storages.repeat_interleave(times).tolist(), asked.tolist(), repeat(0)))
 
     @cached_property
     def before(self) -> Tensor:

@@ -20,6 +20,7 @@ from lowvram.planner.timing import DataSheet, Rates, step_time
 from lowvram.planner.work import Column
 
 NUM_LARGEST = 10  # tensors that a plan names
+TOLERANCE = 1 / 256  # of the least memory: a small part of what plans err by, and it saves most trials
 Fields = dict[str, Any]
 
 
@@ -47,7 +48,7 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
     lines = hidden_lines(device, torch.__version__, place.num_ranks)
-    lines = lines if device.is_cuda else [*convolution_lines(num_convolutions(trace)), *lines]
+    lines = lines if device.is_cuda else [*convolution_lines(num_convolutions(trace), torch.__version__), *lines]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
         **(on_card(trace, lines, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, lines)),
@@ -90,7 +91,7 @@ def num_convolutions(trace: Trace) -> int:
 def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: int) -> Fields:
     """As the caching allocator plays it."""
     events = [*workspaces(lines), *trace.requests()]
-    found = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes)
+    found = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
     outside = sum(line.num_bytes or 0 for line in lines if not line.is_in_allocator)
     return {
         "allocated_bytes": found.free.allocated_peak_bytes,

@@ -15,11 +15,14 @@ FREE = -1  # the bytes of an event that frees
 
 
 class Event(NamedTuple):
-    """An allocation is born, or dies."""
+    """An allocation is born, or dies. A plain tuple of the three does as well, and is made sooner."""
 
     allocation: int  # any number that is its own while it lives
     num_bytes: int  # as asked for; FREE, or anything negative, at its death. 0 never reaches the allocator
     stream: int = 0  # that it belongs to: what one stream freed no other gets
+
+
+Events = Sequence[Event | tuple[int, int, int]]
 
 
 class Oom(NamedTuple):
@@ -51,19 +54,19 @@ class Run:
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.living: dict[int, Block] = {}  # by allocation
-        self.allocated: list[int] = []  # these three as in `Replay`
+        self.allocated: list[int] = []  # both as in `Replay`
         self.reserved: list[int] = []
-        self.oom: Oom | None = None
 
-    def play(self, events: Sequence[Event]) -> Replay:
+    def play(self, events: Events) -> Replay:
         """Those of the events that weren't played yet, to the end or to where memory runs out."""
         allocator, living, allocated, reserved = self.allocator, self.living, self.allocated, self.reserved
+        oom = None
         for allocation, num_bytes, stream in islice(events, len(allocated), None):
             if num_bytes > 0:
                 try:
                     living[allocation] = allocator.malloc(num_bytes, stream)
                 except OutOfMemory:
-                    self.oom = Oom(len(allocated), num_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
+                    oom = Oom(len(allocated), num_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
                     break
             elif num_bytes < 0:
                 allocator.free(living.pop(allocation))
@@ -77,7 +80,7 @@ class Run:
             allocator.granted_bytes,
             allocator.refused_bytes,
             allocator.num_retries,
-            self.oom,
+            oom,
         )
 
     def copied(self, limit_bytes: int | None) -> Run:
@@ -90,7 +93,7 @@ class Run:
 
 
 def replay(
-    events: Sequence[Event],
+    events: Events,
     *,
     expandable: bool = False,
     limit_bytes: int | None = None,
@@ -107,27 +110,29 @@ class Needs(NamedTuple):
     least_limit_bytes: int
 
 
-def needs_of(events: Sequence[Event], *, expandable: bool = False, live_peak_bytes: int = 0) -> Needs:
+def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int = 0, tolerance: float = 0.0) -> Needs:
     """What happens without a limit, and the least limit (as of `torch.cuda.set_per_process_memory_fraction`) under
     which the events fit, a multiple of 2 MiB, by which everything is reserved.
 
-    By trial between bounds, nearer to the lower one, where it mostly lies. A trial answers for all limits under which
-    the same happens, so a few are enough. What fits under a limit fits under a larger one but for rare accidents of
-    best fit, so a still lower limit may do. Under the one that is returned they do fit.
+    By trial between bounds. A trial answers for all limits under which the same happens, so a few are enough. What fits
+    under a limit fits under a larger one but for rare accidents of best fit, so a still lower limit may do. Under the
+    one that is returned they do fit.
 
-    What happens before the lowest of these limits would refuse anything happens under all: it is played once, and each
-    trial goes on from a copy of that.
+    What happens before the lowest of the limits that may do would refuse anything happens under all of them: it is
+    played once, further each time that more is known of the lowest, and each trial goes on from a copy of that.
 
     Args:
         live_peak_bytes: the most that is asked for at a time, or anything less, which takes longer.
+        tolerance: the share of the limit by which it may be larger than the least. Each trial is a replay.
     """
-    start = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
-    start.play(events)
-    free = start.copied(None).play(events)
+    common = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
+    common.play(events)
+    free = common.copied(None).play(events)
     lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
-    while lowest < highest:
-        limit_bytes = lowest + (highest - lowest) // 4
-        tried = start.copied(limit_bytes).play(events)
+    while highest - lowest > tolerance * highest:
+        common.allocator.limit_bytes = lowest
+        common.play(events)
+        tried = common.copied((lowest + highest) // 2).play(events)
         if tried.oom is None:
             highest = tried.granted_bytes
         else:

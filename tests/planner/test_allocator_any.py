@@ -165,6 +165,16 @@ def test_trials_may_share_what_happens_under_all_limits(expandable: bool, seed: 
 
 @seeds
 @both
+def test_less_exactness_needs_less_but_what_is_found_still_fits(expandable: bool, seed: int) -> None:
+    events = sequence(seed, num_events=400)
+    least = needs_of(events, expandable=expandable).least_limit_bytes
+    near = needs_of(events, expandable=expandable, tolerance=0.1).least_limit_bytes
+    assert least <= near <= least / (1 - 0.1)
+    assert replay(events, expandable=expandable, limit_bytes=near).oom is None
+
+
+@seeds
+@both
 def test_a_copy_goes_on_alone(expandable: bool, seed: int) -> None:
     events = sequence(seed, num_events=400)
     start = Run(CachingAllocator(expandable))

@@ -66,10 +66,13 @@ def test_of_a_processor_the_pages_of_libraries_are_known_for_one_version() -> No
 
 def test_convolutions_of_a_processor_have_lines_of_their_own() -> None:
     """A shape takes room under a cap, and hardly any of it is touched."""
-    room, constant = convolution_lines(3)
+    room, constant = convolution_lines(3, "2.13.0+cpu")
     assert (room.num_bytes, room.is_capped, room.is_resident) == (6 * MIB, True, False)
     assert (constant.num_bytes, constant.is_capped, constant.is_resident) == (12 * MIB, True, True)
-    assert not convolution_lines(0)
+    assert not convolution_lines(0, "2.13.0+cpu")
+    elsewhere = convolution_lines(3, "2.14.1")
+    assert [line.name for line in elsewhere] == [room.name, constant.name]
+    assert all(line.num_bytes is None and line.source.startswith("unknown") for line in elsewhere)
 
 
 @pytest.mark.parametrize("torch_version", VERSIONS)
