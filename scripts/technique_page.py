@@ -104,7 +104,7 @@ def ranks(sweep: Sweep) -> Iterator[str]:
     """What each rank holds, beside a single process."""
     yield from rows_of(sweep, HELD, held)
     yield ""
-    yield "The peak is that of the rank that holds most, kinds are those of the first one; each has its share of the batch."
+    yield "The peak is that of the rank that holds most, kinds are those of the first; each has its share of the batch."
     yield "Ranks that share cores tell nothing of the speed of several devices: none is shown."
 
 
