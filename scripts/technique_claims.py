@@ -103,7 +103,7 @@ def sharded(found: Found) -> str | None:
     for row in sweep.rows:
         here, there, typed = held(row), held(sweep.baseline), sweep.words(row)
         if row["status"] == Status.OK and "sharding=fsdp" in typed and here and there:
-            words.append(f"{there / here:.1f} times on {typed.rpartition('=')[2]} ranks")
+            words.append(f"{there / here:.1f} times less on {typed.rpartition('=')[2]} ranks")
     return ", ".join(words) or None
 
 

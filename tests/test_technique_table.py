@@ -102,7 +102,7 @@ def test_what_all_do_together_is_told_beside_plain_accumulation() -> None:
 def test_what_ranks_hold_is_over_what_one_process_holds() -> None:
     alone, shared = point("", "sharding"), point("sharding=fsdp sharding.ranks=2", "sharding", optimizer=0)
     whole = point("sharding=ddp sharding.ranks=2", "sharding")
-    assert "| 2.0 times on 2 ranks |" in line(page_of(of("sharding", alone, whole, shared)), "FSDP")
+    assert "| 2.0 times less on 2 ranks |" in line(page_of(of("sharding", alone, whole, shared)), "FSDP")
 
 
 def batch(size: int, seed: int, loss: float, peak_mib: int) -> Row:
