@@ -34,6 +34,13 @@ def record(folder: Path, logger_cfg: Mapping[str, Any]) -> list[str]:
     found = entries([folder])
     if all(entry.row["choices"].get("mode") == "plan" for entry in found):
         return []  # plans are not recorded
+    try:
+        return _recorded(folder, found, logger_cfg)
+    except OSError as error:  # a full disk
+        return [f"W&B has no table of this sweep: {first_line(error)}"]
+
+
+def _recorded(folder: Path, found: Sequence[Entry], logger_cfg: Mapping[str, Any]) -> list[str]:
     (folder / FOLDER).mkdir(exist_ok=True)
     about = (f"{folder.name} table", folder.name, {}, {})
     start = RECORDERS[logger_cfg["name"]].start

@@ -122,6 +122,13 @@ def test_nothing_is_left_where_nothing_is_recorded(
     assert not (without_account / "figures").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    folder = leave(tmp_path, POINTS)
+    (folder / FOLDER).write_text("in the way")
+    (said,) = record(folder, LOGGER)
+    assert said.startswith("W&B has no table of this sweep: ")
+
+
 def test_plans_are_not_recorded(without_account: Path) -> None:
     plans: list[Row] = [merge(point(i, {}), {"choices": {"mode": "plan"}}) for i in range(2)]
     assert record(leave(without_account, plans), LOGGER) == []
