@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowvram.mistakes import Refused
+from lowvram.results.columns import number_texts
 from lowvram.results.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ DOTS_PER_INCH = 200
 MOST_NAMED = 12  # curves that a legend can name
 LOG_FROM = 12  # times between the smallest and the largest peak
 # Okabe and Ito's colours, which colour-blind people can tell apart; as in page/report.css.
-GOOD, BAD, GREY = "#0063a0", "#b54800", "#8a8f96"
+GOOD, BAD, GREY, DIM = "#0063a0", "#b54800", "#8a8f96", "#55595f"
 KIND_COLOURS = {
     "parameters": "#0072b2",
     "gradients": "#e69f00",
@@ -139,14 +140,25 @@ def _waterfall(axes: Axes, shown: Evidence) -> None:
         colour = GREY if step["is_accumulation"] else GOOD if start >= peak else BAD
         axes.barh(row, min(start, peak) - least, left=least, color=GOOD, alpha=0.25)
         axes.barh(row, abs(start - peak), left=min(start, peak), color=colour)
-        words = f"{peak:.3g} {shown['unit']}" + (f", {known[0] / peak:.3g} × less" if row else "")
-        axes.text(1.12 * most, row, words, va="center", fontsize=8)
+        words = f"{peak:.3g} {shown['unit']}" + (f": {known[0] / peak:.3g} × less" if row else "")
+        axes.text(1.12 * most, row, words, va="bottom", fontsize=8)
+        axes.text(1.12 * most, row, _pace(shown, step["point"]), va="top", fontsize=7, color=DIM)
         before = peak
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{_memory(shown)}; grey: plain accumulation")
+    axes.set_xlabel(f"{_memory(shown)}, log scale\ngrey: plain accumulation")
     _log_axis(axes)
     axes.set_xlim(least, most * (most / least) ** 0.55)
+
+
+def _pace(shown: Evidence, index: int) -> str:
+    """The speed of a point of the waterfall, beside that of its first."""
+    speed, first = shown["points"][index]["speed"], shown["points"][shown["waterfall"][0]["point"]]["speed"]
+    if not (speed and first):
+        return ""
+    if index == shown["waterfall"][0]["point"]:
+        return f"{number_texts([speed], num_digits=3)[0]} {shown['speed_unit']}/s"
+    return f"{speed / first:.2g} × the speed"
 
 
 def _kinds(axes: Axes, shown: Evidence) -> None:

@@ -30,7 +30,7 @@ SOURCES = {
     "tensor_ledger": "tensor bytes on CPU",
     "process": "growth of the process",
 }
-_SMALLEST_IN_GIB = 0.1 * GIB
+_LARGEST_IN_MIB, _SMALLEST_IN_GIB = 0.1 * GIB, 0.01 * GIB
 _PLAIN_WIDTH = 10_000  # no terminal, no reason to wrap
 
 
@@ -137,8 +137,10 @@ def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
 def memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
     """In which bytes of a sweep are told, and how many of them it holds."""
     paths = ("memory.peak_bytes", "plan.allocated_bytes", "memory.by_kind_max.activations")
-    largest = max((value_at(row, path) or 0 for row in rows for path in paths), default=0)
-    return ("GiB", GIB) if largest >= _SMALLEST_IN_GIB else ("MiB", MIB)
+    each = {path: [value for row in rows if (value := value_at(row, path))] for path in paths}
+    largest = max((value for values in each.values() for value in values), default=0)
+    smallest = min((value for path in paths[:2] for value in each[path]), default=0)
+    return ("GiB", GIB) if largest >= _LARGEST_IN_MIB and smallest >= _SMALLEST_IN_GIB else ("MiB", MIB)
 
 
 def _spreads(rows: Sequence[Row]) -> Iterator[str | None]:

@@ -65,7 +65,7 @@ def test_the_peak_says_how_it_was_measured():
 
 
 def test_peaks_of_different_sources_are_named_and_not_compared():
-    compiled = point("compiled", memory={"peak_bytes": 5, "source": "process"})
+    compiled = point("compiled", memory={"peak_bytes": 5 * GIB, "source": "process"})
     table = build([point("eager"), compiled])
     assert column(table, "memory source") == ["tensor bytes on CPU", "growth of the process"]
     assert best(table, "peak GiB") == set()
@@ -131,6 +131,11 @@ def test_small_sizes_are_in_mib_all_of_them():
     table = build([point("a", memory=memory)])
     assert column(table, "peak MiB (tensor bytes on CPU)") == ["20.0"]
     assert column(table, "activations MiB") == ["5.00"]
+    few, many = memory | {"peak_bytes": 2 * MIB}, memory | {"peak_bytes": 200 * MIB}
+    table = build([point("few", memory=few), point("many", memory=many)])
+    assert column(table, "peak MiB (tensor bytes on CPU)") == ["2.00", "200.00"]
+    table = build([point("a", memory=memory), point("many", memory=many)])
+    assert column(table, "peak GiB (tensor bytes on CPU)") == ["0.0195", "0.1953"]
 
 
 def test_what_moves_and_what_is_reserved_in_vain_is_shown_where_it_is_known():
