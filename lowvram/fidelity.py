@@ -28,10 +28,11 @@ from lowvram.settings import GROUPS, is_inline
 from lowvram.verdict import Circumstances, Told, num_oom_kills, verdict
 
 if TYPE_CHECKING:
-    from lowvram.point import Point, Recording
+    from lowvram.point import Point
     from lowvram.process.client import Server
     from lowvram.process.inline import Inline
     from lowvram.process.launch import Launch
+    from lowvram.recording import Recording
 
 NUM_SEEDS = 3  # of the references: the point's own, and those that follow it
 REFERENCES = "references"  # the folder of a sweep that keeps their losses

@@ -1,15 +1,10 @@
-"""One point: its children compute it, and this module, in the parent, records it. Imports no torch.
-
-The parent is the only writer of `metrics.jsonl`, of W&B and of `result.json`, so a child that dies in whatever way
-still gets its row and its failed W&B run.
-"""
+"""One point, as its parent knows it: its children compute it, recording.py keeps what they tell. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +14,20 @@ from omegaconf import DictConfig
 from lowvram.config import build_as, checked_values, require
 from lowvram.fidelity import add_fidelity
 from lowvram.growing import Attempts, as_left, attempts_with, with_parts
-from lowvram.process.client import Ending, Event, Server
+from lowvram.process.client import Server
 from lowvram.process.inline import Inline
 from lowvram.process.launch import Launch, as_request
 from lowvram.process.orders import Orders
+from lowvram.recording import Recording
 from lowvram.results import row as rows
-from lowvram.results.advice import data_wait_advice, out_of_memory_advice
-from lowvram.results.metrics import Metrics
-from lowvram.results.row import Row, Status
+from lowvram.results.row import Row
 from lowvram.results.terminal import Progress
-from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, stored_run_id
+from lowvram.results.wandb import RECORDERS
 from lowvram.resume import has_snapshots
 from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS
-from lowvram.verdict import Circumstances, Told, num_oom_kills, verdict
+from lowvram.verdict import Circumstances, num_oom_kills
 
 CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
-OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
 
 
 @dataclass(frozen=True)
@@ -138,151 +131,6 @@ def run_point(
                 return recording.close()
     except OSError as error:
         return recording.unwritable(error)
-
-
-class Recording:
-    """Turns the child's events into files, W&B and a row.
-
-    Args:
-        disturbs: what is said in the row of where the point runs, if its figures suffer.
-        can_begin_again: whether there are fresh processes for another attempt.
-    """
-
-    def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
-        self.point, self.progress = point, progress
-        self._disturbs, self._can_begin_again = disturbs, can_begin_again
-        self.row = point.first_row()
-        self.told: dict[int, Told] = {}  # by rank
-        self.recorder: Recorder = NullRecorder()
-        self.metrics = Metrics(point.folder)
-        self._is_recorded = False
-        self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
-
-    def on_event(self, event: Event) -> None:
-        """One event of the child. The events are the methods named on_…"""
-        handlers: dict[str, Callable[..., None]] = {
-            "ready": self.add,
-            "begin": self._on_begin,
-            "metrics": self._on_metrics,
-            "record": self._record,
-            "progress": self.progress.update,
-            "say": self.progress.say,
-            "row": self._on_row,
-        }
-        handlers[event.pop("event")](**event)
-
-    def add(self, fields: dict[str, Any]) -> None:
-        """More of the row is known."""
-        self.row = rows.merge(self.row, fields)
-
-    def end(self, status: Status, reason: str | None) -> None:
-        """How the point ended."""
-        self.add({"status": status.value, "reason": reason})
-
-    def _on_row(self, rank: int, fields: dict[str, Any], **about: Any) -> None:
-        self.told[rank] = Told(fields, **about)
-
-    def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
-        """All ranks have ended: the row is the first one's, with the largest peak of all, and the point's end."""
-        ended = ended and [{**one, "rank": one["rank"] + self.point.first_rank} for one in ended]
-        all_ranks = sorted({*(one["rank"] for one in ended or ()), *self.told})
-        ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in all_ranks}
-        self.add(ranks.get(self.point.first_rank, {}))
-        if len(ranks) > 1:
-            self._add_ranks(ranks)
-        end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
-        blamed = self.told.get(end.rank)
-        if end.status == Status.ERROR and blamed is not None:
-            for line in blamed.trace.splitlines():
-                self.progress.say(line)
-        is_late = around.orders.is_timed_out and end.status != Status.OK
-        self.end(*((Status.TIMEOUT, around.orders.how_late) if is_late else (end.status, end.reason)))
-
-    def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
-        """What each rank held; the point's memory is that of the rank that held most."""
-        memory = {rank: fields.get("memory", {}) for rank, fields in ranks.items()}
-        each = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
-        self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": each})
-
-    def begins_again(self, orders: Orders) -> bool:
-        """After the end of an attempt: whether another one follows, with more parts. All is ready for it then."""
-        parts = self._more_parts
-        if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
-            return False
-        fewer, self.point = self.row["config"]["accum"]["parts"], self.point.in_parts(parts, self.row)
-        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
-        if orders.is_stopped:
-            self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
-            return False
-        self.progress.say(f"out of memory with accum.parts={fewer}: again with {parts}")
-        return True
-
-    def _on_begin(self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None) -> None:
-        self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
-        self._more_parts = more_parts
-        self.metrics.begin(step)
-        self._start_recorder()
-        self.progress.start(self.point.name, num_steps)
-        self.progress.update(step, {})
-
-    def _on_metrics(self, step: int, values: dict[str, float]) -> None:
-        self._record(step, values)
-        self.progress.update(step, values)
-
-    def _record(self, step: int, values: dict[str, float]) -> None:
-        """Metrics that are told after their step: no news for the progress."""
-        self.metrics.write(step, values)
-        self.recorder.log(step, values)
-
-    def _start_recorder(self) -> None:
-        """The W&B run; once per point."""
-        if self._is_recorded:
-            return
-        self._is_recorded = True
-        logger, folder = self.point.config["logger"], self.point.folder
-        start = RECORDERS[logger["name"]].start
-        names = (self.point.name, self.point.sweep, self.point.config, self.row["choices"])
-        self.recorder = start(folder, logger, *names, resume_id=stored_run_id(folder))
-
-    def close(self) -> Row:
-        """The row is whole: add advice, write it, end the W&B run."""
-        self.progress.stop()
-        self.metrics.close()
-        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
-            return self.row  # nothing ran: there is nothing to keep
-        self.add({"disturbed": "; ".join(filter(None, [self._disturbs, self.row["disturbed"]])) or None})
-        self._advise()
-        self._start_recorder()
-        self.recorder.finish(self.row)
-        rows.write(self.point.folder, self.row)
-        upload = self.recorder.sync_command if self.point.sweep is None else None  # a sweep tells it once, for all
-        for line in (self.recorder.notice, self.recorder.address, upload and f"to upload: {upload}"):
-            if line:
-                self.progress.say(line)
-        return self.row
-
-    def _advise(self) -> None:
-        choices, plan = self.row["choices"], self.row["plan"] or {}
-        if self.row["status"] == Status.OOM:
-            advice = plan["advice"] if "advice" in plan else out_of_memory_advice(None, choices)
-            self.add({"reason": f"{self.row['reason']}; {advice}"})
-            if self._more_parts is not None:
-                which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
-                why = f"{which} can't begin again with more parts: type accum.parts={self._more_parts}"
-                self.add({"reason": f"{self.row['reason']}; {why}"})
-        if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
-            self.progress.say(advice)
-
-    def unwritable(self, error: OSError) -> Row:
-        """The row when something can't be written: it is told, and the sweep goes on."""
-        self.progress.stop()
-        self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
-        self.recorder.finish(self.row)
-        with suppress(OSError):
-            rows.write(self.point.folder, self.row)
-        with suppress(OSError):
-            self.metrics.close()
-        return self.row
 
 
 def remove_folder(folder: Path, outputs: Path) -> None:

@@ -30,8 +30,8 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config defaults fidelity growing identity inline mistakes planning point resume runs searching "
-        "settings start sweeper table verdict winner"
+        "cli composed config defaults fidelity growing identity inline mistakes planning point recording resume "
+        "runs searching settings start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
