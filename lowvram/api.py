@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -32,6 +32,7 @@ from lowvram.core.values import Fill
 from lowvram.models.foreign import logits_of
 from lowvram.models.survey import Survey, survey, without_memory
 from lowvram.modes.clock import clock_for, synchronise
+from lowvram.modes.fields import percentiles
 from lowvram.options import knob_of, neutral_options, node_of, options_of
 from lowvram.planner.devices import load_device
 from lowvram.planner.forecast import Place, needs
@@ -202,7 +203,7 @@ class Measured:
     @property
     def spread_ms(self) -> tuple[float, float]:
         """5th and 95th percentile."""
-        p05, *_, p95 = quantiles(self.step_ms, n=20, method="inclusive") if len(self.step_ms) > 1 else self.step_ms * 2
+        p05, _, p95 = percentiles(self.step_ms)
         return p05, p95
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTALLED_CONF = Path(__file__).resolve().parent / "conf"  # the installed package carries its own
 CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
 # They don't change a result.
-NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip")
+NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip", "measure.reruns")
 
 
 def register_resolvers() -> None:

@@ -19,6 +19,7 @@ from lowvram.process.inline import Inline
 from lowvram.process.launch import Launch, as_request
 from lowvram.process.orders import Orders
 from lowvram.recording import Recording
+from lowvram.remeasuring import Measurement
 from lowvram.results import row as rows
 from lowvram.results.row import Row
 from lowvram.results.terminal import Progress
@@ -71,6 +72,7 @@ class Point:
     launch: Launch | None = None  # if torchrun has started this program
     plan: Mapping[str, Any] | None = None  # what it is expected to hold
     attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see growing.py
+    reruns: list[Measurement] | None = None  # that something has disturbed: see remeasuring.py
 
     @property
     def first_rank(self) -> int:
@@ -80,6 +82,7 @@ class Point:
     def first_row(self) -> Row:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
         more = {"plan": self.plan, "provenance": self.provenance, "attempts": self.attempts}
+        more |= {"reruns": self.reruns}
         return rows.merge(rows.empty_row(), known | more)
 
     def request(self) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def run_point(
                 recording.add({"plan": plan_again(recording.point)})
             around = Circumstances(point.folder, orders, num_oom_kills())
             recording.conclude(server.run(recording.point.request(), recording.on_event, orders), around)
-            if not recording.begins_again(orders):
+            if not (recording.begins_again(orders) or recording.measures_again(orders)):
                 add_fidelity(recording, server, stop_signals)
                 return recording.close()
     except OSError as error:

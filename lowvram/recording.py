@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowvram.growing import with_parts
 from lowvram.process.client import Ending, Event
 from lowvram.process.orders import Orders
+from lowvram.remeasuring import is_due, put_back, set_aside
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice, out_of_memory_advice
+from lowvram.results.doubts import doubts
 from lowvram.results.metrics import Metrics
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
@@ -43,6 +46,8 @@ class Recording:
         self.recorder: Recorder = NullRecorder()
         self.metrics = Metrics(point.folder)
         self._is_recorded = False
+        self._last_recorded = 0  # of the steps that W&B knows
+        self._disturbed_row: Row | None = None  # of the measurement before this one
         self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
 
     def on_event(self, event: Event) -> None:
@@ -74,7 +79,8 @@ class Recording:
         ended = ended and [{**one, "rank": one["rank"] + self.point.first_rank} for one in ended]
         all_ranks = sorted({*(one["rank"] for one in ended or ()), *self.told})
         ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in all_ranks}
-        self.add(ranks.get(self.point.first_rank, {}))
+        first = ranks.get(self.point.first_rank, {})
+        self.add(first | {"disturbed": together(self.row["disturbed"], first.get("disturbed"))})
         if len(ranks) > 1:
             self._add_ranks(ranks)
         end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
@@ -104,6 +110,22 @@ class Recording:
         self.progress.say(f"out of memory with accum.parts={fewer}: again with {parts}")
         return True
 
+    def measures_again(self, orders: Orders) -> bool:
+        """After the end of a measurement: whether another one follows, as this was disturbed. All is ready for it then.
+        The row of one that has failed is none: that of the one before stands."""
+        if self._disturbed_row is not None and self.row["status"] != Status.OK:
+            self.metrics.close()
+            self.row = put_back(self.point.folder, self._disturbed_row, self.row)
+            return False
+        if orders.is_stopped or orders.is_timed_out or not (self._can_begin_again and is_due(self.row)):
+            return False
+        self.metrics.close()
+        self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")
+        self._disturbed_row, reruns = self.row, set_aside(self.point.folder, self.row)
+        self.point = replace(self.point, reruns=reruns)
+        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
+        return True
+
     def _on_begin(self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
@@ -119,7 +141,9 @@ class Recording:
     def _record(self, step: int, values: dict[str, float]) -> None:
         """Metrics that are told after their step: no news for the progress."""
         self.metrics.write(step, values)
-        self.recorder.log(step, values)
+        if step >= self._last_recorded:  # W&B knows no second time
+            self.recorder.log(step, values)
+            self._last_recorded = step
 
     def _start_recorder(self) -> None:
         """The W&B run; once per point."""
@@ -137,7 +161,7 @@ class Recording:
         self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
             return self.row  # nothing ran: there is nothing to keep
-        self.add({"disturbed": "; ".join(filter(None, [self._disturbs, self.row["disturbed"]])) or None})
+        self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *doubts(self.row))})
         self._advise()
         self._start_recorder()
         self.recorder.finish(self.row)
@@ -170,3 +194,8 @@ class Recording:
         with suppress(OSError):
             self.metrics.close()
         return self.row
+
+
+def together(*reasons: str | None) -> str | None:
+    """All reasons for one thing, or none."""
+    return "; ".join(filter(None, reasons)) or None

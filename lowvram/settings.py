@@ -74,12 +74,14 @@ class MeasureSettings:
     largest_tensors: bool
     fidelity: bool
     fidelity_steps: int
+    reruns: int
 
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 1, "measure.warmup_steps", self.warmup_steps, "at least 1")
         require(self.steps >= 1, "measure.steps", self.steps, "at least 1")
         require(self.max_seconds > 0, "measure.max_seconds", self.max_seconds, "more than 0 seconds")
         require(self.fidelity_steps >= 1, "measure.fidelity_steps", self.fidelity_steps, "at least 1")
+        require(0 <= self.reruns <= 2, "measure.reruns", self.reruns, "0, 1 or 2")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ MIB = 2**20
 ONLY = "only="
 RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
-TIMED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
+TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
 

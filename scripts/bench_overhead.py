@@ -17,7 +17,14 @@ from lowvram.identity import ROOT
 from lowvram.results.table import collect
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
-QUICK = ["mode=measure", "data=synthetic", "train.batch_size=4", "measure.steps=2", "measure.warmup_steps=1"]
+QUICK = [
+    "mode=measure",
+    "measure.reruns=0",
+    "data=synthetic",
+    "train.batch_size=4",
+    "measure.steps=2",
+    "measure.warmup_steps=1",
+]
 
 
 def point_overheads_s(num_points: int) -> list[float]:

@@ -45,7 +45,7 @@ MODELS = {
     "resnet": ["model=resnet", "model.norm=group", "data.image_size=96", "data.num_classes=10", "train.batch_size=32"],
 }
 COMMON = ["data=synthetic", "data.eval_samples=16", "measure.warmup_steps=2"]
-MEASURED = ["mode=measure", "timeout_s=300"]
+MEASURED = ["mode=measure", "measure.reruns=0", "timeout_s=300"]
 WINDOW = ["measure.steps=1000"]  # it ends by its seconds
 BUDGETS = (1 / 4, 1 / 2, 3 / 4)  # of the way from the smallest process of the grid to the largest
 NUM_RIVALS, NUM_ROUNDS = 3, 4

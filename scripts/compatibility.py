@@ -34,7 +34,14 @@ from lowvram.runs import Runs
 
 PAGE = ROOT / "docs" / "compatibility.md"
 FLOOR = 1e-4  # relative: what rounding in another order may do to five steps of AdamW
-COMMON = ["mode=measure", "data=synthetic", "data.eval_samples=32", "train.batch_size=64", "timeout_s=600"]
+COMMON = [
+    "mode=measure",
+    "measure.reruns=0",
+    "data=synthetic",
+    "data.eval_samples=32",
+    "train.batch_size=64",
+    "timeout_s=600",
+]
 COMMON += ["measure.warmup_steps=1", "measure.steps=4", "measure.max_seconds=600"]
 TRANSFORMER = ["model.num_layers=2", "model.width=32", "model.num_heads=2", "data.sequence_length=16"]
 RESNET = ["model.layers=[1,1]", "model.width=16", "model.norm=group", "data.image_size=16", "data.num_classes=16"]

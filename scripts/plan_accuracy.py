@@ -43,7 +43,7 @@ from scripts.plan_accuracy_report import Line, Quantity, Report
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments
 TRACKED_EVERY = 6  # MemTracker looks at each so many-th point: it takes up to half a minute
 COMMON = ["data=synthetic", "data.eval_samples=1"]
-MEASURED = ["mode=measure", "measure.warmup_steps=1", "measure.steps=1", "timeout_s=600"]
+MEASURED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=1", "measure.steps=1", "timeout_s=600"]
 ON_CPU = ["device=cpu", "allocator=tight"]
 
 

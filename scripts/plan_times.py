@@ -26,7 +26,14 @@ from lowvram.runs import Runs
 from lowvram.settings import settings
 
 SWEPT = {"model": "transformer,resnet", "precision": "fp32,bf16", "ckpt": "none,every1", "accum": "none,x4,x16"}
-MEASURED = ["mode=measure", "measure.warmup_steps=2", "measure.steps=20", "measure.max_seconds=3", "timeout_s=300"]
+MEASURED = [
+    "mode=measure",
+    "measure.reruns=0",
+    "measure.warmup_steps=2",
+    "measure.steps=20",
+    "measure.max_seconds=3",
+    "timeout_s=300",
+]
 NUM_PROBES = 3
 CALIBRATE = """
 import sys

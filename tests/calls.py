@@ -33,6 +33,7 @@ TINY = (
     "data.eval_samples=4",
     "train.batch_size=4",
     "train.steps=3",
+    "measure.reruns=0",
     "logger=none",
 )
 TINY_RESNET = (
@@ -45,6 +46,7 @@ TINY_RESNET = (
     "data.eval_samples=4",
     "train.batch_size=4",
     "train.steps=3",
+    "measure.reruns=0",
     "logger=none",
 )
 

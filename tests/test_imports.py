@@ -30,12 +30,12 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config defaults fidelity growing identity inline mistakes planning point recording resume "
-        "runs searching settings start sweeper table verdict winner"
+        "cli composed config defaults fidelity growing identity inline mistakes planning point recording "
+        "remeasuring resume runs searching settings start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
-        "accuracy advice band columns curves differences evidence planned report row table terminal wandb"
+        "accuracy advice band columns curves differences doubts evidence planned report row table terminal wandb"
     ),
     "lowvram.process": "client crew inline launch orders patience server",
 }

@@ -105,14 +105,18 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         (lambda: TrainSettings(1, 0, None, 1), "train.steps=0: must be at least 1"),
         (lambda: TrainSettings(1, 1, 0, 1), "train.eval_every=0: must be null or at least 1"),
         (lambda: TrainSettings(1, 1, None, 0), "train.log_every=0: must be at least 1"),
-        (lambda: MeasureSettings(0, 1, 1.0, False, False, 1), "measure.warmup_steps=0: must be at least 1"),
-        (lambda: MeasureSettings(1, 0, 1.0, False, False, 1), "measure.steps=0: must be at least 1"),
-        (lambda: MeasureSettings(1, 1, 0.0, False, False, 1), "measure.max_seconds=0.0: must be more than 0 seconds"),
+        (lambda: MeasureSettings(0, 1, 1.0, False, False, 1, 2), "measure.warmup_steps=0: must be at least 1"),
+        (lambda: MeasureSettings(1, 0, 1.0, False, False, 1, 2), "measure.steps=0: must be at least 1"),
         (
-            lambda: MeasureSettings(1, 1, math.nan, False, False, 1),
+            lambda: MeasureSettings(1, 1, 0.0, False, False, 1, 2),
+            "measure.max_seconds=0.0: must be more than 0 seconds",
+        ),
+        (
+            lambda: MeasureSettings(1, 1, math.nan, False, False, 1, 2),
             "measure.max_seconds=nan: must be more than 0 seconds",
         ),
-        (lambda: MeasureSettings(1, 1, 1.0, False, True, 0), "measure.fidelity_steps=0: must be at least 1"),
+        (lambda: MeasureSettings(1, 1, 1.0, False, True, 0, 2), "measure.fidelity_steps=0: must be at least 1"),
+        (lambda: MeasureSettings(1, 1, 1.0, False, True, 1, 3), "measure.reruns=3: must be 0, 1 or 2"),
         (lambda: SnapshotSettings(0, 1), "snapshot.every_steps=0: must be null"),
         (lambda: SnapshotSettings(1, 0), "snapshot.keep=0: must be at least 1"),
         (lambda: RootSettings(**{**VALUES, "seed": -1}), "seed=-1: must be between 0 and"),
@@ -125,7 +129,7 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         (lambda: RootSettings(**{**VALUES, "name": "../x"}), "name='../x': must be null or 1 to 100 letters"),
         (lambda: RootSettings(**{**VALUES, "vram": "8"}), "vram='8': must be null or a number above 0 with a unit"),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_values_out_of_range_are_named(make: Any, sentence: str) -> None:
     with pytest.raises(BadInput) as refused:

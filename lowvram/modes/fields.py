@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -85,7 +85,7 @@ def times(session: Session, step_ms: list[float], waits_s: list[float], fillings
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
     values = pace(session, fillings, seconds)
-    p05, *_, p95 = quantiles(step_ms, n=20, method="inclusive") if len(step_ms) > 1 else (step_ms[0], step_ms[0])
+    p05, p50, p95 = percentiles(step_ms)
     sections = {
         section: {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{section}/")}
         for section in ("throughput", "data")
@@ -93,13 +93,19 @@ def times(session: Session, step_ms: list[float], waits_s: list[float], fillings
     return {
         **sections,
         "time": {
-            "step_ms_p50": median(step_ms),
+            "step_ms_p50": p50,
             "step_ms_p05": p05,
             "step_ms_p95": p95,
             "steps": len(step_ms),
             "data_wait_frac": min(1.0, sum(waits_s) / seconds),
         },
     }
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The 5th, the median and the 95th, of one value or more."""
+    p05, *_, p95 = quantiles(values, n=20, method="inclusive") if len(values) > 1 else (values[0], values[0])
+    return p05, median(values), p95
 
 
 def memory_now(session: Session) -> dict[str, float]:

@@ -18,6 +18,7 @@ from lowvram.endings import NonFinite
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for, synchronise
 from lowvram.modes.compiling import CompileTimes, chosen
+from lowvram.modes.disturbance import disturbance, watch_for
 from lowvram.modes.evaluate import evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
@@ -36,16 +37,20 @@ class Measure:
         for _ in range(limits.warmup_steps):  # optimizer state is born here
             history.step(batches)
         synchronise(device)
+        watch = watch_for(device)
         num_steps, end = limits.warmup_steps + limits.steps, time.monotonic() + limits.max_seconds
         while history.num_steps < num_steps and not session.agree(time.monotonic() > end):
             with clock.lap("step"):
                 history.step(batches)
         synchronise(device)
         step_ms, losses = clock.laps_ms("step"), history.tell()
+        timed_ms, waits_s, fillings = history.timed(step_ms, batches.waits_s)
+        disturbed = disturbance(watch, timed_ms, fillings)
         return fields.merged(
             fields.common(session),
             fields.losses(losses[0], losses[-1], evaluate(session)),
-            fields.times(session, *history.timed(step_ms, batches.waits_s)),
+            fields.times(session, timed_ms, waits_s, fillings),
+            disturbed,
             {"time": {"is_cut": len(step_ms) < limits.steps}},
             last_acts(session, batches),
         )

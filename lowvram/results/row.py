@@ -82,7 +82,7 @@ def empty_row() -> Row:
         "loss": _nulls("first last eval"),
         "eval": _nulls("accuracy perplexity"),
         "precision": _nulls("skipped_steps scale"),
-        **_nulls("attempts fidelity semantics_changed disturbed ranks"),
+        **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
         "provenance": _nulls("git_sha dirty lowvram torch device_name driver threads seed python command"),
     }
 
@@ -126,10 +126,10 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
     return _merged(empty_row(), stored)
 
 
-def write(folder: str | os.PathLike[str], row: Row) -> None:
-    """Writes `result.json` in one move. What isn't finite becomes null; secrets are refused."""
+def write(folder: str | os.PathLike[str], row: Row, name: str = FILE_NAME) -> None:
+    """Writes `result.json`, or another file, in one move. What isn't finite becomes null; secrets are refused."""
     safe = {**row, "config": refuse_secrets(row["config"])}
-    write_text(Path(folder) / FILE_NAME, to_json(safe, indent=1) + "\n")
+    write_text(Path(folder) / name, to_json(safe, indent=1) + "\n")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -228,6 +228,19 @@ def attempts_text(row: Row) -> str | None:
     if not fewer:
         return None
     return f"accum.parts={row['config']['accum']['parts']}, after running out of memory with {', '.join(fewer)}"
+
+
+def reruns_text(row: Row) -> str | None:
+    """What other measurements of the point have found; None if there was no other one."""
+    others = row["reruns"]
+    if not others:
+        return None
+    found = [one["reason"] or one["status"] if one["step_ms_p50"] is None else _rerun_text(one) for one in others]
+    return f"measured {len(others) + 1} times; the others: {', '.join(found)}"
+
+
+def _rerun_text(one: Mapping[str, Any]) -> str:
+    return f"{one['step_ms_p50']:.4g} ms a step ({one['disturbed']})"
 
 
 def size_text(num_bytes: float) -> str:

@@ -23,7 +23,7 @@ from lowvram.results.columns import (
     value_at,
     words_column,
 )
-from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, to_json, write_text
+from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json, write_text
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
@@ -124,6 +124,7 @@ def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
     yield numbers("step ms p05", "time.step_ms_p05", None, is_shown=False)
     yield numbers("step ms p95", "time.step_ms_p95", None, is_shown=False)
     yield words_column("p05-p95", _spreads(rows), is_exported=False)
+    yield words_column("disturbed", ("yes" if row["disturbed"] else None for row in rows))
     yield numbers("copies waited ms", "traffic.waited_ms", min)
     yield numbers("last loss", "loss.last", min, num_digits=4)
     yield numbers("eval loss", "loss.eval", min, num_digits=4)
@@ -170,6 +171,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
             yield f"{name}: {retries} allocations succeeded only after free memory was returned to the driver"
         if row["disturbed"]:
             yield _one_line(f"{name}: disturbed: {row['disturbed']}")
+        if others := reruns_text(row):
+            yield _one_line(f"{name}: {others}")
         if row["time"]["is_cut"]:
             yield f"{name}: its window was cut short by measure.max_seconds, after {row['time']['steps']} steps"
         if (row["fidelity"] or {}).get("reason"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.results.planned import plan_lines
-from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, size_text
+from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, reruns_text, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -189,7 +189,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
         _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
         _titled("fidelity", _fidelity(row["fidelity"] or {})),
-        _titled("disturbed", [row["disturbed"]]),
+        _titled("disturbed", [row["disturbed"], reruns_text(row)]),
         _titled("semantics changed", [row["semantics_changed"]]),
         folder and f"results: {shown_path(folder)}",
         folder and _can_continue(row, folder) and f"continue with: {resume_command(folder, *more_words)}",

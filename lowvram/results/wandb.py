@@ -192,6 +192,7 @@ def final_values(row: Row) -> dict[str, float | str]:
     values = {
         "status": row["status"],
         "reason": row["reason"],
+        "disturbed": row["disturbed"],
         **{f"memory/{what}_gib": size and size / GIB for what, size in sizes.items()},
         **{f"throughput/{what}": value for what, value in row["throughput"].items()},
         "memory/alloc_retries": memory["alloc_retries"],

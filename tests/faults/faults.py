@@ -104,6 +104,11 @@ def fault_slow(folder: Path) -> None:
     time.sleep(0.2)
 
 
+def fault_stall(folder: Path) -> None:
+    """One step."""
+    time.sleep(0.5)
+
+
 def due(name: str | None, seed: int, step: int, rank: int) -> Callable[[Path], None] | None:
     """The fault of a rank before `step`, if the point's name asks for one."""
     for word in (name or "").split("+"):

@@ -88,7 +88,13 @@ def session_in(
         root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None, process="child"),
         train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
         measure=MeasureSettings(
-            warmup_steps=1, steps=3, max_seconds=60.0, largest_tensors=False, fidelity=False, fidelity_steps=3
+            warmup_steps=1,
+            steps=3,
+            max_seconds=60.0,
+            largest_tensors=False,
+            fidelity=False,
+            fidelity_steps=3,
+            reruns=0,
         ),
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
         search=SearchSettings(groups=None, lossy=False, probes=3),

@@ -88,7 +88,7 @@ def test_every_key_of_the_schema_is_there_and_null():
         assert row.pop(section) == dict.fromkeys(names.split())
     assert row.pop("schema") == 1
     assert row.pop("choices") == row.pop("config") == {}
-    names = "id name index status reason compiled plan attempts fidelity semantics_changed disturbed ranks"
+    names = "id name index status reason compiled plan attempts fidelity semantics_changed disturbed reruns ranks"
     assert row == dict.fromkeys(names.split())
 
 

@@ -238,9 +238,9 @@ def test_kept_rows_tell_their_revision():
 
 def test_markdown_marks_and_escapes():
     lines = to_markdown(build([point("a|b", 2.0), point("x_y", 3.0, disturbed="*")])).splitlines()
-    assert lines[0] == "| name | status | peak GiB (tensor bytes on CPU) |"
-    assert lines[1] == "| --- | --- | ---: |"
-    assert lines[2:4] == [r"| a\|b | ok | **2.00** |", r"| x\_y | ok | 3.00 |"]
+    assert lines[0] == "| name | status | peak GiB (tensor bytes on CPU) | disturbed |"
+    assert lines[1] == "| --- | --- | ---: | --- |"
+    assert lines[2:4] == [r"| a\|b | ok | **2.00** |  |", r"| x\_y | ok | 3.00 | yes |"]
     assert lines[4:] == ["", r"- x\_y: disturbed: \*"]
 
 
