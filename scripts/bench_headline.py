@@ -1,0 +1,203 @@
+"""How small a training run becomes, knob by knob, and what that costs: `sweep=waterfall` of a Transformer and of a
+ResNet, from eager fp32 with AdamW down to all knobs together.
+
+    scripts/python scripts/bench_headline.py [full|scaled] [case=transformer,resnet,transformer_band,resnet_band]
+                                             [last=GROUP,...] [without=GROUP,...] [overrides...]
+
+full: gpt2_medium at 32 x 1,024 tokens and resnet50 at 224 px and 256 images, for one CUDA device. scaled: the same on a
+CPU, a Transformer of 8 layers, 512 features and 50,257 tokens at 16 x 256, resnet50 at 128 px and 32 images. A band
+trains the default model for 100 steps with all knobs, and holds its losses against three seeds of the reference
+(measure.fidelity). Overrides are words of train.py, for every point.
+
+last and without: where a processor has no products in bf16, `last=precision` shows that step after all others, and
+`without=precision` leaves it out.
+
+What was measured is kept in outputs/bench_headline and not measured again. Results go to docs/results/DEVICE/: the
+rows, and a page about them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lowvram.identity import CONF, ROOT, device_name
+from lowvram.results import table
+from lowvram.results.row import Row, Status, size_text, to_json, write_text
+
+FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run
+WATERFALL = OmegaConf.load(CONF / "sweep" / "waterfall.yaml").hydra.sweeper.points
+MORE = ("offload=parameters",)  # beyond sweep=waterfall: weights wait on the host
+COMMON = ("mode=measure", "logger=none", "measure.warmup_steps=2", "measure.steps=2", "measure.max_seconds=600")
+BAND = ("mode=measure", "logger=none", "measure.fidelity=true", "measure.fidelity_steps=100", "measure.reruns=0")
+SIZES = {
+    "full": {
+        "transformer": ("model=gpt2_medium", "data.sequence_length=1024", "train.batch_size=32"),
+        "resnet": ("model=resnet50", "model.norm=group", "data.image_size=224", "train.batch_size=256"),
+    },
+    "scaled": {
+        "transformer": (
+            *("model=transformer", "model.num_layers=8", "model.width=512", "model.num_heads=8", "model.context=256"),
+            *("model.vocab_size=50257", "data.sequence_length=256", "train.batch_size=16"),
+            *("data.eval_samples=2", "measure.reruns=0"),
+        ),
+        "resnet": (
+            *("model=resnet50", "model.norm=group", "data.image_size=128", "train.batch_size=32"),
+            *("data.eval_samples=32", "measure.reruns=0"),
+        ),
+    },
+}
+BANDS = {"transformer_band": ("model=transformer",), "resnet_band": ("model=resnet", "model.norm=group")}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for on the command line."""
+
+    size: str
+    cases: list[str]
+    last: list[str]  # groups
+    without: list[str]
+    overrides: list[str]
+
+    def words(self, case: str) -> list[str]:
+        """For train.py."""
+        own = (*BAND, *BANDS[case]) if case in BANDS else (*COMMON, *SIZES[self.size][case])
+        batch = [word.partition("=")[2] for word in (*own, *self.overrides) if word.startswith("train.batch_size=")]
+        points = self.points(int(batch[-1]) if batch else 32)
+        if case in BANDS:
+            points = dict([list(points.items())[-1]])
+        listed = ", ".join(f"{name}: '{words}'" for name, words in points.items())
+        about = f"hydra.sweeper.points={{{listed}}}"
+        return ["-m", *own, *self.overrides, about, f"hydra.sweep.dir={self.folder(case)}"]
+
+    def points(self, batch_size: int) -> dict[str, str]:
+        """Names and words of a waterfall's points, in parts of one sample where there are up to 32."""
+        added = [*list(WATERFALL.values())[-1].split(), *MORE]
+        kept = [word for word in added if group_of(word) not in self.without]
+        kept.sort(key=lambda word: group_of(word) in self.last)
+        kept = [f"accum=x{min(32, batch_size)}" if group_of(word) == "accum" else word for word in kept]
+        named = {f"+{group_of(word)}": " ".join(kept[: number + 1]) for number, word in enumerate(kept)}
+        return {"baseline": "", **named}
+
+    def folder(self, case: str) -> Path:
+        return FOLDER / f"{case}_{self.size}"
+
+
+def group_of(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def measure(words: Sequence[str]) -> None:
+    """The sweep, as far as it is missing. Its Ctrl-C is ours."""
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, check=False)
+
+
+def page(plan: Plan, swept: dict[str, list[Row]]) -> Iterator[str]:
+    """Markdown."""
+    first = next(row for rows in swept.values() for row in rows)
+    about = first["provenance"]
+    yield "# A waterfall of knobs\n"
+    yield f"Made by `{shlex.join(['scripts/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
+    yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}. Each point is"
+    yield "a process of its own: two updates of warm-up, two that are timed. *Beyond*: how many times smaller than with"
+    yield "plain accumulation. A star marks what was disturbed: others took part of the processor, or times spread."
+    for case, rows in swept.items():
+        yield f"\n## {case}\n\n`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
+        yield from (band_lines if case in BANDS else waterfall_lines)(rows)
+
+
+def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
+    by_name = {table.label(row): row for row in rows}
+    first, accumulated = by_name["baseline"], by_name.get("+accum")
+    seconds = sum(row["time"]["total_s"] or 0 for row in rows)
+    source = table.SOURCES.get(first["memory"]["source"], "unknown")
+    yield f"| point | peak ({source}) | smaller by | beyond | samples/s | of the baseline's | last loss | host |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    for row in rows:
+        cells = [table.label(row) + ("*" if row["disturbed"] else ""), *cells_of(row, first, accumulated)]
+        yield f"| {' | '.join(cells)} |"
+    yield f"\nThe points took {seconds / 60:.0f} minutes together."
+
+
+def cells_of(row: Row, first: Row, accumulated: Row | None) -> list[str]:
+    if row["status"] != Status.OK:
+        return [f"{row['status']}: {row['reason']}", *[""] * 6]
+    peak_bytes, speed = row["memory"]["peak_bytes"], row["throughput"]["samples_per_s"]
+    accumulated_bytes = accumulated["memory"]["peak_bytes"] if accumulated and row is not first else None
+    host_bytes = (row["memory"]["by_kind_max"] or {}).get("host") or 0
+    return [
+        size_text(peak_bytes),
+        f"{first['memory']['peak_bytes'] / peak_bytes:.2f} x",
+        f"{accumulated_bytes / peak_bytes:.2f} x" if accumulated_bytes else "",
+        f"{speed:.3g}",
+        f"{speed / first['throughput']['samples_per_s']:.2f}",
+        f"{row['loss']['last']:.4f}",
+        size_text(host_bytes) if host_bytes else "",
+    ]
+
+
+def band_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """How far the losses of all knobs together leave the band of the reference's seeds."""
+    for row in rows:
+        found = row["fidelity"] or {"reason": row["reason"]}
+        if found["reason"]:
+            yield f"{table.label(row)}: {found['reason']}"
+            continue
+        low, middle, high = found["band"][-1]
+        knobs = " ".join(f"{group}={row['choices'][group]}" for group in groups_of(row))
+        yield f"All knobs (`{knobs}`):"
+        yield f"over {found['steps']} steps the losses leave the band of three seeds by {found['loss_gap']:.2%} at most;"
+        yield f"the last is {found['losses'][-1]:.4f}, the band's {low:.4f} to {high:.4f} (mean {middle:.4f}). Error of"
+        yield f"the first gradient: {found['gradient_error']:.1e}, cosine {found['gradient_cosine']:.6f}."
+
+
+def groups_of(row: Row) -> list[str]:
+    added = {group_of(word) for word in (*list(WATERFALL.values())[-1].split(), *MORE)}
+    return [group for group in row["choices"] if group in added]
+
+
+def results_folder() -> Path:
+    """docs/results/cpu, or one of the card's name."""
+    has_card = any(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    name = re.sub(r"\W+", "_", device_name().lower()).strip("_") if has_card else "cpu"
+    return ROOT / "docs" / "results" / name
+
+
+def asked(arguments: Sequence[str]) -> Plan:
+    """Of the command line. Exits at a word that nothing knows."""
+    listed = {"case": "transformer,resnet", "last": "", "without": ""}
+    sizes = [word for word in arguments if word in SIZES]
+    words = [word for word in arguments if group_of(word) not in listed and word not in SIZES]
+    listed |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in listed}
+    cases, last, without = ([each for each in listed[name].split(",") if each] for name in ("case", "last", "without"))
+    for case in cases:
+        if case not in (*SIZES["full"], *BANDS):
+            sys.exit(f"case={case}: must be some of {', '.join((*SIZES['full'], *BANDS))}")
+    return Plan(sizes[0] if sizes else "full", cases, last, without, words)
+
+
+def main() -> None:
+    plan = asked(sys.argv[1:])
+    swept: dict[str, list[Row]] = {}
+    for case in plan.cases:
+        measure(plan.words(case))
+        swept[case] = table.collect(ROOT / plan.folder(case))
+    if not any(swept.values()):
+        sys.exit(1)  # the sweep has said why
+    folder = results_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for case, rows in swept.items():
+        write_text(folder / f"bench_headline_{case}_{plan.size}.jsonl", "".join(f"{to_json(row)}\n" for row in rows))
+    write_text(folder / f"bench_headline_{plan.size}.md", "\n".join(page(plan, swept)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
