@@ -106,8 +106,8 @@ def page(plan: Plan, swept: dict[str, list[Row]]) -> Iterator[str]:
     about = first["provenance"]
     yield "# A waterfall of knobs\n"
     yield f"Made by `{shlex.join(['scripts/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
-    yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}. Each point is"
-    yield "a process of its own: two updates of warm-up, two that are timed. *Beyond*: how many times smaller than with"
+    yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}. Each point"
+    yield "is a process of its own: two updates of warm-up, two that are timed. *Beyond*: how many times smaller than with"
     yield "plain accumulation. A star marks what was disturbed: others took part of the processor, or times spread."
     for case, rows in swept.items():
         yield f"\n## {case}\n\n`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
@@ -154,7 +154,7 @@ def band_lines(rows: Sequence[Row]) -> Iterator[str]:
         low, middle, high = found["band"][-1]
         knobs = " ".join(f"{group}={row['choices'][group]}" for group in groups_of(row))
         yield f"All knobs (`{knobs}`):"
-        yield f"over {found['steps']} steps the losses leave the band of three seeds by {found['loss_gap']:.2%} at most;"
+        yield f"in {found['steps']} steps the losses leave the band of three seeds by {found['loss_gap']:.2%} at most;"
         yield f"the last is {found['losses'][-1]:.4f}, the band's {low:.4f} to {high:.4f} (mean {middle:.4f}). Error of"
         yield f"the first gradient: {found['gradient_error']:.1e}, cosine {found['gradient_cosine']:.6f}."
 

@@ -46,3 +46,21 @@ def mean_of_means(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
         rig.stepper.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+@dataclass(frozen=True)
+class Forgetful(Knob):
+    """Two parts, of which the second is the first once more: half of the batch is never seen."""
+
+    stage = Stage.SHARD
+    band = 2e-6
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, run=half_of_the_batch)
+
+
+def half_of_the_batch(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
+    first = Parts(2).split(*parts)[0]
+    loss = rig.criterion(rig.forward(first), first) / first.num_targets
+    rig.stepper.backward(loss)
+    return loss.detach()

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -102,6 +103,12 @@ def fault_fill_disk(folder: Path) -> None:
 def fault_slow(folder: Path) -> None:
     """Each step from there on."""
     time.sleep(0.2)
+
+
+def fault_uncap(folder: Path) -> None:
+    """Nothing enforces `vram` any more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def fault_stall(folder: Path) -> None:
