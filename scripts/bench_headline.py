@@ -107,8 +107,9 @@ def page(plan: Plan, swept: dict[str, list[Row]]) -> Iterator[str]:
     yield "# A waterfall of knobs\n"
     yield f"Made by `{shlex.join(['scripts/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
     yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}. Each point"
-    yield "is a process of its own: two updates of warm-up, two that are timed. *Beyond*: how many times smaller than with"
-    yield "plain accumulation. A star marks what was disturbed: others took part of the processor, or times spread."
+    yield "is a process of its own: two updates of warm-up, two that are timed. *Beyond*: how many times smaller than"
+    yield "with plain accumulation. A star marks what was disturbed: others took part of the processor, or times"
+    yield "spread. Samples/s are those of a machine that others use too; memory doesn't depend on that."
     for case, rows in swept.items():
         yield f"\n## {case}\n\n`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
         yield from (band_lines if case in BANDS else waterfall_lines)(rows)

@@ -1,0 +1,196 @@
+"""What a bench of contestants needs: one model and how it is trained, and our command line as the first of them. The
+others are in peers.py.
+
+Each runs in a process of its own and tells when its steps ended, what its losses were and how much memory it took. All
+have the same weights, samples, order, precision and optimizer; with `savings`, each has what it offers to save memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+from lowvram.identity import ROOT
+
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE = "bf16", "checkpointing", "8bit", "micro1"
+SAVINGS = {BF16: "precision=bf16", CHECKPOINTING: "ckpt=every1", EIGHT_BITS: "optimizer=adamw_8bit"}
+COMMON = (
+    "model=hf",
+    "seed=1",
+    "optimizer.lr=0.0005",
+    "optimizer.beta2=0.999",
+    "optimizer.weight_decay=0.01",
+    "data.eval_samples=4",
+    "logger=none",
+)
+Told = dict[str, Any]  # times_s and losses of steps, peak_bytes
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """One model and how it is trained, for every contestant."""
+
+    name: str
+    kind: str  # transformers' word for the model
+    head: str
+    sizes: dict[str, Any]
+    words: tuple[str, ...]  # for train.py
+    num_steps: int  # that are timed, after as many
+    history_steps: int = 40
+    savings: frozenset[str] = field(default_factory=frozenset)
+    device: str = "cpu"
+
+    def overrides(self, folder: Path) -> list[str]:
+        saving = [word for name, word in SAVINGS.items() if name in self.savings]
+        accum = [f"accum=x{self.num_parts}"] if self.num_parts > 1 else []
+        model = f"model.name={self.model_folder(folder)}"
+        return [*COMMON, f"device={self.device}", model, *saving, *accum, *self.words]
+
+    def model_folder(self, folder: Path) -> Path:
+        return folder.resolve() / "models" / f"{self.kind}_{len(json.dumps(self.sizes))}_{self.sizes['vocab_size']}"
+
+    @property
+    def said(self) -> dict[str, str]:
+        """Words of train.py by key."""
+        return dict(word.split("=", 1) for word in (*COMMON, *self.words))
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.said["train.batch_size"])
+
+    @property
+    def num_parts(self) -> int:
+        return self.batch_size if ONE_BY_ONE in self.savings else 1
+
+    @property
+    def clip(self) -> float:
+        return float(self.said.get("stepping.clip", 0))
+
+
+Contestant = Callable[[Case, Path, int, int], Told]  # case, folder, number of steps, steps between marks
+
+
+def make_model(case: Case, folder: Path) -> None:
+    """Random weights that all start from, as transformers saves them."""
+    from lowvram.models.hf import CLASSES as AUTO
+    from lowvram.models.hf import Head, transformers
+
+    if not case.model_folder(folder).exists():
+        config = transformers.AutoConfig.for_model(case.kind, **case.sizes)
+        AUTO[Head[case.head]].from_config(config).save_pretrained(case.model_folder(folder))
+
+
+def samples_of(case: Case, folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """What our loader reads in so many steps, in that order, as keywords of a model of transformers."""
+    from lowvram import job
+    from lowvram.data.loader import batch_keys
+    from lowvram.runs import Runs
+    from lowvram.settings import settings
+
+    with Runs(folder) as runs:
+        whole = settings(runs.settings_of(case.overrides(folder)))
+    data = job.open_data(whole)
+    batches = islice(batch_keys(len(data.train), case.batch_size, whole.root.seed, 0), num_steps)
+    samples = [data.train.sample(index, epoch) for keys in batches for index, epoch in keys]
+    if case.head == "causal_lm":  # its own loss would shift the labels, and lose the last one
+        return [{"input_ids": inputs, "labels": targets, "shift_labels": targets} for inputs, targets in samples]
+    return [{**inputs, "labels": targets} for inputs, targets in samples]
+
+
+def now_s(case: Case) -> float:
+    """On a card the time when it has done its work; else the processor's time that this process took."""
+    import torch
+
+    if case.device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def ours(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
+    """What the command line does in this process: seconds after each logged step, and the loss of each."""
+    from lowvram import cli
+    from lowvram.results.metrics import Metrics
+    from lowvram.results.row import read
+
+    times_s, losses, write = list[float](), list[float](), Metrics.write
+
+    def noted(self: Metrics, step: int, values: Mapping[str, float]) -> None:
+        if "loss/train" in values:
+            times_s.append(now_s(case))
+            losses.append(values["loss/train"])
+        write(self, step, values)
+
+    Metrics.write = noted
+    run = folder.resolve() / "runs" / f"{time.time_ns()}"
+    about = [f"train.steps={num_steps}", f"train.log_every={log_every}", f"hydra.run.dir={run}", "process=inline"]
+    sys.argv = [str(ROOT / "train.py"), *case.overrides(folder), *about]
+    with suppress(SystemExit):
+        cli.main()
+    memory = (read(run) or {"memory": {}})["memory"]
+    name = "process_peak_bytes" if case.device == "cpu" else "peak_bytes"
+    return {"times_s": times_s, "losses": losses, "peak_bytes": memory.get(name)}
+
+
+def resident_bytes() -> int:
+    """Of this process, with all that it has imported; its peak begins here."""
+    from lowvram.modes.fields import status_bytes
+    from lowvram.process.child import write_proc
+
+    write_proc("clear_refs", "5")
+    return status_bytes("VmRSS")
+
+
+def peak_bytes(case: Case, before: int) -> int:
+    """On a card its allocator's, as in our rows; else by how much the process has grown at its peak."""
+    import torch
+
+    from lowvram.modes.fields import status_bytes
+
+    return status_bytes("VmHWM") - before if case.device == "cpu" else torch.cuda.max_memory_allocated()
+
+
+def perform(contestants: Mapping[str, Contestant], cases: Sequence[Case], words: Sequence[str]) -> None:
+    """In a process of its own: FOLDER CONTESTANT CASE STEPS LOG_EVERY."""
+    import torch
+
+    folder, contestant, name, num_steps, log_every = words
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    (case,) = (case for case in cases if case.name == name)
+    print(json.dumps(contestants[contestant](case, Path(folder), int(num_steps), int(log_every))))
+
+
+def apart(
+    program: str, contestant: str, case: Case, folder: Path, num_steps: int, log_every: int, words: Sequence[str] = ()
+) -> Told:
+    """What one of them does in a process of its own: `program` with these words, and then what `perform` takes."""
+    about = ["--perform", str(folder), contestant, case.name, str(num_steps), str(log_every)]
+    command = [sys.executable, program, *words, *about]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | MALLOC)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def timed(program: str, contestant: str, case: Case, folder: Path, words: Sequence[str] = ()) -> tuple[float, int]:
+    """Samples per second of the second half of the steps, and the peak of all in bytes."""
+    told = apart(program, contestant, case, folder, 2 * case.num_steps, case.num_steps, words)
+    *_, half, end = told["times_s"]
+    return case.num_steps * case.batch_size / (end - half), told["peak_bytes"]
+
+
+def shown(values: Sequence[float], num_digits: int = 1) -> str:
+    low, middle, high = (f"{each:.{num_digits}f}" for each in (min(values), median(values), max(values)))
+    return f"{middle} ({low} to {high})"

@@ -1,0 +1,70 @@
+"""scripts/bench_headline.py: which points it makes of a waterfall, and what its page says of rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from lowvram.results.row import Row, empty_row, merge
+from scripts.bench_headline import BANDS, WATERFALL, asked, band_lines, group_of, waterfall_lines
+
+
+def test_each_point_adds_one_knob() -> None:
+    points = list(asked(["scaled"]).points(16).items())
+    assert points[0] == ("baseline", "")
+    assert points[1] == ("+accum", "accum=x16")
+    assert [name for name, _ in points[:-1]] == list(WATERFALL)
+    assert points[-1][0] == "+offload"
+    for (_, fewer), (name, more) in pairwise(points):
+        (added,) = set(more.split()) - set(fewer.split())
+        assert f"+{group_of(added)}" == name
+
+
+def test_knobs_come_last_or_not_at_all() -> None:
+    last = asked(["last=precision"]).points(64)
+    assert list(last)[-1] == "+precision"
+    assert last["+accum"] == "accum=x32"
+    assert "bf16" not in str(asked(["without=precision,ckpt"]).points(8))
+
+
+def test_words_are_those_of_train_py() -> None:
+    words = asked(["scaled", "case=transformer", "train.batch_size=4"]).words("transformer")
+    assert words[0] == "-m"
+    assert "train.batch_size=4" in words
+    assert "+accum: 'accum=x4'" in words[-2]
+    assert words[-1] == "hydra.sweep.dir=outputs/bench_headline/transformer_scaled"
+    (band,) = (word for word in asked([]).words("resnet_band") if word.startswith("hydra.sweeper.points"))
+    assert band.count("accum") == 1
+    assert set(BANDS) == {"transformer_band", "resnet_band"}
+
+
+def test_a_case_that_nobody_knows() -> None:
+    with pytest.raises(SystemExit, match="case=vision: must be some of transformer, resnet, transformer_band"):
+        asked(["case=vision"])
+
+
+def row(name: str, peak_bytes: int, **more: Any) -> Row:
+    known = {"name": name, "status": "ok", "memory": {"peak_bytes": peak_bytes, "source": "tensor_ledger"}}
+    known |= {"throughput": {"samples_per_s": 2.0}, "loss": {"last": 3.0}}
+    return merge(merge(empty_row(), known), more)
+
+
+def test_the_page_tells_what_is_beyond_accumulation() -> None:
+    rows = [row("baseline", 2**30), row("+accum", 2**28), row("+ckpt", 2**26, disturbed="noise")]
+    *_, first, second, third, _ = waterfall_lines(rows)
+    assert first == "| baseline | 1.000 GiB | 1.00 x |  | 2 | 1.00 | 3.0000 |  |"
+    assert second == "| +accum | 0.250 GiB | 4.00 x | 1.00 x | 2 | 1.00 | 3.0000 |  |"
+    assert third == "| +ckpt* | 0.062 GiB | 16.00 x | 4.00 x | 2 | 1.00 | 3.0000 |  |"
+    failed = list(waterfall_lines([*rows[:2], row("+logits", 1, status="oom", reason="full")]))
+    assert "| +logits | oom: full |  |" in failed[-2]
+
+
+def test_the_page_tells_how_far_losses_are_from_the_band() -> None:
+    found = {"steps": 2, "losses": [4.0, 3.0], "band": [[3, 4, 5], [2, 2.5, 3]], "loss_gap": 0.015}
+    found |= {"gradient_error": 1e-3, "gradient_cosine": 0.999999, "reason": None}
+    text = " ".join(band_lines([row("+all", 1, fidelity=found, choices={"accum": "x32", "model": "transformer"})]))
+    assert "All knobs (`accum=x32`): in 2 steps" in text
+    assert "by 1.50% at most" in text
+    assert list(band_lines([row("+all", 1, fidelity={"reason": "no room"})])) == ["+all: no room"]
