@@ -21,7 +21,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -92,7 +91,8 @@ def page(cases: Sequence[Case], lines: Sequence[Line]) -> Iterator[str]:
     yield "Medians over rounds (least to most), each in a process of its own; ratios are medians of those in a round."
     for case in cases:
         found = {name: values_of(case, name, lines) for name in NAMES}
-        yield f"\n## {case.name}\n\n`{shlex.join(['python', 'train.py', *case.overrides(Path('FOLDER'))][:-1])}` …\n"
+        words = [word for word in case.overrides(FOLDER) if not word.startswith("model.name=")]
+        yield f"\n## {case.name}\n\nOurs: `{shlex.join(['python', 'train.py', *words])} model.name=…`\n"
         yield "| contestant | samples/s | ours over it | peak MiB | ours over it |\n|---|---:|---:|---:|---:|"
         for name, (speeds, peaks) in found.items():
             faster, smaller = (ratios(*pair) for pair in zip(found["ours"], (speeds, peaks), strict=True))

@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from lowvram.identity import ROOT
+
+if TYPE_CHECKING:
+    from lowvram.settings import Settings
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE = "bf16", "checkpointing", "8bit", "micro1"
@@ -92,15 +95,20 @@ def make_model(case: Case, folder: Path) -> None:
         AUTO[Head[case.head]].from_config(config).save_pretrained(case.model_folder(folder))
 
 
-def samples_of(case: Case, folder: Path, num_steps: int) -> list[dict[str, Any]]:
-    """What our loader reads in so many steps, in that order, as keywords of a model of transformers."""
-    from lowvram import job
-    from lowvram.data.loader import batch_keys
+def settings_of(case: Case, folder: Path) -> Settings:
+    """What our command line would train."""
     from lowvram.runs import Runs
     from lowvram.settings import settings
 
     with Runs(folder) as runs:
-        whole = settings(runs.settings_of(case.overrides(folder)))
+        return settings(runs.settings_of(case.overrides(folder)))
+
+
+def samples_of(case: Case, whole: Settings, num_steps: int) -> list[dict[str, Any]]:
+    """What our loader reads in so many steps, in that order, as keywords of a model of transformers."""
+    from lowvram import job
+    from lowvram.data.loader import batch_keys
+
     data = job.open_data(whole)
     batches = islice(batch_keys(len(data.train), case.batch_size, whole.root.seed, 0), num_steps)
     samples = [data.train.sample(index, epoch) for keys in batches for index, epoch in keys]

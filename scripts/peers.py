@@ -19,6 +19,7 @@ from scripts.contestants import (
     peak_bytes,
     resident_bytes,
     samples_of,
+    settings_of,
 )
 
 
@@ -62,8 +63,9 @@ def trainer(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
             return losses[-1]
 
     times_s, losses = list[float](), list[torch.Tensor]()
-    data: Any = samples_of(case, folder, num_steps)
-    options, before = settings_of_trainer(case, folder, num_steps), resident_bytes()
+    options, whole = settings_of_trainer(case, folder, num_steps), settings_of(case, folder)
+    before = resident_bytes()
+    data: Any = samples_of(case, whole, num_steps)
     Kept(loaded(case, folder), TrainingArguments(**options), train_dataset=data, callbacks=[Watch()]).train()
     told = {"times_s": times_s, "peak_bytes": peak_bytes(case, before)}
     return {**told, "losses": [loss.item() for loss in losses]}
@@ -102,8 +104,8 @@ def by_hand(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
     import torch
     from torch.utils.data import DataLoader
 
-    times_s, losses, data = list[float](), list[torch.Tensor](), samples_of(case, folder, num_steps)
-    before = resident_bytes()
+    times_s, losses, whole = list[float](), list[torch.Tensor](), settings_of(case, folder)
+    before, data = resident_bytes(), samples_of(case, whole, num_steps)
     model, kind = loaded(case, folder), torch.device(case.device).type
     optimizer = optimizer_of(case, model.parameters())
     parts: Any = iter(DataLoader(data, batch_size=case.batch_size // case.num_parts))  # pyright: ignore[reportArgumentType]
@@ -149,8 +151,8 @@ def lightning(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
             if (index + 1) % case.num_parts == 0 and (ended % log_every == 0 or ended == 1):
                 times_s.append(now_s(case))
 
-    times_s, losses, data = list[float](), list[Any](), samples_of(case, folder, num_steps)
-    before = resident_bytes()
+    times_s, losses, whole = list[float](), list[Any](), settings_of(case, folder)
+    before, data = resident_bytes(), samples_of(case, whole, num_steps)
     host = lightning_.Trainer(
         accelerator="cpu" if case.device == "cpu" else "gpu",
         devices=1,
