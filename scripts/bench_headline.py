@@ -12,8 +12,8 @@ trains the default model for 100 steps with all knobs, and holds its losses agai
 last and without: where a processor has no products in bf16, `last=precision` shows that step after all others, and
 `without=precision` leaves it out.
 
-What was measured is kept in outputs/bench_headline and not measured again. Results go to docs/results/DEVICE/: the
-rows, and a page about them.
+What was measured is kept in outputs/bench_headline and not measured again. Results go to docs/results/DEVICE/: of
+each case the rows, and a page about them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ SIZES = {
             *("data.eval_samples=32", "measure.reruns=0"),
         ),
     },
+}
+TITLES = {
+    "transformer": "A waterfall of knobs: a Transformer",
+    "resnet": "A waterfall of knobs: ResNet-50",
+    "transformer_band": "All knobs beside three seeds without any: the default Transformer",
+    "resnet_band": "All knobs beside three seeds without any: the default ResNet",
 }
 BANDS = {"transformer_band": ("model=transformer",), "resnet_band": ("model=resnet", "model.norm=group")}
 
@@ -100,19 +106,14 @@ def measure(words: Sequence[str]) -> None:
     subprocess.run([sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, check=False)
 
 
-def page(plan: Plan, swept: dict[str, list[Row]]) -> Iterator[str]:
-    """Markdown."""
-    first = next(row for rows in swept.values() for row in rows)
-    about = first["provenance"]
-    yield "# A waterfall of knobs\n"
+def page(plan: Plan, case: str, rows: Sequence[Row]) -> Iterator[str]:
+    """Markdown about one case."""
+    about = rows[0]["provenance"]
+    yield f"# {TITLES[case]}\n"
     yield f"Made by `{shlex.join(['scripts/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
-    yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}. Each point"
-    yield "is a process of its own: two updates of warm-up, two that are timed. *Beyond*: how many times smaller than"
-    yield "with plain accumulation. A star marks what was disturbed: others took part of the processor, or times"
-    yield "spread. Samples/s are those of a machine that others use too; memory doesn't depend on that."
-    for case, rows in swept.items():
-        yield f"\n## {case}\n\n`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
-        yield from (band_lines if case in BANDS else waterfall_lines)(rows)
+    yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}:\n"
+    yield f"`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
+    yield from (band_lines if case in BANDS else waterfall_lines)(rows)
 
 
 def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -125,7 +126,10 @@ def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         cells = [table.label(row) + ("*" if row["disturbed"] else ""), *cells_of(row, first, accumulated)]
         yield f"| {' | '.join(cells)} |"
-    yield f"\nThe points took {seconds / 60:.0f} minutes together."
+    yield f"\nThe points took {seconds / 60:.0f} minutes together, each in a process of its own: two updates of warm-up,"
+    yield "two that are timed. *Beyond*: how many times smaller than with plain accumulation. *Host*: what waits outside"
+    yield "the device, no part of the peak. A star marks what was disturbed: others took part of the processor, or times"
+    yield "spread."
 
 
 def cells_of(row: Row, first: Row, accumulated: Row | None) -> list[str]:
@@ -187,17 +191,15 @@ def asked(arguments: Sequence[str]) -> Plan:
 
 def main() -> None:
     plan = asked(sys.argv[1:])
-    swept: dict[str, list[Row]] = {}
-    for case in plan.cases:
-        measure(plan.words(case))
-        swept[case] = table.collect(ROOT / plan.folder(case))
-    if not any(swept.values()):
-        sys.exit(1)  # the sweep has said why
     folder = results_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    for case, rows in swept.items():
-        write_text(folder / f"bench_headline_{case}_{plan.size}.jsonl", "".join(f"{to_json(row)}\n" for row in rows))
-    write_text(folder / f"bench_headline_{plan.size}.md", "\n".join(page(plan, swept)) + "\n")
+    for case in plan.cases:
+        measure(plan.words(case))
+        rows, name = table.collect(ROOT / plan.folder(case)), f"bench_headline_{case}_{plan.size}"
+        if not rows:
+            sys.exit(1)  # the sweep has said why
+        write_text(folder / f"{name}.jsonl", "".join(f"{to_json(row)}\n" for row in rows))
+        write_text(folder / f"{name}.md", "\n".join(page(plan, case, rows)) + "\n")
 
 
 if __name__ == "__main__":
