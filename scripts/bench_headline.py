@@ -127,8 +127,8 @@ def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
         cells = [table.label(row) + ("*" if row["disturbed"] else ""), *cells_of(row, first, accumulated)]
         yield f"| {' | '.join(cells)} |"
     yield f"\nThe points took {seconds / 60:.0f} minutes together, each in a process of its own: two updates of"
-    yield "warm-up, two that are timed. *Beyond*: how many times smaller than with plain accumulation. *Host*: what"
-    yield "waits outside the device, no part of the peak. A star marks what was disturbed: others took part of the"
+    yield "warm-up, two that are timed. *Beyond*: how many times smaller than with plain accumulation. *Host*: what is"
+    yield "kept outside the device, no part of the peak. A star marks what was disturbed: others took part of the"
     yield "processor, or times spread."
 
 
