@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from lowvram.planner.allocator import CachingAllocator
@@ -168,3 +170,17 @@ def test_nothing_takes_nothing() -> None:
 def test_what_was_never_born_cannot_die() -> None:
     with pytest.raises(KeyError):
         replay([Event(7, FREE)])
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
+    events, was_enabled = [Event(0, 16 * MIB)], gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        needs_of(events)
+        assert gc.isenabled() is is_enabled
+        with pytest.raises(KeyError):
+            needs_of([*events, Event(1, FREE)])
+        assert gc.isenabled() is is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
