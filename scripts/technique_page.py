@@ -49,8 +49,9 @@ model: the command above each table makes them again on yours.
 Bytes are MiB. *Weights*, *gradients*, *optimizer* (its state), *activations* and *host* are each kind's own maximum
 over the run; they don't fall on the same moment, so they don't add up to the peak. Below the baseline stands the change
 from it; a dot is none. *Speed* is throughput over the baseline's. *Gradient error* and *loss gap* are
-[fidelity](measuring.md#fidelity), against fp32 without any saving, with the point's own update rule. What the columns
-mean: [measuring.md](measuring.md). Every option of every knob: [knobs.md](knobs.md#measured).
+[fidelity](measuring.md#fidelity), against fp32 without any saving, with the point's own update rule. A star marks
+points that [something has disturbed](measuring.md#disturbed-points). What the columns mean:
+[measuring.md](measuring.md). Every option of every knob: [knobs.md](knobs.md#measured).
 """
 
 
@@ -114,6 +115,7 @@ def rows_of(sweep: Sweep, titles: Sequence[str], cells: Cells) -> Iterator[str]:
     yield "|---|" + "---:|" * len(titles)
     for row in sweep.rows:
         name = f"`{sweep.words(row)}`" if row is not sweep.baseline else "baseline"
+        name += "\\*" if row["disturbed"] else ""
         if row["status"] != Status.OK:
             yield f"| {name} | {row['status']}: {row['reason']} |" + " |" * (len(titles) - 1)
         else:

@@ -36,7 +36,8 @@ class Sharding(Protocol):
 
 
 class Way(ABC):
-    """How this process came into being, and so how it finds the others."""
+    """How this process came into being, and so how it finds the others. What a way doesn't say for itself holds for
+    ranks of one machine, which a fork server of ours has made."""
 
     rank: int
     local_rank: int  # among those of this machine
@@ -45,22 +46,21 @@ class Way(ABC):
     def count(self, sharding: Sharding, device: torch.device) -> int:
         """How many ranks the point has."""
 
-    @abstractmethod
     def num_local(self, num_ranks: int) -> int:
         """How many of them share this machine."""
+        return num_ranks
 
     @abstractmethod
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         """The place where all find each other."""
 
-    @abstractmethod
-    def share(self, store: Store, request: Request) -> None:
-        """Make the requests of all ranks one."""
+    def share(self, store: Store, request: Request) -> None:  # noqa: B027 (mostly there is nothing to do)
+        """Make the requests of all ranks one. The fork server gives all of its ranks the same."""
 
     @property
-    @abstractmethod
     def is_unwatched(self) -> bool:
         """Whether no fork server of ours sees how the other ranks end."""
+        return False
 
 
 def wanted_ranks(sharding: Sharding, device: torch.device) -> int:
@@ -83,9 +83,6 @@ class Calling(Way):
     def count(self, sharding: Sharding, device: torch.device) -> int:
         return wanted_ranks(sharding, device)
 
-    def num_local(self, num_ranks: int) -> int:
-        return num_ranks
-
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         listener = socket.socket()  # for this machine alone, at a port that is free
         listener.bind((HERE, 0))
@@ -94,13 +91,6 @@ class Calling(Way):
         self._call.send(json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port}).encode())
         introduce(self.rank, num_ranks, port)
         return store_at(port, timeout_s, listener.detach())
-
-    def share(self, store: Store, request: Request) -> None:
-        pass  # the server gives all of them the same one
-
-    @property
-    def is_unwatched(self) -> bool:
-        return False
 
 
 @final
@@ -114,19 +104,9 @@ class Called(Way):
     def count(self, sharding: Sharding, device: torch.device) -> int:
         return self._place.num_ranks
 
-    def num_local(self, num_ranks: int) -> int:
-        return num_ranks
-
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         introduce(self.rank, num_ranks, self._place.port)
         return store_at(self._place.port, timeout_s)
-
-    def share(self, store: Store, request: Request) -> None:
-        pass
-
-    @property
-    def is_unwatched(self) -> bool:
-        return False
 
 
 @final
@@ -177,18 +157,8 @@ class Alone(Way):
             raise BadInput("process", "inline", f"child for {num_ranks} ranks: each is a process of its own")
         return num_ranks
 
-    def num_local(self, num_ranks: int) -> int:
-        return num_ranks
-
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         raise AssertionError("one rank meets nobody")
-
-    def share(self, store: Store, request: Request) -> None:
-        raise AssertionError("one rank meets nobody")
-
-    @property
-    def is_unwatched(self) -> bool:
-        return False
 
 
 def way_of(place: Place, request: Request) -> Way:
