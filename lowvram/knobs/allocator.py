@@ -15,11 +15,16 @@ from lowvram.core.rig import Rig
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 LARGEST_MMAP_THRESHOLD = 2**25
+MALLOC_WORDS = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"  # of the user's environment
 
 
 @dataclass(frozen=True)
 class Default(Knob):
-    """torch's CUDA caching allocator and the C library's malloc, as they come."""
+    """torch's CUDA caching allocator as it comes, and the C library's malloc as it becomes.
+
+    glibc raises its thresholds when a large block is freed, at most to these. Until then it may give pages back and
+    take them again in every step; how often is chance, and was worth up to 9 % of a step
+    (docs/results/cpu/bench_trainer.md)."""
 
     empty_cache_every: int | None = None
 
@@ -32,7 +37,15 @@ class Default(Knob):
         return frozenset() if self.empty_cache_every is None else frozenset({Fact.CUDA})
 
     def apply(self, rig: Rig) -> Rig:
+        self.set_malloc()
         return emptying(rig, self.empty_cache_every)
+
+    def set_malloc(self) -> None:
+        """Of this process, from now on, where the C library is glibc and the user has not set it."""
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt and not any(word in os.environ for word in MALLOC_WORDS):
+            mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+            mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_MMAP_THRESHOLD)
 
 
 @dataclass(frozen=True)
@@ -91,10 +104,10 @@ class Tight(Knob):
         return frozenset({Fact.CPU})
 
     def apply(self, rig: Rig) -> Rig:
-        self.tighten()
+        self.set_malloc()
         return rig
 
-    def tighten(self) -> None:
+    def set_malloc(self) -> None:
         """Of this process, from now on."""
         # Else MKL keeps its buffers: 20 MiB for small products on a CPU with AMX.
         os.environ["MKL_DISABLE_FAST_MM"] = "1"

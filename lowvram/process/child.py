@@ -23,7 +23,7 @@ from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.endings import Interrupted, ending, is_of_a_peer
-from lowvram.knobs.allocator import Tight
+from lowvram.knobs.allocator import Default, Tight
 from lowvram.modes.fidelity import Fidelity
 from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
 from lowvram.modes.search import Book, search
@@ -197,8 +197,7 @@ def calibrated(point: dict[str, Any]) -> dict[str, Any]:
     """Measure the rates of the device that a point runs on, as it runs there, if nobody has."""
     whole = settings(point["config"])
     allocator = allocator_of(whole, point["choices"])
-    if allocator == "tight":
-        Tight().tighten()
+    (Tight() if allocator == "tight" else Default()).set_malloc()
     Calibrations().get(choose_device(whole.root.device), allocator, calibrate)
     return {"status": "ok"}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,15 @@ from lowvram.core.knob import Knob
 from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.identity import ROOT
-from lowvram.knobs.allocator import LARGEST_MMAP_THRESHOLD, Default, Expandable, Tight
+from lowvram.knobs.allocator import (
+    LARGEST_MMAP_THRESHOLD,
+    M_MMAP_THRESHOLD,
+    M_TRIM_THRESHOLD,
+    MALLOC_WORDS,
+    Default,
+    Expandable,
+    Tight,
+)
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
 
 # A process of its own: malloc can't be asked for its settings, nor be set back.
@@ -31,6 +41,19 @@ del tensors[:-1]  # the last one lies above the others in the heap
 print(status_bytes("VmRSS") - before)
 """
 
+# 20 MiB a step, in pieces of which none is large.
+FAULTS_OF_A_STEP = """
+import resource, torch
+from lowvram.knobs.allocator import Default, Tight
+
+{prepare}
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**22, dtype=torch.uint8) for _ in range(5)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
 
 def printed_by(program: str) -> str:
     command = [sys.executable, "-c", program]
@@ -44,6 +67,28 @@ def kept_bytes(knob: str) -> int:
 
 def test_tight_gives_freed_memory_back() -> None:
     assert kept_bytes("Tight") < 10e6 < 30e6 < kept_bytes("Default")
+
+
+def faults_of_a_step(prepare: str) -> int:
+    return int(printed_by(FAULTS_OF_A_STEP.format(prepare=prepare)))
+
+
+def test_by_default_a_step_takes_the_pages_of_the_step_before() -> None:
+    """Beside `tight`: what malloc does as it comes is chance."""
+    assert faults_of_a_step("Tight().set_malloc(); Default().set_malloc()") < 100
+    assert faults_of_a_step("Tight().set_malloc()") > 1000
+
+
+@pytest.mark.parametrize("word", [None, *MALLOC_WORDS])
+def test_what_the_user_has_set_of_malloc_stays(word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to = dict[int, int]()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=set_to.__setitem__))
+    for each in MALLOC_WORDS:
+        monkeypatch.delenv(each, raising=False)
+    if word:
+        monkeypatch.setenv(word, "131072")
+    Default().set_malloc()
+    assert set_to == ({} if word else {M_MMAP_THRESHOLD: LARGEST_MMAP_THRESHOLD, M_TRIM_THRESHOLD: 2**26})
 
 
 @pytest.mark.parametrize("threshold", [0, -1, LARGEST_MMAP_THRESHOLD + 1])
