@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lowvram.config import BadInput
 from lowvram.core import ranks
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Fact, Knob, conflicts
+from lowvram.core.quiet import quiet
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Default, Tight
@@ -43,7 +45,9 @@ def run(
     Args:
         more: knobs that no group has, by name; the last of their stage.
     """
-    started, resident_bytes = time.monotonic(), status_bytes("VmRSS")
+    started = time.monotonic()
+    import_libraries(settings)
+    resident_bytes = status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
     num_ranks = meeting.count(sharding, device)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
@@ -65,6 +69,14 @@ def run(
         {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
         {"throughput": {"mfu": mfu(session, samples_per_s, choices["precision"])}},
     )
+
+
+def import_libraries(settings: Settings) -> None:
+    """Those of the knobs: their code is none of the point's memory."""
+    with quiet():
+        for group in KNOB_GROUPS:
+            for name in settings.groups[group].libraries:
+                import_module(name)
 
 
 def chosen(request: dict[str, Any]) -> dict[str, Any]:

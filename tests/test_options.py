@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
+from lowvram.identity import ROOT
+from lowvram.job import import_libraries
 from lowvram.options import all_options, all_pairs, covering_rows, knob_of, label, neutral_options, options_of, why_not
 from lowvram.settings import KNOB_GROUPS
 
@@ -18,6 +24,22 @@ HERE = [option for option in all_options() if not why_not([option], ABSENT)]
 
 def test_every_group_has_its_neutral_option() -> None:
     assert set(neutral_options()) == set(KNOB_GROUPS)
+
+
+def test_a_point_has_imported_what_its_knobs_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the code of a library would be memory of the point."""
+    (tmp_path / "a_library_of_a_knob.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    knobs = {group: SimpleNamespace(libraries=()) for group in KNOB_GROUPS}
+    knobs["adapter"] = SimpleNamespace(libraries=("a_library_of_a_knob",))
+    import_libraries(SimpleNamespace(groups=knobs))  # pyright: ignore[reportArgumentType]
+    assert "a_library_of_a_knob" in sys.modules
+
+
+def test_knobs_name_all_libraries_that_they_import_late() -> None:
+    sources = [path.read_text() for path in (ROOT / "lowvram" / "knobs").rglob("*.py")]
+    imported = {name for source in sources for name in re.findall(r'import_module\("([^"]+)"\)', source)}
+    assert imported == {name for option in all_options() for name in knob_of(option).libraries}
     assert all(option in options_of(group) for group, option in neutral_options().items())
     assert not why_not(neutral_options().items(), ABSENT)
 

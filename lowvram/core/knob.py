@@ -97,6 +97,7 @@ class Knob(ABC):
     # more: sums in another order), else from those in fp64.
     band: ClassVar[float] = 0.0
     saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum goes down
+    libraries: ClassVar[tuple[str, ...]] = ()  # that it imports: a point does so before its memory is counted
 
     def needs(self) -> frozenset[Fact]:
         """The facts without which this knob can't work."""

@@ -36,12 +36,17 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     its shard, so that values don't depend on the number of ranks."""
     dtype = at_least_single(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    if not isinstance(whole, FakeTensor):
-        fill(name, whole)
+    if isinstance(whole, FakeTensor):  # nothing to write to, but some fills take memory besides: a plan counts it
+        fill = getattr(fill, "on_paper", leave)
+    fill(name, whole)
     value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else device)
     if host.is_kept(tensor):
         host.mark(value)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def leave(name: str, tensor: Tensor) -> None:
+    """The fill that writes nothing."""
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:

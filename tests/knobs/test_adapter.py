@@ -15,6 +15,9 @@ from lowvram.core.knob import Kind, Knob
 from lowvram.core.rig import Rig, assemble
 from lowvram.core.step import step
 from lowvram.knobs.adapter import Freeze, Lora, QLora
+from lowvram.planner.events import Phase
+from lowvram.planner.target import Target
+from lowvram.planner.tracing import trace
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
     CPU,
@@ -242,6 +245,13 @@ def test_weights_in_4_bits_are_planned_as_such() -> None:
     num_weights = 4 * 12 * 128**2
     pairs = 4 * 4 * 2048
     assert plain - small == num_weights * 4 - num_weights // 2 - num_weights // 64 * 4 - pairs
+
+
+def test_packing_takes_one_wide_weight_and_the_plan_sees_it() -> None:
+    problem = Auto().pose(replace(TRANSFORMER, width=1024, num_layers=2), TOKENS)
+    sums = trace(problem, knobs_of(adapter="qlora"), 2, Target()).sums()
+    last_bytes, widest_bytes = sums.by_kind_max[Kind.PARAMETERS], 4 * 4 * 1024**2
+    assert last_bytes + 0.9 * widest_bytes < sums.by_phase[Phase.BUILD] < last_bytes + 2 * widest_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

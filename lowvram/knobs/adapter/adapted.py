@@ -89,6 +89,12 @@ class Values:
         else:
             self.fill(f"{plain_name(owner, self.layers)}.{last}".removeprefix("."), tensor)
 
+    def on_paper(self, name: str, tensor: Tensor) -> None:
+        """The memory that filling takes besides: a weight is whole before it is narrow."""
+        owner, _, last = name.rpartition(".")
+        if owner in self.narrow and last == "codes":
+            pack(torch.empty(self.narrow[owner].shape, device=tensor.device))
+
     def fill_narrow(self, owner: str, last: str, tensor: Tensor) -> None:
         """One of the buffers that hold a weight; its codes are asked for before its scales."""
         match last:

@@ -39,6 +39,7 @@ class Lora(Frozen):
     train: list[str] = field(default_factory=list)
 
     band = 1e-5
+    libraries = ("peft",)
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "adapter.rank", self.rank, "at least 1")

@@ -57,11 +57,13 @@ def pack(weight: Tensor) -> InNF4:
     """Each weight as the level that is nearest to it."""
     levels = torch.tensor(LEVELS, device=weight.device)
     borders = (levels[1:] + levels[:-1]) / 2
-    blocks = F.pad(weight.flatten().float(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1)
+    flat, missing = weight.flatten().float(), -weight.numel() % BLOCK
+    blocks = (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)  # padding by nothing would copy too
+    scales = torch.empty(len(blocks), device=weight.device)
     codes = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     for first in range(0, len(blocks), BLOCKS_AT_ONCE):
         some = slice(first, first + BLOCKS_AT_ONCE)
+        scales[some] = blocks[some].abs().amax(1)
         relative = blocks[some] / scales[some, None].clamp(min=torch.finfo(torch.float32).tiny)
         nearest = torch.bucketize(relative, borders, out_int32=True)
         codes[some] = nearest[:, ::2] * 16 + nearest[:, 1::2]

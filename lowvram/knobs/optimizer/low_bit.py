@@ -41,6 +41,7 @@ class AdamW8bit(Knob):
     exactness = Exactness.LOSSY
     band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
     saves = Kind.OPTIMIZER
+    libraries = ("torchao.optim",)
     theirs: ClassVar[str] = "AdamW8bit"
 
     def __post_init__(self) -> None:

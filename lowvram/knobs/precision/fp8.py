@@ -26,6 +26,7 @@ class Fp8(Knob):
     stage = Stage.BUILD
     exactness = Exactness.LOSSY
     band = 1e-1
+    libraries = ("torchao.float8",)
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16, Fact.FP8})
