@@ -25,7 +25,7 @@ from lowvram.identity import ROOT
 if TYPE_CHECKING:
     from lowvram.settings import Settings
 
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}  # what was freed, by malloc
 BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE = "bf16", "checkpointing", "8bit", "micro1"
 SAVINGS = {BF16: "precision=bf16", CHECKPOINTING: "ckpt=every1", EIGHT_BITS: "optimizer=adamw_8bit"}
 COMMON = (
@@ -54,6 +54,7 @@ class Case:
     history_steps: int = 40
     savings: frozenset[str] = field(default_factory=frozenset)
     device: str = "cpu"
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def overrides(self, folder: Path) -> list[str]:
         saving = [word for name, word in SAVINGS.items() if name in self.savings]
@@ -186,7 +187,7 @@ def apart(
     """What one of them does in a process of its own: `program` with these words, and then what `perform` takes."""
     about = ["--perform", str(folder), contestant, case.name, str(num_steps), str(log_every)]
     command = [sys.executable, program, *words, *about]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | MALLOC)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **case.environment})
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
