@@ -236,13 +236,18 @@ class Ledger(TorchDispatchMode):
 
     def note(self, tensor: Tensor, kind: Kind, operator: Any = None) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
-        if tensor.device.type == "meta" and self.device_type not in (None, "meta"):
+        storages = host.storages(tensor)
+        known = [self.alive[storage._cdata].serial for storage in storages if storage._cdata in self.alive]
+        if len(known) == len(storages):
+            return known  # without asking for the device, which takes long of tensors without memory
+        device_type = tensor.device.type
+        if device_type == "meta" and self.device_type not in (None, "meta"):
             return []  # there is no memory behind it
-        is_here = self.device_type in (None, tensor.device.type) and not host.is_computing()
+        is_here = self.device_type in (None, device_type) and not host.is_computing()
         num_known = len(self.kinds)
         serials = [
             self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
-            for storage in host.storages(tensor)
+            for storage in storages
         ]
         if self.witness is not None and len(self.kinds) > num_known:
             self.testimonies |= {serial: self.witness(tensor, operator) for serial in serials if serial >= num_known}

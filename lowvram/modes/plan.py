@@ -50,6 +50,7 @@ class Planner:
         self.opened: dict[str, Data] = {}  # by the configuration of the data
         self.pricers: dict[tuple[str, Target], Pricer] = {}
         self.models: dict[str, nn.Module] = {}  # on the meta device
+        self.about: dict[str, Fields] = {}  # what is known of them before they run
 
     def fields(self, settings: Settings, choices: Mapping[str, str]) -> Fields:
         """What the row of a point says that is only planned, for what `plan.device` says."""
@@ -93,7 +94,7 @@ class Planner:
         about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
         fit = verdict(plan, settings, place)
         return {
-            **about_model(problem, self.model(problem, knobs), list(knobs.values())),
+            **self.about_model(problem, knobs),
             "plan": {**about, **plan, "error": place.device.error, **fit, "advice": advice},
         }
 
@@ -125,6 +126,13 @@ class Planner:
         if key not in self.pricers:
             self.pricers[key] = Pricer(problem, target, self.store)
         return self.pricers[key]
+
+    def about_model(self, problem: Problem, knobs: Mapping[str, Knob]) -> Fields:
+        """Of the model, as the knobs build it and change what it computes."""
+        key = repr((problem.description, list(knobs.values())))
+        if key not in self.about:
+            self.about[key] = about_model(problem, self.model(problem, knobs), list(knobs.values()))
+        return self.about[key]
 
     def model(self, problem: Problem, knobs: Mapping[str, Knob]) -> nn.Module:
         """The model without its weights, as the knobs build it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,13 +44,20 @@ def register_autocast(library: Library) -> None:
     made = [(LOWER, lower), (FP32, fp32), (FP32_OUT, fp32_out), (WIDEST, widest)]
     kernels = {name: partial(way, overload(name)) for names, way in made for name in names}
     kernels |= {name: partial(fp32_out, overload(other)) for name, other in FP32_NORM.items()}
-    for name in torch._C._dispatch_get_all_op_names():
-        short = name.removeprefix("aten::")
-        is_cast = name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
-        if is_cast and short not in LOWER_ON_BOTH and short not in kernels:
-            library.impl(short, fallthrough_kernel, "AutocastCPU")
+    for name in cast_by_cpu():
+        if name not in LOWER_ON_BOTH and name not in kernels:
+            library.impl(name, fallthrough_kernel, "AutocastCPU")
     for name, kernel in kernels.items():
         library.impl(name, kernel, "AutocastCPU")
+
+
+@cache
+def cast_by_cpu() -> list[str]:
+    """What the CPU's own autocast casts: to be asked for before anything is registered. All operators are gone through,
+    which takes a while."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCPU")]
 
 
 def overload(name: str) -> torch._ops.OpOverload:

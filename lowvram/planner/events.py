@@ -120,7 +120,7 @@ class Trace:
         before[order[1:]] = torch.where(is_again, order[:-1], -1)
         return before
 
-    @property
+    @cached_property
     def _growth(self) -> Tensor:
         """(events,) int64: by which the memory of the event's storage grows, in multiples of 512 bytes."""
         sizes = (self.num_bytes + (ROUND_BYTES - 1)) // ROUND_BYTES * ROUND_BYTES
@@ -130,6 +130,6 @@ class Trace:
         """(events,) int64: those of the same storage one event earlier; 0 before its birth."""
         return sizes[self.before].where(self.before >= 0, 0)
 
-    @property
+    @cached_property
     def _is_host(self) -> Tensor:
         return self.kinds[self.storages] == KINDS.index(Kind.HOST)

@@ -34,6 +34,7 @@ from lowvram.tasks import Problem
 MOST_PARTS = 3  # that are traced
 MIDDLE_PART = 2  # of three; parts are counted from 1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless something beyond was asked for
+REACHES = 16, 4  # how far beyond, from what was asked for; the nearer where there is no line to the farther
 LOSS_BYTES = 4  # of a part: an fp32 number
 
 
@@ -109,13 +110,18 @@ class Pricer:
         if samples < FEWEST_SAMPLES:
             return "dimensions of one are treated otherwise"
         below = max((each for each in known.traces if FEWEST_SAMPLES <= each < samples), default=FEWEST_SAMPLES)
-        above = min((each for each in known.traces if each > samples), default=max(MOST_SAMPLES, 4 * samples))
         if below == samples:
             return "it is the smallest"
-        if (below, above) not in known.lines:
-            ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
-            known.lines[below, above] = line_through(ends)
-        return known.lines[below, above]
+        beyond = [each for each in known.traces if each > samples]
+        found = "there is none"
+        for above in [min(beyond)] if beyond else [max(MOST_SAMPLES, reach * samples) for reach in REACHES]:
+            if (below, above) not in known.lines:
+                ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
+                known.lines[below, above] = line_through(ends)
+            found = known.lines[below, above]
+            if isinstance(found, Line):
+                break
+        return found
 
     def traced(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
         """A direct trace, made once: in this process, and where there is a store, on this machine."""

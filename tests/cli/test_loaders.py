@@ -52,6 +52,24 @@ def test_a_killed_run_with_workers_goes_on_to_the_last_digit(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["bucketed", "packed"])
+def test_two_ranks_learn_what_one_learns(call: Call, texts: str, loader: str) -> None:
+    """Each has rows of its own; the sequences of a batch, and so the update, are the same."""
+    words = ("-m", *TINY, texts, *STEPS, f"loader={loader}", "device=cpu")
+    call(*words)
+    outcome = call(*words, "sharding=ddp", "sharding.ranks=2", "hydra.sweep.dir=both")
+    assert outcome.code == 0, outcome.said()
+    one, two = map(losses, outcome.folders)
+    assert len(one) > 7
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def losses(folder: Path) -> list[float]:
+    """Of training and of evaluations, in their order."""
+    return [value for line in history(folder) for name, value in line.items() if name in ("loss/train", "loss/eval")]
+
+
 def test_padding_is_measured_and_the_loss_is_the_same(call: Call, texts: str, tmp_path: Path) -> None:
     words = (*TINY, texts, "train.steps=4", f"loader={','.join(LOADERS)}", "hydra.sweep.dir=outputs/sweep")
     outcome = call("-m", *words)
