@@ -40,7 +40,6 @@ MARK = re.compile(
     r"^<!-- (?P<shape>\w+) (?P<name>[^:\n]+?)(?:: (?P<about>[^\n]+))? -->\n(?P<body>.*?)^<!-- end -->$",
     re.DOTALL | re.MULTILINE,
 )
-BOTH = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 SHELL = """
 number=0
 python() {
@@ -84,8 +83,16 @@ def ran(commands: str, folder: Path) -> str:
     """Runs them, each into a folder of its own below that one; returns what they have printed."""
     script = SHELL + commands.replace("scripts/train ", "python train.py ")
     about = {**os.environ, "PYTHON": sys.executable, "LOWVRAM_PYTHON": sys.executable, "FOLDER": str(folder)}
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=about, **BOTH, text=True, check=False)
-    return done.stdout.replace(str(folder), "outputs")
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env=about,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.stdout.replace(str(folder), "outputs").replace(sys.executable, "python")
 
 
 def keep(place: Place, folders: Iterable[Path], printed: str, results: Path) -> None:
