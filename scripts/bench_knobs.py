@@ -1,6 +1,6 @@
 """What each knob saves, costs in speed and costs in accuracy: one option at a time against the baseline.
 
-    scripts/python scripts/bench_knobs.py [rounds] [only=GROUP,GROUP] [overrides]
+    scripts/python scripts/bench_knobs.py [rounds] [only=GROUP,GROUP] [to=FILE] [overrides]
     scripts/python scripts/bench_knobs.py 3 only=logits model=gpt2 data=synthetic train.batch_size=4 data.eval_samples=1
 
 Points of the command line, each in a fresh process. Every round goes through all options, with a baseline before and
@@ -8,17 +8,20 @@ after each two of them; an option's step time is divided by the mean of the base
 median over rounds with its range. Bytes are of the last round (they repeat). The gradient error is relative to fp64 at
 the same weights: one plain SGD step of a large rate, read off the saved weights. Runs on the CPU and on CUDA; options
 that the machine can't have are named with the reason.
+
+What was measured is kept in FILE (outputs/bench_knobs.jsonl), line by line, and not measured again: more rounds, or a
+new option, add to it. docs/knobs.md is made from docs/results/cpu/bench_knobs.jsonl, by scripts/doc_tables.py.
 """
 
 from __future__ import annotations
 
-import statistics
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,30 +33,36 @@ from lowvram.export import load
 from lowvram.job import open_data
 from lowvram.modes.fidelity import compared
 from lowvram.options import Option, all_options, knob_of, neutral_options, why_not
-from lowvram.results.row import Row
+from lowvram.results.row import Row, Status, to_json
 from lowvram.runs import Runs
 from lowvram.settings import settings
+from scripts.bench_knobs_report import Line, table
 
-HEAD = """| option | peak | saves | other | process growth | time | gradient error |
-|---|---:|---|---:|---:|---:|---:|"""
-MIB = 2**20
-ONLY = "only="
 RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
 TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
+WITHOUT_ERROR = ("optimizer", "allocator", "adapter")  # other updates, no other numbers, or other weights
+KEPT = ("peak_bytes", "process_peak_bytes", "by_kind", "by_kind_max")
+BASELINE = ""
 
 
-class Seen(NamedTuple):
-    """An option, and the baselines before and after it."""
+@dataclass(frozen=True)
+class Book:
+    """The file of lines."""
 
-    found: Row
-    plain: tuple[Row, Row]
+    path: Path
 
-    @property
-    def time_ratio(self) -> float:
-        return step_ms(self.found) / statistics.mean(map(step_ms, self.plain))
+    def lines(self, model: str) -> list[Line]:
+        """Of one model under one set of overrides."""
+        texts = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        return [line for line in map(json.loads, texts) if line["model"] == model]
+
+    def add(self, line: Line) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{to_json(line)}\n")
 
 
 @dataclass(frozen=True)
@@ -61,53 +70,52 @@ class Bench:
     """One model under one set of overrides."""
 
     runs: Runs
+    book: Book
     words: list[str]
 
-    def table(self, options: list[Option], rounds: int) -> Iterator[str]:
-        """A row for the baseline, then one for each option."""
-        seen: dict[Option, list[Seen]] = {option: [] for option in options}
-        for number in range(rounds):
-            print(f"round {number + 1} of {rounds}", file=sys.stderr)
-            for option, one in self.round(options):
-                seen[option].append(one)
-        yield f"| baseline | | | | | 1 | {self.gradient_error(None):.1e} |"
-        yield from (self.line(option, seen[option]) for option in options)
+    @property
+    def model(self) -> str:
+        return " ".join(self.words)
 
-    def round(self, options: list[Option]) -> Iterator[tuple[Option, Seen]]:
-        before = self.timed(None)
-        for start in range(0, len(options), 2):
-            pair = options[start : start + 2]
+    def round(self, options: Sequence[Option], number: int) -> None:
+        """Measures what the book lacks of it, with a baseline before and after each two options."""
+        known = {line["option"] for line in self.book.lines(self.model) if line.get("round") == number}
+        missing = [option for option in options if name_of(option) not in known]
+        before = kept(self.timed(None)) if missing else {}
+        for start in range(0, len(missing), 2):
+            pair = missing[start : start + 2]
             rows = [self.timed(option) for option in pair]
-            after = self.timed(None)
-            yield from ((option, Seen(row, (before, after))) for option, row in zip(pair, rows, strict=True))
+            after = kept(self.timed(None))
+            for option, row in zip(pair, rows, strict=True):
+                about = {"model": self.model, "option": name_of(option), "words": " ".join(words_of(option))}
+                figures = {"round": number, "found": kept(row), "plain": [before, after], "machine": machine(row)}
+                self.book.add({**about, **figures})
             before = after
 
-    def line(self, option: Option, seen: list[Seen]) -> str:
-        last, name = seen[-1], " ".join(words_of(option))
-        if last.found["status"] != "ok":
-            return f"| `{name}` | {last.found['status']}: {last.found['reason']} |"
-        ratios = [one.time_ratio for one in seen]
-        error = "–" if option[0] in ("optimizer", "allocator", "adapter") else f"{self.gradient_error(option):.1e}"
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-        return f"| `{name}` | {memory(option, last.found, last.plain[0])} | {spread} | {error} |"
+    def gradients(self, options: Sequence[Option]) -> None:
+        """The errors that the book lacks."""
+        known = {line["option"] for line in self.book.lines(self.model) if "gradient_error" in line}
+        for option in (None, *(option for option in options if option[0] not in WITHOUT_ERROR)):
+            if name_of(option) not in known:
+                error = self.gradient_error(option)
+                self.book.add({"model": self.model, "option": name_of(option), "gradient_error": error})
 
     def timed(self, option: Option | None) -> Row:
-        return self.runs.run(name_of(option), [*TIMED, *self.words, *words_of(option)])
+        return self.runs.run(name_of(option) or "baseline", [*TIMED, *self.words, *words_of(option)])
 
-    def gradient_error(self, option: Option | None) -> float:
+    def gradient_error(self, option: Option | None) -> float | None:
         """Of the first step's gradients, relative to fp64 at the same weights."""
         row = self.runs.run(f"{name_of(option)}: gradients", [*ONE_STEP, *self.words, *words_of(option)])
-        if row["status"] != "ok":
-            return float("nan")
+        if row["status"] != Status.OK:
+            return None
         before, wanted = in_double(row)
         after = dict(load(self.runs.folder / row["id"] / "model").named_parameters())
         found = {name: (before[name] - after[name].detach().double()) / RATE for name in wanted}
-        error = compared((found[name], wanted[name]) for name in wanted).gradient_error
-        return float("nan") if error is None else error
+        return compared((found[name], wanted[name]) for name in wanted).gradient_error
 
 
 def name_of(option: Option | None) -> str:
-    return "=".join(option or ("baseline",))
+    return "=".join(option) if option else BASELINE
 
 
 def words_of(option: Option | None) -> list[str]:
@@ -118,28 +126,14 @@ def words_of(option: Option | None) -> list[str]:
     return ["=".join(option), *(word for fact, word in COMPANIONS.items() if fact in needs)]
 
 
-def step_ms(row: Row) -> float:
-    return row["time"]["step_ms_p50"]
+def kept(row: Row) -> dict[str, Any]:
+    """What the table needs of a row."""
+    memory = {key: row["memory"][key] for key in KEPT}
+    return {"status": row["status"], "reason": row["reason"], "step_ms": row["time"]["step_ms_p50"], **memory}
 
 
-def memory(option: Option, found: Row, plain: Row) -> str:
-    """Peak; the kind that the option saves; other's share of the peak; growth of the process."""
-    growth = f"{ratio(found, plain, 'process_peak_bytes')}"
-    if found["memory"]["by_kind_max"] is None:
-        return f"– | – | – | {growth}"
-    kind = knob_of(option).saves
-    saved = f"{kind.value} {of_kind(plain, kind.value)} → {of_kind(found, kind.value)}" if kind else "–"
-    other = found["memory"]["by_kind"]["other"] / found["memory"]["peak_bytes"]
-    return f"{ratio(found, plain, 'peak_bytes')} | {saved} | {other:.1%} | {growth}"
-
-
-def of_kind(row: Row, kind: str) -> str:
-    return f"{row['memory']['by_kind_max'][kind] / MIB:.1f}"
-
-
-def ratio(found: Row, plain: Row, name: str) -> str:
-    one, other = found["memory"][name], plain["memory"][name]
-    return f"{other / MIB:.1f} → {one / MIB:.1f} ({one / other - 1:+.0%})"
+def machine(row: Row) -> dict[str, Any]:
+    return {key: row["provenance"][key] for key in ("device_name", "torch", "threads")}
 
 
 def in_double(row: Row) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -165,21 +159,24 @@ def as_double(batch: Part) -> Part:
 def main() -> None:
     given = sys.argv[1:]
     rounds = int(given.pop(0)) if given and given[0].isdigit() else 3
-    groups = given.pop(0)[len(ONLY) :].split(",") if given and given[0].startswith(ONLY) else list(neutral_options())
-    is_model = any(word.startswith("model=") for word in given)
-    device = choose_device("auto")
-    absent = absent_facts(device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"torch {torch.__version__}, {where}, {rounds} rounds; MiB\n")
+    own = {"only": ",".join(neutral_options()), "to": "outputs/bench_knobs.jsonl"}
+    own |= {key: value for key, _, value in (word.partition("=") for word in given) if key in own}
+    words = [word for word in given if word.partition("=")[0] not in own]
+    groups, book = own["only"].split(","), Book(Path(own["to"]))
+    models = [words] if any(word.startswith("model=") for word in words) else [[*model, *words] for model in MODELS]
+    absent = absent_facts(choose_device("auto"))
     options = [each for each in all_options() if each[0] in groups and each[1] != neutral_options()[each[0]]]
     missing = {option: why for option in options if (why := why_not([option], absent))}
+    options = [option for option in options if option not in missing]
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
-        for model in [[]] if is_model else MODELS:
-            words = [*model, *given]
-            print(f"`{' '.join(words)}`\n\n{HEAD}")
-            for line in Bench(runs, words).table([option for option in options if option not in missing], rounds):
-                print(line, flush=True)
-            print()
+        benches = [Bench(runs, book, model) for model in models]
+        for number in range(1, rounds + 1):
+            for bench in benches:
+                print(f"{bench.model}: round {number} of {rounds}", file=sys.stderr)
+                bench.round(options, number)
+                bench.gradients(options)
+    for bench in benches:
+        print(f"`{bench.model}`\n", *table(book.lines(bench.model)), "", sep="\n")
     for option, why in missing.items():
         print(f"- `{'='.join(option)}`{why[0].removeprefix('='.join(option))}")
 

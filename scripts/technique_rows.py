@@ -1,4 +1,5 @@
-"""The rows behind docs/techniques.md: sweeps as docs/results keeps them, without what is of one machine's folders.
+"""The rows behind docs/techniques.md and the tables of other pages: sweeps as docs/results keeps them, without what is
+of one machine's folders.
 
 A file holds one sweep: a line with its command, then its rows. Needs no torch.
 """
@@ -21,9 +22,10 @@ from lowvram.results.row import Row, Status, empty_row, merge, to_json, write_te
 
 RESULTS = ROOT / "docs" / "results"
 FOLDER = "techniques"  # below the folder of a device
-OF_THE_PLACE = ("logger", "hydra.sweep.dir", "paths.outputs", "name")  # words that say where, not what
-WITHOUT = ("id", "config", "plan", "traffic", "precision", "attempts")
-KEPT_CONFIG = ("seed", "train", "measure")
+OF_THE_PLACE = ("logger", "hydra.sweep.dir", "hydra.run.dir", "paths.outputs", "name")  # words that say where, not what
+WITHOUT = ("id", "config", "plan", "precision", "attempts")
+KEPT_CONFIG = ("seed", "vram", "train", "measure")
+KEPT_PLAN = ("allocated_bytes", "reserved_bytes", "host_bytes", "least_vram_bytes", "fits", "step_ms", "by_kind_max")
 OF_STEPS = ("losses", "band")  # of the fidelity
 
 
@@ -83,21 +85,26 @@ def keep(folder: Path, results: Path, before: str = "") -> Path:
         raise Refused(f"{folder} holds several models: keep one sweep for each")
     words = _what(OmegaConf.load(note).hydra.overrides.task)
     sweep = Sweep(shlex.join([*shlex.split(before), "python", "train.py", *words]), list(map(stripped, rows)))
-    path = results / FOLDER / f"{sweep.name}_{sweep.model}.jsonl"
+    return write(results / FOLDER / f"{sweep.name}_{sweep.model}.jsonl", sweep)
+
+
+def write(path: Path, sweep: Sweep) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(f"{to_json(line)}\n" for line in ({"command": sweep.command}, *sweep.rows)))
     return path
 
 
 def stripped(row: Row) -> Row:
-    """What a reader of the figures needs: no paths, no plan, no losses of each step."""
+    """What a reader of the figures needs: no paths, of the plan its sums, no losses of each step."""
     kept = {key: value for key, value in row.items() if key not in WITHOUT}
+    plan = row["plan"] and {key: row["plan"].get(key) for key in KEPT_PLAN}
     config = {key: row["config"][key] for key in KEPT_CONFIG if key in row["config"]}
     fidelity = row["fidelity"] and {key: value for key, value in row["fidelity"].items() if key not in OF_STEPS}
     choices = {group: option for group, option in row["choices"].items() if group != "logger"}
     command = shlex.join(["python", "train.py", *_what(point_words(row))])
     provenance = {**row["provenance"], "command": command}
-    return {**kept, "choices": choices, "config": config, "fidelity": fidelity, "provenance": provenance}
+    about = {"choices": choices, "config": config, "plan": plan, "fidelity": fidelity, "provenance": provenance}
+    return {**kept, **about}
 
 
 def _what(words: Sequence[str]) -> list[str]:
