@@ -23,8 +23,8 @@ class Default(Knob):
     """torch's CUDA caching allocator as it comes, and the C library's malloc as it becomes.
 
     glibc raises its thresholds when a large block is freed, at most to these. Until then it may give pages back and
-    take them again in every step; how often is chance, and was worth up to 9 % of a step
-    (docs/results/cpu/bench_trainer.md)."""
+    take them again in every step, some percent of it; how often is chance (docs/results/cpu/bench_trainer.md has both).
+    """
 
     empty_cache_every: int | None = None
 
