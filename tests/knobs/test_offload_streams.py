@@ -171,20 +171,25 @@ def loss_of(model: nn.Linear, part: Part, hooks: Hooks) -> Tensor:
         return y.sum()
 
 
-def away_now(hooks: Hooks) -> list[bool]:
+def left(transfer: Any) -> list[Any]:
+    """All storages that left, in that order. (`Hooks` forgets one whose address is used again.)"""
+    return [away for reference in transfer._order if (away := reference())]
+
+
+def away_now(transfer: Any) -> list[bool]:
     """Of each storage, in the order of leaving: whether it is on the device too."""
-    return [away.here is not None for away in sorted(hooks._away.values(), key=lambda away: away.index)]
+    return [away.here is not None for away in left(transfer)]
 
 
 def test_few_leave_and_few_come_back_at_a_time(simulation: Simulation) -> None:
     model, part, hooks, transfer = deep()
     loss = loss_of(model, part, hooks)
-    assert away_now(hooks) == [False] * (DEPTH - 3) + [True] * 3
-    away = sorted(hooks._away.values(), key=lambda away: away.index)
+    assert away_now(transfer) == [False] * (DEPTH - 3) + [True] * 3
+    away = left(transfer)
     transfer.come_back(away[8])
-    assert away_now(hooks) == [False] * 5 + [True] * 7  # 8, which was asked for, and three before it
+    assert away_now(transfer) == [False] * 5 + [True] * 7  # 8, which was asked for, and three before it
     transfer.let_go(away[8])
-    assert away_now(hooks) == [False] * 5 + [True] * 3 + [False] + [True] * 3
+    assert away_now(transfer) == [False] * 5 + [True] * 3 + [False] + [True] * 3
     del away
     loss.backward()
     assert not simulation.mistakes
@@ -210,9 +215,9 @@ def test_a_graph_that_is_dropped_while_something_comes_back(simulation: Simulati
     """What came ahead and is read by nobody: the allocator is told."""
     model, part, hooks, transfer = deep()
     loss = loss_of(model, part, hooks)
-    storages = sorted(hooks._away.values(), key=lambda away: away.index)
+    storages = left(transfer)
     transfer.come_back(storages[5])
-    assert away_now(hooks)[2:6] == [True] * 4
+    assert away_now(transfer)[2:6] == [True] * 4
     del storages, loss
     transfer._back.run(len(transfer._back.pending))
     assert not simulation.mistakes
