@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowvram.core import host
 from lowvram.core.shards import placed
 
-Fill = Callable[[str, Tensor], None]  # writes the initial value of the parameter or buffer of that name
+# Writes the initial value of the parameter or buffer of that name. One that takes memory of its own meanwhile has a
+# method `on_paper`, called alike, that takes it without writing.
+Fill = Callable[[str, Tensor], None]
 
 
 @torch.no_grad()
@@ -36,7 +38,7 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     its shard, so that values don't depend on the number of ranks."""
     dtype = at_least_single(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    if isinstance(whole, FakeTensor):  # nothing to write to, but some fills take memory besides: a plan counts it
+    if isinstance(whole, FakeTensor):  # a plan: there is nothing to write to
         fill = getattr(fill, "on_paper", leave)
     fill(name, whole)
     value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else device)

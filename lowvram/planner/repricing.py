@@ -113,15 +113,18 @@ class Pricer:
         if below == samples:
             return "it is the smallest"
         beyond = [each for each in known.traces if each > samples]
-        found = "there is none"
-        for above in [min(beyond)] if beyond else [max(MOST_SAMPLES, reach * samples) for reach in REACHES]:
-            if (below, above) not in known.lines:
-                ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
-                known.lines[below, above] = line_through(ends)
-            found = known.lines[below, above]
-            if isinstance(found, Line):
-                break
-        return found
+        if beyond:
+            return self.line_between(known, knobs, parts, below, min(beyond))
+        farther, nearer = (max(MOST_SAMPLES, reach * samples) for reach in REACHES)
+        found = self.line_between(known, knobs, parts, below, farther)
+        return found if isinstance(found, Line) else self.line_between(known, knobs, parts, below, nearer)
+
+    def line_between(self, known: Known, knobs: Mapping[str, Knob], parts: int, below: int, above: int) -> Line | str:
+        """The line through the traces of two numbers of samples, looked for once."""
+        if (below, above) not in known.lines:
+            ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
+            known.lines[below, above] = line_through(ends)
+        return known.lines[below, above]
 
     def traced(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
         """A direct trace, made once: in this process, and where there is a store, on this machine."""

@@ -15,7 +15,7 @@ from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.planner import repricing
 from lowvram.planner.events import Trace
-from lowvram.planner.repricing import Pricer
+from lowvram.planner.repricing import Line, Pricer, line_through
 from lowvram.planner.store import Store, default_folder, key_of
 from lowvram.planner.target import Target
 from lowvram.planner.tracing import trace
@@ -75,6 +75,28 @@ def test_the_first_batch_size_takes_one_trace(num_traced: Callable[[], int]) -> 
     assert priced.is_direct
     assert num_traced() == 1
     assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 8).sums()
+
+
+def test_a_much_larger_batch_takes_no_further_trace(num_traced: Callable[[], int]) -> None:
+    pricer = Pricer(PROBLEMS["resnet"], H100)
+    *_, priced = [pricer.price(without_accum(), 1, batch_size) for batch_size in (8, 16, 200)]
+    assert not priced.is_direct
+    assert num_traced() == 2
+    assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 200).sums()
+
+
+def test_where_there_is_no_line_to_the_farther_end_there_may_be_one_to_the_nearer(
+    num_traced: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def near(ends: dict[int, Trace]) -> Line | str:
+        return line_through(ends) if max(ends) < 100 else "too far"
+
+    monkeypatch.setattr(repricing, "line_through", near)
+    pricer = Pricer(PROBLEMS["resnet"], H100)
+    *_, priced = [pricer.price(without_accum(), 1, batch_size) for batch_size in (8, 16)]
+    assert not priced.is_direct
+    assert num_traced() == 3
+    assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 16).sums()
 
 
 def test_what_changes_with_the_batch_is_traced_for_itself() -> None:
