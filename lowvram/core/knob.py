@@ -141,4 +141,4 @@ def conflicts(knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> list[str
 
 
 def _in_order(facts: frozenset[Fact]) -> Sequence[Fact]:
-    return [fact for fact in Fact if fact in facts]
+    return [fact for fact in Fact if fact in facts] if facts else []

@@ -242,6 +242,9 @@ def without_knobs(task: Task, device: torch.device) -> Rig:
     )
 
 
+OF_TASKS = {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
+
+
 def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
     """The facts that a task lacks, each with what the user can do about it."""
     absent: dict[Fact, str] = {}

@@ -12,7 +12,7 @@ CUDA graphs). Expandable segments are on from the start or never. Imports no tor
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
 from lowvram.planner.blocks import (
@@ -20,6 +20,7 @@ from lowvram.planner.blocks import (
     MIN_BLOCK_BYTES,
     SMALL_BYTES,
     Block,
+    Entry,
     Pool,
     copied,
     rounded_up,
@@ -76,10 +77,16 @@ class CachingAllocator:
         num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # in a hot loop, so `rounded_up` isn't called
         is_small = num_bytes <= SMALL_BYTES
         pool = self.pools.get((is_small, stream)) or self.pools.setdefault((is_small, stream), Pool(is_small))
-        block = self._best_fit(pool, num_bytes) or self._grow(pool, num_bytes) or self._retry(pool, num_bytes)
+        free = pool.free
+        index = bisect_left(free, (num_bytes,))  # best fit: the smallest that is large enough, the lowest of several
+        if index < len(free):
+            block = free.pop(self._least_room(free, index) if self.expandable else index)[2]
+        else:
+            block = self._grow(pool, num_bytes) or self._retry(pool, num_bytes)
         rest_bytes = block.num_bytes - num_bytes
         if rest_bytes > SMALL_BYTES or (rest_bytes and (is_small or self.expandable)):
-            pool.put(block.cut(num_bytes))
+            rest = block.cut(num_bytes)
+            insort(free, (rest_bytes, rest.address, rest))
         block.is_free = False
         self.allocated_bytes += block.num_bytes
         if self.allocated_bytes > self.allocated_peak_bytes:
@@ -111,6 +118,13 @@ class CachingAllocator:
                     pool.take(block)
                     self.reserved_bytes -= block.num_bytes
 
+    def kept_bytes(self) -> int:
+        """What `empty_cache` would give back."""
+        free = [block for pool in self.pools.values() for *_, block in pool.free]
+        if self.expandable:
+            return sum(end - begin for begin, end in map(pages_of, free))
+        return sum(block.num_bytes for block in free if block.is_alone())
+
     def copied(self, limit_bytes: int | None, living: Iterable[Block]) -> tuple[CachingAllocator, list[Block]]:
         """An allocator in the same state, which no limit has shaped so far, and its blocks for those that live."""
         other = CachingAllocator(self.expandable, limit_bytes, self.device_bytes)
@@ -126,17 +140,12 @@ class CachingAllocator:
         self._next_address += rounded_up(num_bytes, LARGE_SEGMENT_BYTES)
         return address
 
-    def _best_fit(self, pool: Pool, num_bytes: int) -> Block | None:
-        """The smallest free block that is large enough; the lowest of several. One at the end of an expandable segment
-        counts with all that it can grow to, so others are preferred."""
-        free = pool.free
-        index = bisect_left(free, (num_bytes,))
-        if index == len(free):
-            return None
-        if self.expandable:
-            while index + 1 < len(free) and free[index + 1][2].room_bytes() < free[index][2].room_bytes():
-                index += 1
-        return free.pop(index)[2]
+    def _least_room(self, free: list[Entry], index: int) -> int:
+        """Of a free block. One at the end of an expandable segment counts with all that it can grow to, so that those
+        behind it in the list are preferred."""
+        while index + 1 < len(free) and free[index + 1][2].room_bytes() < free[index][2].room_bytes():
+            index += 1
+        return index
 
     def _grow(self, pool: Pool, num_bytes: int) -> Block | None:
         """A block of memory that is new; None if there is none left."""
@@ -155,7 +164,8 @@ class CachingAllocator:
         return Block(pool, address, new_bytes, start=address)
 
     def _retry(self, pool: Pool, num_bytes: int) -> Block:
-        if not self.gives_back:
+        if not self.gives_back:  # even if it did, below this there would be no room
+            self.refused_bytes = self.reserved_bytes - self.kept_bytes() + segment_bytes(num_bytes)
             raise OutOfMemory
         self.num_retries += 1
         self.empty_cache()
@@ -210,10 +220,9 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Take the memory of a free block's whole pages away."""
-        pool, page_bytes = block.pool, block.pool.page_bytes
-        begin = block.start + rounded_up(block.address - block.start, page_bytes)
-        end = block.start + (block.address + block.num_bytes - block.start) // page_bytes * page_bytes
-        if begin >= end:
+        pool = block.pool
+        begin, end = pages_of(block)
+        if begin == end:
             return
         pool.take(block)
         pages = block
@@ -231,3 +240,11 @@ class CachingAllocator:
     def _reserve(self, num_bytes: int) -> None:
         self.reserved_bytes += num_bytes
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
+
+
+def pages_of(block: Block) -> tuple[int, int]:
+    """The addresses of the first of its whole pages, and behind the last: the same where it has none."""
+    page_bytes = block.pool.page_bytes
+    begin = block.start + rounded_up(block.address - block.start, page_bytes)
+    end = block.start + (block.address + block.num_bytes - block.start) // page_bytes * page_bytes
+    return begin, max(begin, end)

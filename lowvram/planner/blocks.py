@@ -53,18 +53,21 @@ class Block:
         return self.before is None and self.after is None
 
 
+Entry = tuple[int, int, Block]  # bytes, address: no two are equal, so blocks are never compared
+
+
 class Pool:
     """The blocks of one stream that can be had: up to 1 MiB, or above."""
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
-        self.free: list[tuple[int, int, Block]] = []  # by (bytes, address)
+        self.free: list[Entry] = []  # in order
         self.unmapped: list[tuple[int, Block]] = []  # by address
 
     def put(self, block: Block) -> None:
         if block.is_mapped:
-            insort(self.free, (block.num_bytes, block.address, block))  # no two are equal: blocks are never compared
+            insort(self.free, (block.num_bytes, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 

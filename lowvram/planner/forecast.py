@@ -14,7 +14,7 @@ from lowvram.planner.devices import DeviceSpec
 from lowvram.planner.events import Phase, Trace
 from lowvram.planner.families import FAMILIES, Family
 from lowvram.planner.hidden import Line, convolution_lines, hidden_lines
-from lowvram.planner.replay import Event, needs_of
+from lowvram.planner.replay import Event, garbage_later, needs_of
 from lowvram.planner.target import Target
 from lowvram.planner.timing import DataSheet, Rates, step_time
 from lowvram.planner.work import Column
@@ -88,6 +88,7 @@ def num_convolutions(trace: Trace) -> int:
     return len(work[:, [Column.FORMAT, Column.FLOPS, Column.BYTES, Column.NEW]].unique(dim=0))
 
 
+@garbage_later()
 def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: int) -> Fields:
     """As the caching allocator plays it."""
     events = [*workspaces(lines), *trace.requests()]

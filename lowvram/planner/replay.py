@@ -134,7 +134,8 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     one that is returned they do fit.
 
     What happens before the lowest of the limits that may do would refuse anything happens under all of them: it is
-    played once, further each time that more is known of the lowest, and each trial goes on from a copy of that.
+    played once, further each time that more is known of the lowest, and each trial goes on from a copy of that. Where
+    it stops, what the allocator keeps there tells of limits under which giving it back would not be enough.
 
     Args:
         live_peak_bytes: the most that is asked for at a time, or anything less, which takes longer.
@@ -144,15 +145,18 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     common.play(events)
     free = common.copied(None).play(events)
     lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
-    while highest - lowest > tolerance * highest:
+    while True:
         common.allocator.limit_bytes = lowest
-        common.play(events)
+        stopped = common.play(events)
+        if stopped.oom is not None:
+            lowest = max(lowest, stopped.refused_bytes)
+        if highest - lowest <= tolerance * highest:
+            return Needs(free, highest)
         tried = common.copied((lowest + highest) // 2).play(events)
         if tried.oom is None:
             highest = tried.granted_bytes
         else:
             lowest = tried.refused_bytes
-    return Needs(free, highest)
 
 
 def lowest_limit_bytes(allocated_peak_bytes: int) -> int:

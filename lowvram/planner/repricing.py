@@ -21,7 +21,7 @@ import torch
 
 from lowvram.config import Incompatible
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
-from lowvram.core.rig import absent_of
+from lowvram.core.rig import OF_TASKS, absent_of
 from lowvram.knobs.accum import Parts
 from lowvram.planner.events import KINDS, PHASES, Phase, Trace
 from lowvram.planner.paper import paper
@@ -94,9 +94,10 @@ class Pricer:
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raises `Incompatible` where `trace` would, in the same words."""
-        for absent in (self.target.absent(), self.absent):
-            if found := conflicts(knobs, absent):
-                raise Incompatible("; ".join(found))
+        if found := conflicts(knobs, self.target.absent()):
+            raise Incompatible("; ".join(found))
+        if any(knob.needs() & OF_TASKS for knob in knobs.values()) and (found := conflicts(knobs, self.absent)):
+            raise Incompatible("; ".join(found))
 
     @cached_property
     def absent(self) -> dict[Fact, str]:
