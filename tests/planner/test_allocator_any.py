@@ -95,7 +95,9 @@ def test_nothing_overlaps_and_nothing_is_lost(expandable: bool, seed: int) -> No
         if index % 5 == 0:
             check(allocator, list(living.values()))
         if index % 150 == 149:  # whenever it is asked to
+            left_bytes = allocator.reserved_bytes - allocator.kept_bytes()
             allocator.empty_cache()
+            assert allocator.reserved_bytes == left_bytes
             check(allocator, list(living.values()))
     for block in living.values():
         allocator.free(block)
