@@ -22,6 +22,7 @@ from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
 
+NUMEL_AT_A_TIME = 2**22  # of a gradient that is multiplied in another format
 FP16_SCALE = 64.0  # fp16 loses what is below 6e-5: the probability of one class among many thousands
 
 
@@ -157,11 +158,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: torch.dtype) -> Tensor | None:
-    """`gradient` * `factor`, rounded to `dtype` once."""
+    """`gradient` * `factor`, rounded to `dtype` once. Products that need more digits than the gradient has are made a few
+    rows at a time."""
     if gradient is None:
         return None
-    exact = gradient.to(factor.dtype)
-    return (exact.mul_(factor) if may_overwrite or exact is not gradient else exact * factor).to(dtype)
+    if gradient.dtype is factor.dtype:
+        return (gradient.mul_(factor) if may_overwrite else gradient * factor).to(dtype)
+    out = gradient if may_overwrite and gradient.dtype is dtype else torch.empty_like(gradient, dtype=dtype)
+    num_rows = max(1, NUMEL_AT_A_TIME // max(1, gradient[:1].numel()))
+    for rows, out_rows in zip(gradient.split(num_rows), out.split(num_rows), strict=True):
+        out_rows.copy_(rows.to(factor.dtype).mul_(factor))
+    return out
 
 
 @final

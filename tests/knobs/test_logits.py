@@ -181,6 +181,21 @@ def test_the_loss_of_gpt2_takes_a_tenth_of_its_memory(dtype: torch.dtype | None)
     assert chunked.by_kind_max[Kind.GRADIENTS] == -(-weight_bytes // 512) * 512  # the sum over chunks is the gradient
 
 
+def test_the_gradients_of_one_chunk_are_scaled_where_they_are() -> None:
+    """In bf16 the weight's gradient lies there once, whatever is multiplied in fp32: no more than in the forward pass."""
+    with FakeTensorMode():
+        head = nn.Linear(768, 50257, bias=False, dtype=BF16)
+        hidden, part = (
+            torch.empty(512, 768, dtype=BF16, requires_grad=True),
+            Part(None, torch.zeros(512, dtype=torch.long)),
+        )
+        with ledger(head, inputs=hidden) as forward:
+            loss_of(head, hidden, part, 512, None)
+        with ledger(head, inputs=hidden) as both:
+            loss_of(head, hidden, part, 512, None).backward()
+    assert both.peak_bytes <= forward.peak_bytes + 2**20
+
+
 # In a rig
 
 
