@@ -182,7 +182,7 @@ def test_the_loss_of_gpt2_takes_a_tenth_of_its_memory(dtype: torch.dtype | None)
 
 
 def test_the_gradients_of_one_chunk_are_scaled_where_they_are() -> None:
-    """In bf16 the weight's gradient lies there once, whatever is multiplied in fp32: no more than in the forward pass."""
+    """In bf16 the weight's gradient lies there once, whatever is multiplied in fp32."""
     with FakeTensorMode():
         head = nn.Linear(768, 50257, bias=False, dtype=BF16)
         hidden, part = (

@@ -1,10 +1,10 @@
-"""logits: how the last layer and the loss meet.
+"""The last layer and the loss, some targets at a time.
 
 The gradients of a chunk are formed right after its logits, in the forward pass: three products, as without chunks, not
 four as with recomputation. So do Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), and
 torch's linear_cross_entropy, from 2.13 on, whose chunks are wrong there in bf16 on a CPU.
 
-Shapes: n targets, c targets of a chunk, d width of the hidden states, v classes.
+Shapes: n targets, c targets of a chunk, s some of these, d width of the hidden states, v classes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map_only
 from lowvram.config import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Meeting, Tie
 
-NUMEL_AT_A_TIME = 2**22  # of a gradient that is multiplied in another format
+SOFTMAX_ROWS = 128  # whose probabilities exist at a time: they are in fp32
 FP16_SCALE = 64.0  # fp16 loses what is below 6e-5: the probability of one class among many thousands
 
 
@@ -62,8 +63,11 @@ class ChunkedLogits(Knob):
         if isinstance(rig.model, FSDPModule) and len(rig.trainable) < len(list(rig.model.parameters())):
             rig.model.register_forward_hook(torch.compiler.disable(with_gradient), prepend=True)  # pyright: ignore[reportArgumentType]
 
+        tie = Tie(rig.model, head)
+
         def forward(part: Part) -> UnmadeLogits:
-            return UnmadeLogits(rig.forward(part), head, self.chunk_tokens)
+            hidden = rig.forward(part)
+            return UnmadeLogits(hidden, head, self.chunk_tokens, tie.meeting_of(hidden))
 
         def criterion(outputs: UnmadeLogits, part: Part) -> Tensor:
             return outputs.cross_entropy(part.targets)
@@ -87,14 +91,14 @@ def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 class UnmadeLogits:
     """What `head` makes of hidden states (..., d), in the number format that it would have used where this was born."""
 
-    def __init__(self, hidden: Tensor, head: nn.Linear, chunk_tokens: int) -> None:
-        self.hidden, self.head, self.chunk_tokens = hidden, head, chunk_tokens
+    def __init__(self, hidden: Tensor, head: nn.Linear, chunk_tokens: int, meeting: Meeting | None = None) -> None:
+        self.hidden, self.head, self.chunk_tokens, self.meeting = hidden, head, chunk_tokens, meeting
         self.dtype = dtype_of_products(head.weight)
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """The sum over targets (...), in nats (0-dim, at least fp32); `IGNORE` counts for nothing."""
         weight, bias = self.head.weight, self.head.bias  # now: sharded weights are whole only while the step runs
-        fixed = (targets.flatten(), self.chunk_tokens, self.dtype, torch.is_grad_enabled())
+        fixed = (targets.flatten(), self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.meeting)
         return ChunkedCrossEntropy.apply(self.hidden.flatten(0, -2), weight, bias, *fixed)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
@@ -136,6 +140,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         dtype: torch.dtype,
         has_backward: bool,
+        meeting: Meeting | None,
     ) -> Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
         chunks = Chunks(hidden_nd, weight_vd, bias_v, min(chunk_tokens, len(hidden_nd)), dtype, wanted)
@@ -144,7 +149,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunks.loss(slice(first, first + chunk_tokens), targets_n)
         gradients, ctx.factors = chunks.gradients()
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype]
+        ctx.dtypes, ctx.meeting = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], meeting
         return loss
 
     @staticmethod
@@ -154,12 +159,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         found = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in found]
-        return (*gradients, None, None, None, None)
+        if ctx.meeting is not None:
+            ctx.meeting.gradient_vd, gradients[1] = gradients[1], None
+        return (*gradients, None, None, None, None, None)
 
 
 def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: torch.dtype) -> Tensor | None:
-    """`gradient` * `factor`, rounded to `dtype` once. Products that need more digits than the gradient has are made a few
-    rows at a time."""
+    """`gradient` * `factor`, rounded to `dtype` once. Where that takes more digits than the gradient has, it is done a
+    few rows at a time."""
     if gradient is None:
         return None
     if gradient.dtype is factor.dtype:
@@ -189,7 +196,7 @@ class Chunks:
         self.weight_vd, self.bias_v = in_dtype(weight_vd, dtype), in_dtype(bias_v, dtype)
         num_classes = len(weight_vd)
         self.logits_cv = weight_vd.new_empty(size, num_classes, dtype=dtype)
-        self.log_p_cv = weight_vd.new_empty(size, num_classes, dtype=self.exact)
+        self.log_p_sv = weight_vd.new_empty(min(size, SOFTMAX_ROWS), num_classes, dtype=self.exact)
         sum_dtype = dtype if size == len(hidden_nd) else self.exact  # one chunk: there is nothing to sum
         self.hidden_gradient_nd = weight_vd.new_empty(hidden_nd.shape, dtype=dtype) if wanted[0] else None
         self.weight_gradient_vd = weight_vd.new_zeros(weight_vd.shape, dtype=sum_dtype) if wanted[1] else None
@@ -212,28 +219,32 @@ class Chunks:
         counts_c1 = targets_c1 != IGNORE
         targets_c1 = targets_c1.where(counts_c1, 0)
         hidden_cd = self.hidden_nd[rows].where(counts_c1, 0).to(self.dtype)
-        logits_cv, log_p_cv = self.logits_cv[: len(hidden_cd)], self.log_p_cv[: len(hidden_cd)]
+        logits_cv = self.logits_cv[: len(hidden_cd)]
         if self.bias_v is None:
             torch.mm(hidden_cd, self.weight_vd.T, out=logits_cv)
         else:
             torch.addmm(self.bias_v, hidden_cd, self.weight_vd.T, out=logits_cv)
-        torch.log_softmax(logits_cv, -1, dtype=self.exact, out=log_p_cv)
-        loss = -log_p_cv.gather(1, targets_c1).where(counts_c1, 0).sum()
+        parts = zip(*(each.split(SOFTMAX_ROWS) for each in (logits_cv, targets_c1, counts_c1)), strict=True)
+        loss = torch.stack([self._softmax(*part) for part in parts]).sum()
         if self.has_backward:
-            self._add_gradients(rows, hidden_cd, targets_c1, counts_c1)
+            self._add_gradients(rows, hidden_cd, logits_cv, counts_c1)
         return loss
 
-    def _add_gradients(self, rows: slice, hidden_cd: Tensor, targets_c1: Tensor, counts_c1: Tensor) -> None:
-        """The gradient of the logits is p - 1 at the target, else p. Rows that don't count were given no hidden state:
-        they add nothing to the weight's."""
-        gradient_cv = self.log_p_cv[: len(hidden_cd)].exp_()
-        gradient_cv.scatter_(1, targets_c1, gradient_cv.gather(1, targets_c1) - 1)
-        if self.bias_gradient_v is not None:
-            self.bias_gradient_v.addmv_(gradient_cv.T, counts_c1[:, 0].to(self.exact))
-        if self.logit_scale != 1.0:
-            gradient_cv.mul_(self.logit_scale)
-        if self.dtype is not self.exact:
-            gradient_cv = self.logits_cv[: len(hidden_cd)].copy_(gradient_cv)
+    def _softmax(self, logits_sv: Tensor, targets_s1: Tensor, counts_s1: Tensor) -> Tensor:
+        """The sum over some rows of a chunk. Of their logits it leaves the gradient: p - 1 at the target, else p."""
+        log_p_sv = self.log_p_sv[: len(logits_sv)]
+        torch.log_softmax(logits_sv, -1, dtype=self.exact, out=log_p_sv)
+        loss = -log_p_sv.gather(1, targets_s1).where(counts_s1, 0).sum()
+        if self.has_backward:
+            gradient_sv = log_p_sv.exp_()
+            gradient_sv.scatter_(1, targets_s1, gradient_sv.gather(1, targets_s1) - 1)
+            if self.bias_gradient_v is not None:
+                self.bias_gradient_v.addmv_(gradient_sv.T, counts_s1[:, 0].to(self.exact))
+            logits_sv.copy_(gradient_sv.mul_(self.logit_scale) if self.logit_scale != 1.0 else gradient_sv)
+        return loss
+
+    def _add_gradients(self, rows: slice, hidden_cd: Tensor, gradient_cv: Tensor, counts_c1: Tensor) -> None:
+        """From the logits'. Rows that don't count were given no hidden state: they add nothing to the weight's."""
         if self.hidden_gradient_nd is not None:
             torch.mm(gradient_cv, self.weight_vd, out=self.hidden_gradient_nd[rows]).mul_(counts_c1)
         if self.weight_gradient_vd is not None:

@@ -1,0 +1,112 @@
+"""A weight that embeddings share with the last layer (Press and Wolf, 2017): its gradient lies in memory once.
+
+Autograd would make a second one of its size, zeros but for the tokens of the batch, and add the two. Here the last
+layer, whose turn in the backward pass comes first, leaves its own to the embedding, which adds its rows to that, a
+stretch of the vocabulary at a time. The numbers are the same to the bit.
+
+Shapes: v classes, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+NUMEL_AT_A_TIME = 2**22  # of a gradient: 16 MiB in fp32
+dense_backward: Any = torch.ops.aten.embedding_dense_backward
+
+
+@final
+@dataclass(eq=False)
+class Meeting:
+    """Of the last layer and the embeddings, in one pass through the model."""
+
+    gradient_vd: Tensor | None = None  # what the last layer has left
+
+
+@final
+class Tie:
+    """Between the embeddings of a model and a last layer with the same weight."""
+
+    def __init__(self, model: nn.Module, head: nn.Linear) -> None:
+        self.meeting: Meeting | None = None
+        self.is_on_the_way: bool | None = None  # whether the last layer's input hangs on them; None: not known yet
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.weight is head.weight and is_plain(module):
+                module.forward = partial(self.look_up, module)
+
+    def look_up(self, embedding: nn.Embedding, input: Tensor) -> Tensor:
+        """The forward pass of one of the embeddings."""
+        weight_vd, padding = embedding.weight, embedding.padding_idx
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight_vd.requires_grad):
+            return nn.functional.embedding(input, weight_vd, padding)
+        self.meeting = self.meeting or Meeting()
+        return LookedUp.apply(input, weight_vd, padding, self.meeting)  # pyright: ignore[reportReturnType]
+
+    def meeting_of(self, hidden: Tensor) -> Meeting | None:
+        """Where the last layer may leave its gradient; None: the embeddings wouldn't find it.
+
+        Args:
+            hidden: what the model has just made for the last layer.
+        """
+        meeting, self.meeting = self.meeting, None
+        if meeting is not None and self.is_on_the_way is None:
+            self.is_on_the_way = comes_from(hidden, meeting)
+        return meeting if self.is_on_the_way else None
+
+
+def is_plain(embedding: nn.Embedding) -> bool:
+    """Whether it only looks rows up, and nobody has changed how."""
+    has_more = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+    return type(embedding) is nn.Embedding and not has_more and "forward" not in vars(embedding)
+
+
+def comes_from(tensor: Tensor, meeting: Meeting) -> bool:
+    """Whether the backward pass from `tensor` gets to an embedding of this meeting."""
+    seen, waiting = set[Any](), [tensor.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen:
+            if getattr(node, "meeting", None) is meeting:
+                return True
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+@final
+class LookedUp(torch.autograd.Function):
+    """Rows of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight_vd: Tensor, padding: int | None, meeting: Meeting) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.num_rows, ctx.padding, ctx.meeting = len(weight_vd), -1 if padding is None else padding, meeting
+        return nn.functional.embedding(indices, weight_vd, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (indices,) = ctx.saved_tensors
+        whole_vd, ctx.meeting.gradient_vd = ctx.meeting.gradient_vd, None
+        if whole_vd is None:  # another embedding has taken it, or only the hidden states had a gradient
+            whole_vd = dense_backward(gradient, indices, ctx.num_rows, ctx.padding, False)
+        else:
+            add_rows(whole_vd, gradient, indices, ctx.padding)
+        return None, whole_vd, None, None
+
+
+def add_rows(whole_vd: Tensor, gradient: Tensor, indices: Tensor, padding: int) -> None:
+    """Add the gradient (..., d) of the rows at `indices` (...) to that of all; of `padding` there is none."""
+    first = 0
+    for rows in whole_vd.split(max(1, NUMEL_AT_A_TIME // whole_vd.shape[1])):
+        places = indices - first
+        is_here = (places >= 0) & (places < len(rows)) & (indices != padding)
+        places = places.where(is_here, len(rows))  # all others go to a row behind these
+        rows.add_(dense_backward(gradient, places, len(rows) + 1, len(rows), False)[:-1])
+        first += len(rows)
