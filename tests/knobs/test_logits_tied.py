@@ -71,6 +71,32 @@ def test_a_second_backward_pass_gives_the_same() -> None:
     assert torch.equal(model.head.weight.grad, 2 * first)
 
 
+def test_a_pass_that_ends_before_the_embeddings_leaves_them_nothing() -> None:
+    model = make_model()
+    wanted = gradient(model, None).clone()
+    kept: list[Tensor] = []
+    model.between = lambda looked_up: kept.append(looked_up.tanh()) or kept[0]
+    model.zero_grad()
+    loss = loss_of(model, Tie(model, model.head))
+    torch.autograd.grad(loss, kept, retain_graph=True)
+    loss.backward()
+    assert model.head.weight.grad is not None
+    assert torch.equal(model.head.weight.grad, wanted)
+
+
+def test_two_losses_of_the_same_hidden_states_add_up() -> None:
+    model, tokens = make_model(), torch.arange(20).view(1, 20)
+    found = []
+    for tie in (None, Tie(model, model.head)):
+        model.zero_grad()
+        hidden = model(tokens)
+        logits = UnmadeLogits(hidden, model.head, 500, tie.meeting_of(hidden) if tie else None)
+        (logits.cross_entropy(tokens) + 2 * logits.cross_entropy(tokens.roll(1, 1))).backward()
+        assert model.head.weight.grad is not None
+        found.append(model.head.weight.grad.clone())
+    torch.testing.assert_close(*found)
+
+
 def test_what_never_gets_back_to_the_embeddings_keeps_its_gradient() -> None:
     """A model that detaches what it looked up: its last layer alone has a gradient."""
     cut = make_model(between=lambda looked_up: looked_up.detach().requires_grad_())

@@ -160,7 +160,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         found = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in found]
         if ctx.meeting is not None:
-            ctx.meeting.gradient_vd, gradients[1] = gradients[1], None
+            gradients[1] = ctx.meeting.leave(gradients[1])
         return (*gradients, None, None, None, None, None)
 
 

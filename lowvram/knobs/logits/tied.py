@@ -9,9 +9,11 @@ Shapes: v classes, d width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 NUMEL_AT_A_TIME = 2**22  # of a gradient: 16 MiB in fp32
 dense_backward: Any = torch.ops.aten.embedding_dense_backward
+will_execute: Any = torch._C._will_engine_execute_node  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
@@ -26,7 +29,17 @@ dense_backward: Any = torch.ops.aten.embedding_dense_backward
 class Meeting:
     """Of the last layer and the embeddings, in one pass through the model."""
 
+    nodes: list[Callable[[], Any]] = field(default_factory=list)  # weak: the embeddings' in the graph
     gradient_vd: Tensor | None = None  # what the last layer has left
+
+    def leave(self, gradient_vd: Tensor | None) -> Tensor | None:
+        """Leave a gradient to an embedding that is still to come in this backward pass; returned if there is none, or
+        something has been left already."""
+        is_awaited = any((node := weak()) is not None and will_execute(node) for weak in self.nodes)
+        if self.gradient_vd is not None or not is_awaited:
+            return gradient_vd
+        self.gradient_vd = gradient_vd
+        return None
 
 
 @final
@@ -46,7 +59,9 @@ class Tie:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight_vd.requires_grad):
             return nn.functional.embedding(input, weight_vd, padding)
         self.meeting = self.meeting or Meeting()
-        return LookedUp.apply(input, weight_vd, padding, self.meeting)  # pyright: ignore[reportReturnType]
+        found: Any = LookedUp.apply(input, weight_vd, padding, self.meeting)
+        self.meeting.nodes.append(ref(found.grad_fn))
+        return found
 
     def meeting_of(self, hidden: Tensor) -> Meeting | None:
         """Where the last layer may leave its gradient; None: the embeddings wouldn't find it.
@@ -94,7 +109,7 @@ class LookedUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (indices,) = ctx.saved_tensors
         whole_vd, ctx.meeting.gradient_vd = ctx.meeting.gradient_vd, None
-        if whole_vd is None:  # another embedding has taken it, or only the hidden states had a gradient
+        if whole_vd is None:  # another embedding has taken it
             whole_vd = dense_backward(gradient, indices, ctx.num_rows, ctx.padding, False)
         else:
             add_rows(whole_vd, gradient, indices, ctx.padding)
