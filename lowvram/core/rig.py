@@ -242,7 +242,8 @@ def without_knobs(task: Task, device: torch.device) -> Rig:
     )
 
 
-OF_TASKS = {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
+# All that `absent_of` may tell: whoever needs none of them needs no model to be asked.
+TASK_FACTS = {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
 
 
 def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:

@@ -21,7 +21,7 @@ import torch
 
 from lowvram.config import Incompatible
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
-from lowvram.core.rig import OF_TASKS, absent_of
+from lowvram.core.rig import TASK_FACTS, absent_of
 from lowvram.knobs.accum import Parts
 from lowvram.planner.events import KINDS, PHASES, Phase, Trace
 from lowvram.planner.paper import paper
@@ -96,7 +96,7 @@ class Pricer:
         """Raises `Incompatible` where `trace` would, in the same words."""
         if found := conflicts(knobs, self.target.absent()):
             raise Incompatible("; ".join(found))
-        if any(knob.needs() & OF_TASKS for knob in knobs.values()) and (found := conflicts(knobs, self.absent)):
+        if any(knob.needs() & TASK_FACTS for knob in knobs.values()) and (found := conflicts(knobs, self.absent)):
             raise Incompatible("; ".join(found))
 
     @cached_property

@@ -2,7 +2,7 @@
 
 Autograd would make a second one of its size, zeros but for the tokens of the batch, and add the two. Here the last
 layer, whose turn in the backward pass comes first, leaves its own to the embedding, which adds its rows to that, a
-stretch of the vocabulary at a time. The numbers are the same to the bit.
+stretch of the vocabulary at a time. On a CPU the numbers are the same to the bit; a card may add up in another order.
 
 Shapes: v classes, d width.
 """
