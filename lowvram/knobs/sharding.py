@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowvram.config import require
@@ -111,6 +113,8 @@ class FSDP(DataParallel):
         for module in fsdp_modules(rig.model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if rig.device.type == "cpu":
+                module.set_custom_all_gather(ReleasedAllGather())
         return replace(over_ranks(rig), sync=partial(self.sync, model))
 
     @contextmanager
@@ -119,6 +123,21 @@ class FSDP(DataParallel):
         model.set_is_last_backward(is_last)
         model.set_requires_gradient_sync(is_last or self.reduce_every_part)
         yield
+
+
+class ReleasedAllGather(DefaultAllGather):
+    """Ends when nobody else holds what was gathered. Gloo's threads do for a moment longer than they are waited for,
+    and at times it would stand beside what it is copied to and all that comes after."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        address = output_tensor.untyped_storage()._cdata
+        num_holders = torch._C._storage_Use_Count(address)  # pyright: ignore[reportAttributeAccessIssue]
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        while work is None and torch._C._storage_Use_Count(address) > num_holders:  # pyright: ignore[reportAttributeAccessIssue]
+            time.sleep(0)
+        return work
 
 
 @unset_fake_temporarily()  # a mesh reads its own tensors, also where a step is made on tensors without memory

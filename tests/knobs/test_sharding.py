@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core.knob import Kind, Knob
@@ -166,6 +169,23 @@ def test_ddp_holds_no_second_copy_of_the_gradients() -> None:
     alone, _ = measured({})
     for peak, _ in on_ranks(measured, {"sharding": "ddp"}):
         assert peak.by_kind_max[Kind.GRADIENTS] == alone.by_kind_max[Kind.GRADIENTS]
+
+
+def holders_of_what_is_gathered(times: int) -> set[int]:
+    """How many hold what a block gathers, as soon as it has."""
+    with patch.object(FSDPModule, "set_custom_all_gather") as told:
+        assemble(PROBLEMS["transformer"], knobs_of(sharding="fsdp"), CPU)
+    shard, whole, seen = torch.zeros(8), torch.zeros(16), set()
+    for gather in [call.args[0] for call in told.call_args_list] * times:
+        gather(whole, shard, dist.group.WORLD)
+        seen.add(torch._C._storage_Use_Count(whole.untyped_storage()._cdata))  # pyright: ignore[reportAttributeAccessIssue]
+    return seen
+
+
+def test_nothing_lives_on_that_was_gathered_for_a_moment() -> None:
+    """Left to itself gloo holds one of five a moment too long, and peaks would be now one thing and now another."""
+    for seen in on_ranks(holders_of_what_is_gathered, 50):
+        assert seen == {2}  # the tensor, and who asks for its storage
 
 
 # What others may rely on
