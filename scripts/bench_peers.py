@@ -8,10 +8,12 @@ twice: plainly in fp32, and with all that everyone offers to save memory: autoca
 CPU, where `savings=checkpointing,8bit,micro1` leaves out what it has no products for. Words are train.py's, for ours
 alone, such as stepping=in_backward.
 
-Each measurement is a fresh process; rounds go through all contestants, every other one in the other order. Time is that
-of the second half of the steps: of the processor, of which others on a shared machine take none, or on a card the
-clock's. The peak is the card's allocator's, or by how much the process grew. What was measured is kept in
-outputs/bench_peers; the results go to docs/results/DEVICE/. Needs `pip install 'lowvram[bench]'`.
+Each measurement is a fresh process. On a CPU the four of a round run side by side: best on one core of their own, which
+they share in turns of milliseconds, so that what a shared machine does to one it does to all. On a card they run one
+after another, in every other round in the other order. Time is that of the second half of the steps: on a CPU what the
+process took of the processor, on a card the clock's. The peak is the card's allocator's, or by how much the process
+grew. What was measured is kept in outputs/bench_peers; the results go to docs/results/DEVICE/. Needs
+`pip install 'lowvram[bench]'`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SIZES = {
     "scaled": (
         {"vocab_size": 1024, "n_positions": 128, "n_embd": 192, "n_layer": 4, "n_head": 4},
         ("train.batch_size=8", "data.sequence_length=128"),
-        {"num_steps": 12, "device": "cpu"},
+        {"num_steps": 25, "device": "cpu"},
     ),
 }
 Line = dict[str, Any]
@@ -76,11 +78,11 @@ def measured(case: Case, lines: list[Line], rounds: int) -> Iterator[Line]:
     """The lines that are missing: one of each contestant in each round."""
     known = {(line["case"], line["round"], line["contestant"]) for line in lines}
     for number in range(rounds):
-        for contestant in list(NAMES)[:: -1 if number % 2 else 1]:
-            if (case.name, number, contestant) not in known:
-                samples_per_s, peak_bytes = timed(__file__, contestant, case, FOLDER, sys.argv[1:])
-                about = {"case": case.name, "round": number, "contestant": contestant}
-                yield {**about, "samples_per_s": samples_per_s, "peak_bytes": peak_bytes}
+        names = list(NAMES)[:: -1 if number % 2 else 1]
+        missing = [name for name in names if (case.name, number, name) not in known]
+        for name, (samples_per_s, peak_bytes) in timed(__file__, missing, case, FOLDER, sys.argv[1:]).items():
+            about = {"case": case.name, "round": number, "contestant": name}
+            yield {**about, "samples_per_s": samples_per_s, "peak_bytes": peak_bytes}
 
 
 def page(cases: Sequence[Case], lines: Sequence[Line]) -> Iterator[str]:
@@ -88,7 +90,8 @@ def page(cases: Sequence[Case], lines: Sequence[Line]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "lightning"))
     yield "# Our command line beside its peers\n"
     yield f"Made by `{shlex.join(['scripts/bench_peers.py', *sys.argv[1:]])}` on {device_name()}, {versions}."
-    yield "Medians over rounds (least to most), each in a process of its own; ratios are medians of those in a round."
+    yield "Medians over rounds (least to most); ratios are medians of those in a round. Each runs in a process of"
+    yield "its own, on a CPU side by side with the others."
     for case in cases:
         found = {name: values_of(case, name, lines) for name in NAMES}
         words = [word for word in case.overrides(FOLDER) if not word.startswith("model.name=")]

@@ -3,11 +3,12 @@
     taskset -c 1 env OMP_NUM_THREADS=1 scripts/python scripts/bench_trainer.py outputs/bench_trainer [rounds]
 
 Each measurement is a fresh process: the command line with process=inline, or a Trainer in its plain loop (nothing
-logged, saved or evaluated, no workers, its own fused AdamW). Rounds go ours, Trainer, Trainer, ours. The time is that
-of the second half of the steps, everything between them included: seconds of the processor, of which others on a shared
-machine take none. malloc is as it comes to each: ours sets its thresholds (lowvram/knobs/allocator.py), the Trainer
-leaves to chance how often it gives pages back and takes them again; one case has it keep them for both. The losses come
-from runs of their own. Finished measurements in the folder are kept.
+logged, saved or evaluated, no workers, its own fused AdamW). Both of a round run side by side and share the core in
+turns of milliseconds: what a shared machine does to one it does to both. The time is that of the second half of the
+steps, everything between them included: seconds of the processor that the process took. malloc is as it comes to each:
+ours sets its thresholds (lowvram/knobs/allocator.py), the Trainer leaves to chance how often it gives pages back and
+takes them again; one case has it keep them for both. The losses come from runs of their own. Finished measurements in
+the folder are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowvram.identity import device_name
 from scripts.contestants import KEPT, Case, apart, make_model, perform, shown, timed
 from scripts.peers import CONTESTANTS
 
-TURNS = ("ours", "trainer", "trainer", "ours")
+BOTH = ("ours", "trainer")
 GPT2 = {"vocab_size": 1024, "n_positions": 128, "n_embd": 192, "n_layer": 4, "n_head": 4}
 TINY = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 BERT = {
@@ -52,7 +53,7 @@ CASES = (
 
 def largest_difference(case: Case, folder: Path) -> float:
     """Of the losses of the first steps."""
-    each = [apart(__file__, contestant, case, folder, case.history_steps, 1)["losses"] for contestant in TURNS[:2]]
+    each = [told["losses"] for told in apart(__file__, BOTH, case, folder, case.history_steps, 1)]
     return max(abs(one - other) for one, other in zip(*each, strict=True))
 
 
@@ -60,9 +61,9 @@ def measured(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     """One line of the results."""
     make_model(case, folder)
     line: dict[str, Any] = {"case": case.name, "ours": [], "trainer": []}
-    for number in range(rounds):
-        for contestant in TURNS[2 * (number % 2) :][:2]:
-            line[contestant].append(timed(__file__, contestant, case, folder)[0])
+    for _ in range(rounds):
+        for contestant, (samples_per_s, _) in timed(__file__, BOTH, case, folder).items():
+            line[contestant].append(samples_per_s)
     return {**line, "loss_difference": largest_difference(case, folder), "loss_steps": case.history_steps}
 
 
@@ -75,8 +76,8 @@ def report(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     where = f"{device_name()}, torch {torch.__version__}, transformers {transformers.__version__}"
     yield f"`taskset -c 1 env OMP_NUM_THREADS=1 scripts/python scripts/bench_trainer.py FOLDER`: {where}. One thread on"
     yield "one core, and seconds are those that a process itself took of it. malloc is as it comes to each, but where"
-    yield "freed memory is kept for both. Medians over rounds (least to most), each process fresh; the ratio is that of"
-    yield "neighbours in a round.\n"
+    yield "freed memory is kept for both. Medians over rounds (least to most), each process fresh, both side by side;"
+    yield "the ratio is that in a round.\n"
     yield "| case | samples/s, ours | samples/s, Trainer | ours / Trainer | largest difference of a loss |"
     yield "|---|---:|---:|---:|---:|"
     for line in lines:

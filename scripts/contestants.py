@@ -1,8 +1,9 @@
 """What a bench of contestants needs: one model and how it is trained, and our command line as the first of them. The
 others are in peers.py.
 
-Each runs in a process of its own and tells when its steps ended, what its losses were and how much memory it took. All
-have the same weights, samples, order, precision and optimizer; with `savings`, each has what it offers to save memory.
+Each runs in a process of its own and tells when its steps ended, what its losses were and how much memory it took. On
+a CPU they run side by side: what a shared machine does to one of them, it does to all. All have the same weights,
+samples, order, precision and optimizer; with `savings`, each has what it offers to save memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
 from lowvram.identity import ROOT
@@ -37,6 +40,7 @@ COMMON = (
     "data.eval_samples=4",
     "logger=none",
 )
+MEETING, PARTNERS = "LOWVRAM_BENCH_MEETING", "LOWVRAM_BENCH_PARTNERS"  # a folder, and how many meet there
 Told = dict[str, Any]  # times_s and losses of steps, peak_bytes
 
 
@@ -118,10 +122,20 @@ def samples_of(case: Case, whole: Settings, num_steps: int) -> list[dict[str, An
     return [{**inputs, "labels": targets} for inputs, targets in samples]
 
 
+@cache
+def meet() -> None:
+    """Wait here, the first time, for all that run beside this process: what follows is done under equal conditions."""
+    folder = Path(os.environ[MEETING])
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < int(os.environ[PARTNERS]):
+        time.sleep(0.01)
+
+
 def now_s(case: Case) -> float:
     """On a card the time when it has done its work; else the processor's time that this process took."""
     import torch
 
+    meet()
     if case.device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -182,22 +196,55 @@ def perform(contestants: Mapping[str, Contestant], cases: Sequence[Case], words:
 
 
 def apart(
-    program: str, contestant: str, case: Case, folder: Path, num_steps: int, log_every: int, words: Sequence[str] = ()
-) -> Told:
-    """What one of them does in a process of its own: `program` with these words, and then what `perform` takes."""
-    about = ["--perform", str(folder), contestant, case.name, str(num_steps), str(log_every)]
-    command = [sys.executable, program, *words, *about]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **case.environment})
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    program: str,
+    contestants: Sequence[str],
+    case: Case,
+    folder: Path,
+    num_steps: int,
+    log_every: int,
+    words: Sequence[str] = (),
+) -> list[Told]:
+    """What each does in a process of its own, all at the same time: `program` with these words, and then what `perform`
+    takes."""
+    with TemporaryDirectory() as meeting, TemporaryDirectory() as told:
+        environment = {**os.environ, **case.environment, MEETING: meeting, PARTNERS: str(len(contestants))}
+        running: list[subprocess.Popen[bytes]] = []
+        for name in contestants:
+            about = ["--perform", str(folder), name, case.name, str(num_steps), str(log_every)]
+            with Path(told, name).open("wb") as out, Path(told, f"{name}.err").open("wb") as err:
+                command = [sys.executable, program, *words, *about]
+                running.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
+        failed = first_failure(running)
+        if failed is not None:
+            raise RuntimeError(Path(told, f"{contestants[failed]}.err").read_text())
+        return [json.loads(Path(told, name).read_text().splitlines()[-1]) for name in contestants]
 
 
-def timed(program: str, contestant: str, case: Case, folder: Path, words: Sequence[str] = ()) -> tuple[float, int]:
-    """Samples per second of the second half of the steps, and the peak of all in bytes."""
-    told = apart(program, contestant, case, folder, 2 * case.num_steps, case.num_steps, words)
-    *_, half, end = told["times_s"]
-    return case.num_steps * case.batch_size / (end - half), told["peak_bytes"]
+def first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Which process failed, as soon as one has: the others, who would wait for it, are killed. None when all are
+    done."""
+    while any(process.poll() is None for process in running):
+        time.sleep(0.1)
+        if any(process.returncode for process in running):
+            for process in running:
+                process.kill()
+            break
+    codes = [process.wait() for process in running]
+    return next((index for index, code in enumerate(codes) if code > 0), None)
+
+
+def timed(
+    program: str, contestants: Sequence[str], case: Case, folder: Path, words: Sequence[str] = ()
+) -> dict[str, tuple[float, int]]:
+    """Samples per second of the second half of the steps, and the peak of all in bytes, by contestant. On a CPU they
+    run side by side and share its cores in turns of milliseconds; each has a card for itself."""
+    found: dict[str, tuple[float, int]] = {}
+    for group in [contestants] if case.device == "cpu" else [[name] for name in contestants]:
+        each = apart(program, group, case, folder, 2 * case.num_steps, case.num_steps, words)
+        for name, told in zip(group, each, strict=True):
+            *_, half, end = told["times_s"]
+            found[name] = case.num_steps * case.batch_size / (end - half), told["peak_bytes"]
+    return found
 
 
 def shown(values: Sequence[float], num_digits: int = 1) -> str:

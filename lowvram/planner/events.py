@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import repeat
@@ -63,6 +63,12 @@ class Trace:
     makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
     second_step: int  # the first event of the second step: by then the optimizer's state exists
     work: Tensor  # (operators, columns) int64: of the second step, by lowvram.planner.work.Column
+
+    def sized(self, num_bytes: Tensor, work: Tensor) -> Trace:
+        """The same events with other sizes, and the work that goes with them."""
+        other = replace(self, num_bytes=num_bytes, work=work)
+        vars(other).update(before=self.before, _is_host=self._is_host)  # which no size changes
+        return other
 
     def sums(self, is_steady: bool = False) -> Sums:
         """Of the whole, as an allocator's peak that is never reset tells; or of the second step alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,12 +125,19 @@ class Answers(TorchDispatchMode):
             return args[0]  # there is nothing to fill
         if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
-        out = self.precedents.run(func, args, kwargs or {})
+        is_plain = all(kind is FakeTensor for kind in types)
+        out: Any = None if is_plain and only_writes(func) else self.precedents.run(func, args, kwargs or {})
         if func is PROMOTED:
             self.promoted[args] = out
         elif self.see is not None and (func is CONSTANT or not func.is_view):  # a view has no memory of its own
             self.see(func, args, kwargs or {}, out)
         return out
+
+
+@cache
+def only_writes(operator: Any) -> bool:
+    """Whether it writes values into many tensors, as an optimizer's does, and makes none: there are no values."""
+    return operator._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and not operator._schema.returns
 
 
 class Unseen:

@@ -40,8 +40,8 @@ class Oom(NamedTuple):
 class Replay:
     """What a sequence of events did, up to its end or to where memory ran out."""
 
-    allocated_bytes: list[int]  # after each event: torch.cuda.memory_allocated()
-    reserved_bytes: list[int]  # torch.cuda.memory_reserved()
+    allocated_bytes: int  # there: torch.cuda.memory_allocated()
+    reserved_bytes: int  # torch.cuda.memory_reserved()
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     granted_bytes: int  # with any limit from this one on
@@ -56,27 +56,26 @@ class Run:
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.living: dict[int, Block] = {}  # by allocation
-        self.allocated: list[int] = []  # both as in `Replay`
-        self.reserved: list[int] = []
+        self.num_played = 0
 
     def play(self, events: Events) -> Replay:
         """Those of the events that weren't played yet, to the end or to where memory runs out."""
-        allocator, living, allocated, reserved = self.allocator, self.living, self.allocated, self.reserved
-        oom = None
-        for allocation, num_bytes, stream in islice(events, len(allocated), None):
-            if num_bytes > 0:
-                try:
-                    living[allocation] = allocator.malloc(num_bytes, stream)
-                except OutOfMemory:
-                    oom = Oom(len(allocated), num_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
-                    break
-            elif num_bytes < 0:
-                allocator.free(living.pop(allocation))
-            allocated.append(allocator.allocated_bytes)
-            reserved.append(allocator.reserved_bytes)
+        allocator, living, oom = self.allocator, self.living, None
+        malloc, free = allocator.malloc, allocator.free
+        rest, self.num_played = islice(events, self.num_played, None), len(events)
+        try:
+            for allocation, num_bytes, stream in rest:
+                if num_bytes > 0:
+                    living[allocation] = malloc(num_bytes, stream)
+                elif num_bytes < 0:
+                    free(living.pop(allocation))
+        except OutOfMemory:
+            self.num_played -= 1 + sum(1 for _ in rest)  # the one that found no room, and all after it
+            asked_bytes = events[self.num_played][1]
+            oom = Oom(self.num_played, asked_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
         return Replay(
-            allocated,
-            reserved,
+            allocator.allocated_bytes,
+            allocator.reserved_bytes,
             allocator.allocated_peak_bytes,
             allocator.reserved_peak_bytes,
             allocator.granted_bytes,
@@ -89,9 +88,11 @@ class Run:
         """The same under another limit, that would have changed nothing so far."""
         allocator, living = self.allocator.copied(limit_bytes, self.living.values())
         run = Run(allocator)
-        run.living = dict(zip(self.living, living, strict=True))
-        run.allocated, run.reserved = self.allocated.copy(), self.reserved.copy()
+        run.living, run.num_played = dict(zip(self.living, living, strict=True)), self.num_played
         return run
+
+    def end(self) -> None:
+        self.allocator.dissolve(self.living.values())
 
 
 def replay(
@@ -143,7 +144,9 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     """
     common = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
     common.play(events)
-    free = common.copied(None).play(events)
+    unlimited = common.copied(None)
+    free = unlimited.play(events)
+    unlimited.end()
     lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
     while True:
         common.allocator.limit_bytes = lowest
@@ -151,8 +154,11 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
         if stopped.oom is not None:
             lowest = max(lowest, stopped.refused_bytes)
         if highest - lowest <= tolerance * highest:
+            common.end()
             return Needs(free, highest)
-        tried = common.copied((lowest + highest) // 2).play(events)
+        trial = common.copied((lowest + highest) // 2)
+        tried = trial.play(events)
+        trial.end()
         if tried.oom is None:
             highest = tried.granted_bytes
         else:

@@ -153,7 +153,7 @@ class Line:
     def at(self, samples: int) -> Trace:
         more = samples - self.samples
         num_bytes, work = self.trace.num_bytes + self.slope * more, self.trace.work + self.work_slope * more
-        return replace(self.trace, num_bytes=num_bytes, work=work)
+        return self.trace.sized(num_bytes, work)
 
 
 def line_through(traced: Mapping[int, Trace]) -> Line | str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from lowvram.planner.allocator import CachingAllocator, OutOfMemory
 from lowvram.planner.blocks import MIB, SMALL_BYTES, Block, Pool, segment_bytes
-from lowvram.planner.replay import FREE, Event, Run, needs_of, replay
+from lowvram.planner.replay import FREE, Event, Replay, Run, needs_of, replay
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
 seeds = pytest.mark.parametrize("seed", range(5))
@@ -29,6 +31,14 @@ def sequence(seed: int, num_events: int = 700, num_streams: int = 2) -> list[Eve
             living.append((len(events), draw.randrange(num_streams)))
             events.append(Event(len(events), int(2 ** draw.uniform(4, 25)), living[-1][1]))
     return events
+
+
+def after_each(events: list[Event], **options: Any) -> list[Replay]:
+    """What a replay has done after each event, up to where memory runs out."""
+    run, found = Run(CachingAllocator(**options)), []
+    while len(found) < len(events) and (not found or found[-1].oom is None):
+        found.append(run.play(events[: len(found) + 1]))
+    return found
 
 
 def segments(allocator: CachingAllocator, living: list[Block]) -> list[list[Block]]:
@@ -143,11 +153,12 @@ def test_limits_between_what_was_granted_and_refused_change_nothing(expandable: 
     events = sequence(seed, num_events=400)
     least = needs_of(events, expandable=expandable).least_limit_bytes
     for limit_bytes in (least, least - 2 * MIB, least - 20 * MIB):
-        done = replay(events, expandable=expandable, limit_bytes=limit_bytes)
-        assert done.granted_bytes <= limit_bytes < done.refused_bytes
-        for other in (done.granted_bytes, done.refused_bytes - 1):
-            assert replay(events, expandable=expandable, limit_bytes=other) == done
-        assert done != replay(events, expandable=expandable, limit_bytes=done.granted_bytes - 1)
+        done = after_each(events, expandable=expandable, limit_bytes=limit_bytes)
+        granted_bytes, refused_bytes = done[-1].granted_bytes, done[-1].refused_bytes
+        assert granted_bytes <= limit_bytes < refused_bytes
+        for other in (granted_bytes, refused_bytes - 1):
+            assert after_each(events, expandable=expandable, limit_bytes=other) == done
+        assert done != after_each(events, expandable=expandable, limit_bytes=granted_bytes - 1)
 
 
 @seeds
@@ -194,10 +205,22 @@ def test_a_copy_goes_on_alone(expandable: bool, seed: int) -> None:
 def test_a_sequence_has_one_outcome(expandable: bool) -> None:
     events = sequence(0)
     done = replay(events, expandable=expandable)
-    assert done == replay(events, expandable=expandable)
-    assert done.allocated_peak_bytes == max(done.allocated_bytes)
-    assert done.reserved_peak_bytes == max(done.reserved_bytes)
-    assert len(done.reserved_bytes) == len(done.allocated_bytes) == len(events)
+    each = after_each(events, expandable=expandable)
+    assert len(each) == len(events)
+    assert done == each[-1] == replay(events, expandable=expandable)
+    assert done.allocated_peak_bytes == max(replay.allocated_bytes for replay in each)
+    assert done.reserved_peak_bytes == max(replay.reserved_bytes for replay in each)
+
+
+@both
+def test_a_replay_leaves_nothing_to_the_garbage_collector(expandable: bool) -> None:
+    """It would take longer over the blocks than the replay did. Left is an allocator or two without any."""
+    found = []
+    for num_events in (100, 700):
+        gc.collect()
+        needs_of(sequence(0, num_events), expandable=expandable, tolerance=1.0)
+        found.append(gc.collect())
+    assert found[0] == found[1] < 50
 
 
 class Naive:
@@ -244,5 +267,6 @@ def test_an_allocator_without_cleverness_does_the_same(seed: int) -> None:
             naive.free(*places.pop(allocation))
         allocated.append(sum(block[2] for block in naive.blocks if not block[3]))
         reserved.append(sum(block[2] for block in naive.blocks))
-    done = replay(events)
-    assert (done.allocated_bytes, done.reserved_bytes) == (allocated, reserved)
+    each = after_each(events)
+    assert [replay.allocated_bytes for replay in each] == allocated
+    assert [replay.reserved_bytes for replay in each] == reserved

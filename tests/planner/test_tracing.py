@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from lowvram.core.step import step
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
+from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
+from lowvram.planner import paper
 from lowvram.planner.events import Phase
 from lowvram.planner.paper import CantPlan
 from lowvram.planner.replay import FREE
@@ -108,6 +111,17 @@ def test_requests_are_what_an_allocator_can_play(choices: dict[str, str | Knob])
             total += -(-num_bytes // 512) * 512
         peak = max(peak, total)
     assert peak == found.sums().peak_bytes
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit"])
+def test_what_only_writes_values_is_the_same_where_it_is_worked_out(optimizer: str) -> None:
+    task, knobs = PROBLEMS["transformer"], knobs_of(optimizer=optimizer, stepping=AfterBackward(clip=1.0))
+    found = trace(task, knobs, 8, A100)
+    with patch.object(paper, "only_writes", return_value=False) as asked:
+        wanted = trace(task, knobs, 8, A100)
+    assert asked.called
+    assert found.requests() == wanted.requests()
+    assert torch.equal(found.work, wanted.work)
 
 
 def test_facts_are_those_of_the_card() -> None:
