@@ -223,14 +223,12 @@ def apart(
 def first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Which process failed, as soon as one has: the others, who would wait for it, are killed. None when all are
     done."""
-    while any(process.poll() is None for process in running):
+    while None in (codes := [process.poll() for process in running]) and not any(codes):
         time.sleep(0.1)
-        if any(process.returncode for process in running):
-            for process in running:
-                process.kill()
-            break
-    codes = [process.wait() for process in running]
-    return next((index for index, code in enumerate(codes) if code > 0), None)
+    for process in running:
+        process.kill()
+        process.wait()
+    return next((index for index, code in enumerate(codes) if code), None)
 
 
 def timed(
