@@ -148,21 +148,23 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     free = unlimited.play(events)
     unlimited.end()
     lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
-    while True:
+    while highest - lowest > tolerance * highest:
         common.allocator.limit_bytes = lowest
-        stopped = common.play(events)
-        if stopped.oom is not None:
-            lowest = max(lowest, stopped.refused_bytes)
-        if highest - lowest <= tolerance * highest:
-            common.end()
-            return Needs(free, highest)
-        trial = common.copied((lowest + highest) // 2)
-        tried = trial.play(events)
-        trial.end()
-        if tried.oom is None:
-            highest = tried.granted_bytes
+        shared = common.play(events)
+        if shared.oom is None:
+            highest = shared.granted_bytes
+        elif shared.refused_bytes > lowest:
+            lowest = shared.refused_bytes
         else:
-            lowest = tried.refused_bytes
+            trial = common.copied((lowest + highest) // 2)
+            tried = trial.play(events)
+            trial.end()
+            if tried.oom is None:
+                highest = tried.granted_bytes
+            else:
+                lowest = tried.refused_bytes
+    common.end()
+    return Needs(free, highest)
 
 
 def lowest_limit_bytes(allocated_peak_bytes: int) -> int:
