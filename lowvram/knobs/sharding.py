@@ -125,6 +125,9 @@ class FSDP(DataParallel):
         yield
 
 
+LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer means to keep it
+
+
 class ReleasedAllGather(DefaultAllGather):
     """Ends when nobody else holds what was gathered. Gloo's threads do for a moment longer than they are waited for,
     and at times it would stand beside what it is copied to and all that comes after."""
@@ -133,9 +136,14 @@ class ReleasedAllGather(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         address = output_tensor.untyped_storage()._cdata
-        num_holders = torch._C._storage_Use_Count(address)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def num_holders() -> int:
+            return torch._C._storage_Use_Count(address)  # pyright: ignore[reportAttributeAccessIssue]
+
+        before = num_holders()
         work = super().__call__(output_tensor, input_tensor, group, async_op)
-        while work is None and torch._C._storage_Use_Count(address) > num_holders:  # pyright: ignore[reportAttributeAccessIssue]
+        until_s = time.monotonic() + LONGEST_HOLD_S
+        while work is None and num_holders() > before and time.monotonic() < until_s:
             time.sleep(0)
         return work
 
