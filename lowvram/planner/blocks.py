@@ -1,11 +1,12 @@
-"""What torch's CUDA caching allocator deals with: segments cut into blocks, and pools of those that can be had.
-Imports no torch."""
+"""What torch's CUDA caching allocator deals with: segments, and what of them can be had, in pools. Imports no torch.
+
+All of it is plain numbers, so a replay is quick, is copied quickly, and leaves nothing to the garbage collector.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable
 
 MIB = 2**20
 # c10/core/AllocatorConfig.h, by the names there
@@ -15,110 +16,161 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: a small pool's segments, and its 
 LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_: the same of a large pool
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on an allocation gets a segment of its own size,
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
-Key = TypeVar("Key")
+
+Stretch = tuple[int, int]  # of addresses: its bytes, and the first address. In the order of best fit
+Segments = dict[int, int]  # bytes, by the first address
 
 
-class Block:
-    """A stretch of a segment: in use, free, or (in an expandable segment) addresses with no memory behind them."""
+class Stretches:
+    """Stretches of the addresses of some segments. Those that touch are joined, but for different segments."""
 
-    __slots__ = ("address", "after", "before", "is_free", "is_mapped", "num_bytes", "pool", "start")
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+        self.in_order: list[Stretch] = []
+        self.beginning: dict[int, Stretch] = {}  # by the first address
+        self.ending: dict[int, Stretch] = {}  # by the address behind the last
 
-    def __init__(self, pool: Pool, address: int, num_bytes: int, start: int, is_mapped: bool = True) -> None:
-        self.pool = pool
-        self.address = address
-        self.num_bytes = num_bytes
-        self.start = start  # of the segment, from which an expandable one counts its pages
-        self.is_mapped = is_mapped
-        self.is_free = True
-        self.before: Block | None = None  # its neighbours in the segment
-        self.after: Block | None = None
+    def put(self, stretches: Iterable[Stretch]) -> Iterable[Stretch]:
+        """Add stretches, joined with what they touch; returns all of that."""
+        order, beginning, ending = self.in_order, self.beginning, self.ending
+        joined: dict[int, Stretch] = {}  # by address; without a place in the order yet: many are joined with the next
+        for num_bytes, address in stretches:
+            end = address + num_bytes
+            after, before = beginning.get(end), ending.get(address)
+            if after is not None and end not in self.segments:
+                del beginning[end]
+                if joined.pop(end, None) is None:
+                    del order[bisect_left(order, after)]
+                end += after[0]
+            if before is not None and address not in self.segments:
+                del ending[address]
+                address = before[1]
+                if joined.pop(address, None) is None:
+                    del order[bisect_left(order, before)]
+            beginning[address] = ending[end] = joined[address] = end - address, address
+        for stretch in joined.values():
+            insort(order, stretch)
+        return joined.values()
 
-    def cut(self, num_bytes: int) -> Block:
-        """Keep the first bytes; the rest becomes a block of its own."""
-        rest = Block(self.pool, self.address + num_bytes, self.num_bytes - num_bytes, self.start, self.is_mapped)
-        after = self.after
-        rest.before, rest.after = self, after
-        if after is not None:
-            after.before = rest
-        self.after = rest
-        self.num_bytes = num_bytes
-        return rest
+    def take(self, stretch: Stretch) -> None:
+        num_bytes, address = stretch
+        del self.in_order[bisect_left(self.in_order, stretch)]
+        del self.beginning[address], self.ending[address + num_bytes]
 
-    def room_bytes(self) -> int:
-        """Its size if it grew over the addresses behind it."""
-        after = self.after
-        return self.num_bytes + (after.num_bytes if after is not None and not after.is_mapped else 0)
+    def after(self, end: int) -> Stretch | None:
+        """The stretch that begins there, where what ends there belongs to the same segment."""
+        return None if end in self.segments else self.beginning.get(end)
 
-    def is_alone(self) -> bool:
-        return self.before is None and self.after is None
+    def before(self, address: int) -> Stretch | None:
+        """The stretch that ends there, where what begins there belongs to the same segment."""
+        return None if address in self.segments else self.ending.get(address)
 
-
-Entry = tuple[int, int, Block]  # bytes, address: no two are equal, so blocks are never compared
+    def copied(self, segments: Segments) -> Stretches:
+        other = Stretches(segments)
+        other.in_order = self.in_order.copy()
+        other.beginning, other.ending = self.beginning.copy(), self.ending.copy()
+        return other
 
 
 class Pool:
-    """The blocks of one stream that can be had: up to 1 MiB, or above."""
+    """The segments of one stream: for blocks of up to 1 MiB, or above."""
 
-    def __init__(self, is_small: bool) -> None:
-        self.is_small = is_small
+    def __init__(self, is_small: bool, expandable: bool) -> None:
+        self.is_small, self.expandable = is_small, expandable
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
-        self.free: list[Entry] = []  # in order
-        self.unmapped: list[tuple[int, Block]] = []  # by address
+        self.least_rest_bytes = MIN_BLOCK_BYTES if is_small or expandable else SMALL_BYTES + 1
+        self.segments: Segments = {}
+        self.free = Stretches(self.segments)
+        self.freed: list[Stretch] = []  # to be settled
+        self.unmapped = Stretches(self.segments)  # addresses of expandable segments with no memory behind them
 
-    def put(self, block: Block) -> None:
-        if block.is_mapped:
-            insort(self.free, (block.num_bytes, block.address, block))
+    def settle(self) -> None:
+        """Let what was freed be had again. Until somebody asks it waits: mostly neighbours die together."""
+        self.free.put(self.freed)
+        self.freed.clear()
+
+    def cut(self, index: int, num_bytes: int) -> Stretch:
+        """Take the first bytes of the free stretch with that place in the order, or all of it where too few would be
+        left to be of use."""
+        order, beginning, ending = self.free.in_order, self.free.beginning, self.free.ending
+        stretch = all_bytes, address = order[index]
+        rest_bytes, rest_address = all_bytes - num_bytes, address + num_bytes
+        del beginning[address]
+        if rest_bytes < self.least_rest_bytes:
+            del order[index], ending[address + all_bytes]
+            return stretch
+        beginning[rest_address] = ending[address + all_bytes] = rest = rest_bytes, rest_address
+        if index == 0 or order[index - 1] < rest:  # mostly: and then it is quicker
+            order[index] = rest
         else:
-            insort(self.unmapped, (block.address, block))
+            del order[index]
+            insort(order, rest)
+        return num_bytes, address
 
-    def take(self, block: Block) -> None:
-        if block.is_mapped:
-            del self.free[bisect_left(self.free, (block.num_bytes, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+    def copied(self) -> Pool:
+        other = Pool(self.is_small, self.expandable)
+        other.segments = self.segments.copy()
+        other.free, other.unmapped = self.free.copied(other.segments), self.unmapped.copied(other.segments)
+        other.freed = self.freed.copy()
+        return other
 
-    def settle(self, block: Block) -> None:
-        """Join `block`, which is in no list, with neighbours that are free and of its kind, and keep it."""
-        before, after, is_mapped = block.before, block.after, block.is_mapped
-        if before is not None and before.is_free and before.is_mapped == is_mapped:
-            self.take(before)
-            block.address = before.address
-            block.num_bytes += before.num_bytes
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if after is not None and after.is_free and after.is_mapped == is_mapped:
-            self.take(after)
-            block.num_bytes += after.num_bytes
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-        self.put(block)
+    def is_segment(self, stretch: Stretch) -> bool:
+        """Is it a whole one?"""
+        num_bytes, address = stretch
+        return self.segments.get(address) == num_bytes
+
+    def pages(self, free: Stretch) -> tuple[int, int]:
+        """The addresses of the first of a free stretch's whole pages, and behind the last: the same if it has none."""
+        num_bytes, address = free
+        start = max(start for start in self.segments if start <= address)  # of its segment, from which pages count
+        begin = start + rounded_up(address - start, self.page_bytes)
+        end = start + (address + num_bytes - start) // self.page_bytes * self.page_bytes
+        return begin, max(begin, end)
+
+    def room_bytes(self, free: Stretch) -> int:
+        """Of a free stretch, if it grew over the addresses behind it."""
+        num_bytes, address = free
+        unmapped = self.unmapped.after(address + num_bytes)
+        return num_bytes if unmapped is None else num_bytes + unmapped[0]
+
+    def least_room(self, index: int) -> int:
+        """The place in the order of the free stretch to be taken rather than that one. One at the end of an expandable
+        segment counts with all that it can grow to."""
+        order = self.free.in_order
+        room_bytes = self.room_bytes(order[index])
+        while room_bytes > order[index][0] and index + 1 < len(order):
+            next_bytes = self.room_bytes(order[index + 1])
+            if next_bytes >= room_bytes:
+                break
+            index, room_bytes = index + 1, next_bytes
+        return index
+
+    def start_of_room(self, num_bytes: int) -> int | None:
+        """The lowest address from which on a segment has so many that nothing uses, some of them unmapped."""
+        for address, (unmapped_bytes, _) in sorted(self.unmapped.beginning.items()):
+            before = self.free.before(address)
+            start, end = address if before is None else before[1], address + unmapped_bytes
+            while stretch := self.free.after(end) or self.unmapped.after(end):
+                end += stretch[0]
+            if end - start >= num_bytes:
+                return start
+        return None
 
 
-def copied(pools: Mapping[Key, Pool], living: Iterable[Block]) -> tuple[dict[Key, Pool], list[Block]]:
-    """Pools and blocks of their own in the same state.
+class Pools(dict[int, Pool]):
+    """By stream. One begins when it is first asked for."""
 
-    Args:
-        living: all blocks that are in no pool. Their copies are returned, in the same order.
-    """
-    living = list(living)
-    others = {key: Pool(pool.is_small) for key, pool in pools.items()}
-    pool_of = {pools[key]: other for key, other in others.items()}
-    free = [entry[-1] for pool in pools.values() for entry in [*pool.free, *pool.unmapped]]
-    twins: dict[Block, Block] = {}
-    for block in [*living, *free]:
-        twin = Block(pool_of[block.pool], block.address, block.num_bytes, block.start, block.is_mapped)
-        twin.is_free = block.is_free
-        twins[block] = twin
-    for block, twin in twins.items():
-        if block.after is not None:
-            twin.after = twins[block.after]
-            twin.after.before = twin
-    for pool, other in pool_of.items():
-        other.free = [(num_bytes, address, twins[block]) for num_bytes, address, block in pool.free]
-        other.unmapped = [(address, twins[block]) for address, block in pool.unmapped]
-    return others, [twins[block] for block in living]
+    def __init__(self, is_small: bool, expandable: bool) -> None:
+        self.is_small, self.expandable = is_small, expandable
+
+    def __missing__(self, stream: int) -> Pool:
+        self[stream] = Pool(self.is_small, self.expandable)
+        return self[stream]
+
+    def copied(self) -> Pools:
+        other = Pools(self.is_small, self.expandable)
+        other.update((stream, pool.copied()) for stream, pool in self.items())
+        return other
 
 
 def rounded_up(num_bytes: int, multiple: int) -> int:

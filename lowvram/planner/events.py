@@ -111,11 +111,12 @@ class Trace:
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)
         storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
-        is_anew = (before > 0) & (num_bytes > 0)
-        times = 1 + is_anew.long()
-        asked = num_bytes.where(num_bytes > 0, FREE).repeat_interleave(times)
-        asked[(times.cumsum(0) - times)[is_anew]] = FREE
-        return list(zip(storages.repeat_interleave(times).tolist(), asked.tolist(), repeat(0)))
+        asked, is_anew = num_bytes.where(num_bytes > 0, FREE), (before > 0) & (num_bytes > 0)
+        if is_anew.any():
+            times = 1 + is_anew.long()
+            storages, asked = storages.repeat_interleave(times), asked.repeat_interleave(times)
+            asked[(times.cumsum(0) - times)[is_anew]] = FREE
+        return list(zip(storages.tolist(), asked.tolist(), repeat(0)))
 
     @cached_property
     def before(self) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowvram.planner.allocator import CachingAllocator, OutOfMemory
-from lowvram.planner.blocks import Block
+from lowvram.planner.blocks import Stretch
 from lowvram.planner.replay import FREE, Event
 
 ELSEWHERE = 2**60  # the address of a segment that the recording doesn't have
@@ -156,7 +156,7 @@ class Player:
             recording.expandable, recording.limit_bytes, recording.device_bytes, self.next_address
         )
         self.is_limited = recording.limit_bytes is not None
-        self.living: dict[int, Block] = {}  # by address
+        self.living: dict[int, Stretch] = {}  # by address
         self.addresses: list[int] = []  # of what was reserved for the request at hand
         self.num_events = 0
 
@@ -180,17 +180,17 @@ class Player:
 
     def _serve(self, action: Action) -> int:
         if action.kind is Kind.FREE_COMPLETED:
-            block = self.living.pop(action.address)
-            address = block.address
-            self.allocator.complete_free(block)
+            _, address = block = self.living.pop(action.address)
+            self.allocator.complete_free(block, action.stream)
             return address
         self.num_events += 1
         if action.kind is Kind.FREE_REQUESTED:
-            block = self.living[action.address]
+            _, address = block = self.living[action.address]
             self.allocator.request_free(block)
         else:
-            block = self.living[action.address] = self.allocator.malloc(action.num_bytes, action.stream)
-        return block.address
+            _, address = block = self.allocator.malloc(action.num_bytes, action.stream)
+            self.living[action.address] = block
+        return address
 
     def next_address(self, num_bytes: int) -> int:
         return self.addresses.pop(0) if self.addresses else ELSEWHERE

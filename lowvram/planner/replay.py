@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from lowvram.planner.allocator import CachingAllocator, OutOfMemory
-from lowvram.planner.blocks import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Block
+from lowvram.planner.blocks import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Stretch
 
 FREE = -1  # the bytes of an event that frees
 
@@ -55,7 +55,7 @@ class Run:
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
-        self.living: dict[int, Block] = {}  # by allocation
+        self.living: dict[int, Stretch] = {}  # by allocation
         self.num_played = 0
 
     def play(self, events: Events) -> Replay:
@@ -68,7 +68,7 @@ class Run:
                 if num_bytes > 0:
                     living[allocation] = malloc(num_bytes, stream)
                 elif num_bytes < 0:
-                    free(living.pop(allocation))
+                    free(living.pop(allocation), stream)
         except OutOfMemory:
             self.num_played -= 1 + sum(1 for _ in rest)  # the one that found no room, and all after it
             asked_bytes = events[self.num_played][1]
@@ -86,13 +86,9 @@ class Run:
 
     def copied(self, limit_bytes: int | None) -> Run:
         """The same under another limit, that would have changed nothing so far."""
-        allocator, living = self.allocator.copied(limit_bytes, self.living.values())
-        run = Run(allocator)
-        run.living, run.num_played = dict(zip(self.living, living, strict=True)), self.num_played
+        run = Run(self.allocator.copied(limit_bytes))
+        run.living, run.num_played = self.living.copy(), self.num_played
         return run
-
-    def end(self) -> None:
-        self.allocator.dissolve(self.living.values())
 
 
 def replay(
@@ -115,7 +111,7 @@ class Needs(NamedTuple):
 
 @contextmanager
 def garbage_later() -> Iterator[None]:
-    """Blocks are many, and they live: looking among them for garbage takes a third of a replay's time."""
+    """Events and blocks are many, and they live: looking among them for garbage takes a tenth of a price's time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -144,9 +140,7 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     """
     common = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
     common.play(events)
-    unlimited = common.copied(None)
-    free = unlimited.play(events)
-    unlimited.end()
+    free = common.copied(None).play(events)
     lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
     while highest - lowest > tolerance * highest:
         common.allocator.limit_bytes = lowest
@@ -156,14 +150,11 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
         elif shared.refused_bytes > lowest:
             lowest = shared.refused_bytes
         else:
-            trial = common.copied((lowest + highest) // 2)
-            tried = trial.play(events)
-            trial.end()
+            tried = common.copied((lowest + highest) // 2).play(events)
             if tried.oom is None:
                 highest = tried.granted_bytes
             else:
                 lowest = tried.refused_bytes
-    common.end()
     return Needs(free, highest)
 
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from lowvram.planner.allocator import CachingAllocator
-from lowvram.planner.blocks import MIB
+from lowvram.planner.blocks import MIB, Pool
 from lowvram.planner.replay import FREE, Event, Oom, needs_of, replay
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
@@ -40,28 +40,28 @@ def test_one_allocation(asked: int, allocated: int, reserved: int, reserved_expa
 
 def test_up_to_a_mebibyte_is_left_at_the_end_of_a_large_block() -> None:
     default, expandable = CachingAllocator(), CachingAllocator(expandable=True)
-    assert default.malloc(19 * MIB).num_bytes == 20 * MIB
-    assert expandable.malloc(19 * MIB).num_bytes == 19 * MIB
+    assert default.malloc(19 * MIB) == (20 * MIB, 0)
+    assert expandable.malloc(19 * MIB) == (19 * MIB, 0)
 
 
 def test_a_cublas_workspace_as_seen_on_a_device() -> None:
     """discuss.pytorch.org/t/178671: 8519680 B in a segment of 20971520 B, of which 12451840 B are left."""
     allocator = CachingAllocator()
-    block = allocator.malloc(8519680)
-    assert block.after is not None
-    assert (block.num_bytes, block.after.num_bytes, allocator.reserved_bytes) == (8519680, 12451840, 20971520)
+    assert allocator.malloc(8519680) == (8519680, 0)
+    assert allocator.large[0].free.in_order == [(12451840, 8519680)]
+    assert allocator.reserved_bytes == 20971520
 
 
 def test_the_best_fit_is_the_smallest_and_the_lowest() -> None:
     allocator = CachingAllocator()
     blocks = [allocator.malloc(num_mib * MIB) for num_mib in (4, 2, 3, 2, 3)]  # in one segment of 20 MiB
-    addresses = [block.address for block in blocks]
+    addresses = [address for _, address in blocks]
     assert addresses == [0, 4 * MIB, 6 * MIB, 9 * MIB, 11 * MIB]
     for index in (0, 2, 4):
         allocator.free(blocks[index])
-    assert allocator.malloc(3 * MIB).address == addresses[2]
-    assert allocator.malloc(3 * MIB).address == addresses[0]
-    assert allocator.malloc(3 * MIB).address == addresses[4]
+    assert allocator.malloc(3 * MIB)[1] == addresses[2]
+    assert allocator.malloc(3 * MIB)[1] == addresses[0]
+    assert allocator.malloc(3 * MIB)[1] == addresses[4]
     assert allocator.reserved_bytes == 20 * MIB
 
 
@@ -70,8 +70,8 @@ def test_what_one_stream_freed_no_other_gets(expandable: bool) -> None:
     allocator = CachingAllocator(expandable)
     first = allocator.malloc(4 * MIB, stream=0)
     allocator.free(first)
-    assert allocator.malloc(4 * MIB, stream=1).address != first.address
-    assert allocator.malloc(4 * MIB, stream=0).address == first.address
+    assert allocator.malloc(4 * MIB, stream=1)[1] != first[1]
+    assert allocator.malloc(4 * MIB, stream=0)[1] == first[1]
     assert allocator.reserved_bytes == 40 * MIB
 
 
@@ -81,15 +81,15 @@ def test_what_another_stream_still_uses_is_not_allocated_and_not_free(expandable
     first = allocator.malloc(4 * MIB)
     allocator.request_free(first)
     assert allocator.allocated_bytes == 0
-    assert allocator.malloc(4 * MIB).address == first.address + 4 * MIB
+    assert allocator.malloc(4 * MIB)[1] == first[1] + 4 * MIB
     allocator.complete_free(first)
-    assert allocator.malloc(4 * MIB).address == first.address
+    assert allocator.malloc(4 * MIB)[1] == first[1]
 
 
 def test_a_new_expandable_page_joins_what_is_free_before_it() -> None:
     allocator = CachingAllocator(expandable=True)
     blocks = [allocator.malloc(15 * MIB) for _ in range(3)]
-    assert [block.address for block in blocks] == [0, 15 * MIB, 30 * MIB]
+    assert [address for _, address in blocks] == [0, 15 * MIB, 30 * MIB]
     assert allocator.reserved_bytes == 60 * MIB
 
 
@@ -98,7 +98,7 @@ def test_what_lies_before_unused_addresses_is_taken_last() -> None:
     allocator = CachingAllocator(expandable=True)
     first, _ = allocator.malloc(4 * MIB), allocator.malloc(14 * MIB)
     allocator.free(first)
-    assert allocator.malloc(3 * MIB // 2).address == 0
+    assert allocator.malloc(3 * MIB // 2)[1] == 0
 
 
 def test_pages_given_back_are_the_first_to_be_mapped_again() -> None:
@@ -107,8 +107,8 @@ def test_pages_given_back_are_the_first_to_be_mapped_again() -> None:
     allocator.free(blocks[1])
     allocator.empty_cache()
     assert allocator.reserved_bytes == 40 * MIB
-    assert allocator.malloc(12 * MIB).address == 20 * MIB
-    assert allocator.malloc(8 * MIB).address == 32 * MIB
+    assert allocator.malloc(12 * MIB)[1] == 20 * MIB
+    assert allocator.malloc(8 * MIB)[1] == 32 * MIB
     assert allocator.reserved_bytes == 60 * MIB
 
 
@@ -118,7 +118,18 @@ def test_a_page_is_given_back_only_as_a_whole() -> None:
     allocator.free(blocks[1])
     allocator.empty_cache()
     assert allocator.reserved_bytes == 40 * MIB
-    assert allocator.malloc(30 * MIB).address == 10 * MIB
+    assert allocator.malloc(30 * MIB)[1] == 10 * MIB
+
+
+def test_expandable_segments_that_touch_do_not_grow_into_each_other() -> None:
+    pool = Pool(is_small=False, expandable=True)
+    pool.segments.update({0: 60 * MIB, 60 * MIB: 60 * MIB})
+    pool.free.put([(20 * MIB, 40 * MIB)])
+    pool.unmapped.put([(20 * MIB, 20 * MIB), (60 * MIB, 60 * MIB)])
+    assert len(pool.unmapped.in_order) == 2
+    assert pool.room_bytes((20 * MIB, 40 * MIB)) == 20 * MIB
+    assert pool.start_of_room(40 * MIB) == 20 * MIB
+    assert pool.start_of_room(60 * MIB) == 60 * MIB
 
 
 def test_free_segments_are_given_back_before_memory_runs_out() -> None:
