@@ -25,7 +25,7 @@ from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
 from lowvram.planner import paper
-from lowvram.planner.events import Phase
+from lowvram.planner.events import KINDS, Phase, Trace
 from lowvram.planner.paper import CantPlan
 from lowvram.planner.replay import FREE
 from lowvram.planner.target import Target
@@ -111,6 +111,15 @@ def test_requests_are_what_an_allocator_can_play(choices: dict[str, str | Knob])
             total += -(-num_bytes // 512) * 512
         peak = max(peak, total)
     assert peak == found.sums().peak_bytes
+
+
+def test_a_storage_that_changes_its_size_is_asked_for_anew() -> None:
+    on_device, on_host = KINDS.index(Kind.PARAMETERS), KINDS.index(Kind.HOST)
+    events = [(0, 100), (1, 200), (0, 300), (0, 300), (2, 50), (1, 0)]  # a storage, and its bytes from there on
+    storages, num_bytes = torch.tensor(events).T
+    kinds, work = torch.tensor([on_device, on_device, on_host]), torch.zeros(0, 9, dtype=torch.int64)
+    found = Trace(storages, num_bytes, torch.zeros(6, dtype=torch.int64), kinds, ["a", "b", "c"], 0, work)
+    assert found.requests() == [(0, 100, 0), (1, 200, 0), (0, FREE, 0), (0, 300, 0), (1, FREE, 0)]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit"])
