@@ -60,7 +60,8 @@ class CachingAllocator:
         self.device_bytes = UNLIMITED_BYTES if device_bytes is None else device_bytes
         self.address_of = address_of
         self.gives_back = gives_back
-        self.large, self.small = Pools(False, expandable), Pools(True, expandable)  # whether they are small
+        self.large = Pools(is_small=False, expandable=expandable)
+        self.small = Pools(is_small=True, expandable=expandable)
         self.allocated_bytes = self.allocated_peak_bytes = 0
         self.reserved_bytes = self.reserved_peak_bytes = 0
         self.granted_bytes, self.refused_bytes = 0, UNLIMITED_BYTES  # with any limit between them all goes the same way
@@ -85,7 +86,7 @@ class CachingAllocator:
             index = len(order) - 1  # now the last one does
         elif self.expandable:
             index = pool.least_room(index)
-        block = pool.cut(index, num_bytes)
+        block = pool.free.cut(index, num_bytes, pool.least_rest_bytes)
         self.allocated_bytes += block[0]
         if self.allocated_bytes > self.allocated_peak_bytes:
             self.allocated_peak_bytes = self.allocated_bytes
@@ -97,7 +98,7 @@ class CachingAllocator:
             stream: that the block was made for.
         """
         self.allocated_bytes -= block[0]
-        (self.small if block[0] <= SMALL_BYTES else self.large)[stream].freed.append(block)
+        self.complete_free(block, stream)
 
     def request_free(self, block: Stretch) -> None:
         """From here on it doesn't count as allocated, but another stream may still use it (`Tensor.record_stream`)."""
@@ -190,8 +191,7 @@ class CachingAllocator:
 
     def _map(self, pool: Pool, address: int, num_bytes: int) -> bool:
         """Put whole pages of memory behind the first bytes of an unmapped stretch, or all of it."""
-        unmapped = pool.unmapped.beginning[address]
-        unmapped_bytes, _ = unmapped
+        unmapped_bytes, _ = unmapped = pool.unmapped.beginning[address]
         mapped_bytes = rounded_up(min(num_bytes, unmapped_bytes), pool.page_bytes)
         if self.reserved_bytes + mapped_bytes > self.device_bytes:
             return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from copy import copy
 
 MIB = 2**20
 # c10/core/AllocatorConfig.h, by the names there
@@ -52,6 +53,24 @@ class Stretches:
             insort(order, stretch)
         return joined.values()
 
+    def cut(self, index: int, num_bytes: int, least_rest_bytes: int) -> Stretch:
+        """Take the first bytes of the stretch with that place in the order, or all of it where fewer than
+        `least_rest_bytes` would be left."""
+        order, beginning, ending = self.in_order, self.beginning, self.ending
+        stretch = all_bytes, address = order[index]
+        rest_bytes, rest_address = all_bytes - num_bytes, address + num_bytes
+        del beginning[address]
+        if rest_bytes < least_rest_bytes:
+            del order[index], ending[address + all_bytes]
+            return stretch
+        beginning[rest_address] = ending[address + all_bytes] = rest = rest_bytes, rest_address
+        if index == 0 or order[index - 1] < rest:  # mostly: and then it is quicker
+            order[index] = rest
+        else:
+            del order[index]
+            insort(order, rest)
+        return num_bytes, address
+
     def take(self, stretch: Stretch) -> None:
         num_bytes, address = stretch
         del self.in_order[bisect_left(self.in_order, stretch)]
@@ -76,8 +95,8 @@ class Pool:
     """The segments of one stream: for blocks of up to 1 MiB, or above."""
 
     def __init__(self, is_small: bool, expandable: bool) -> None:
-        self.is_small, self.expandable = is_small, expandable
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+        # What is left of a free stretch becomes one of its own from here on.
         self.least_rest_bytes = MIN_BLOCK_BYTES if is_small or expandable else SMALL_BYTES + 1
         self.segments: Segments = {}
         self.free = Stretches(self.segments)
@@ -89,26 +108,8 @@ class Pool:
         self.free.put(self.freed)
         self.freed.clear()
 
-    def cut(self, index: int, num_bytes: int) -> Stretch:
-        """Take the first bytes of the free stretch with that place in the order, or all of it where too few would be
-        left to be of use."""
-        order, beginning, ending = self.free.in_order, self.free.beginning, self.free.ending
-        stretch = all_bytes, address = order[index]
-        rest_bytes, rest_address = all_bytes - num_bytes, address + num_bytes
-        del beginning[address]
-        if rest_bytes < self.least_rest_bytes:
-            del order[index], ending[address + all_bytes]
-            return stretch
-        beginning[rest_address] = ending[address + all_bytes] = rest = rest_bytes, rest_address
-        if index == 0 or order[index - 1] < rest:  # mostly: and then it is quicker
-            order[index] = rest
-        else:
-            del order[index]
-            insort(order, rest)
-        return num_bytes, address
-
     def copied(self) -> Pool:
-        other = Pool(self.is_small, self.expandable)
+        other = copy(self)
         other.segments = self.segments.copy()
         other.free, other.unmapped = self.free.copied(other.segments), self.unmapped.copied(other.segments)
         other.freed = self.freed.copy()

@@ -21,7 +21,7 @@ class Event(NamedTuple):
 
     allocation: int  # any number that is its own while it lives
     num_bytes: int  # as asked for; FREE, or anything negative, at its death. 0 never reaches the allocator
-    stream: int = 0  # that it belongs to: what one stream freed no other gets
+    stream: int = 0  # that it belongs to, at its death too: what one stream freed no other gets
 
 
 Events = Sequence[Event | tuple[int, int, int]]
