@@ -160,7 +160,7 @@ class CachingAllocator:
         if self.reserved_bytes + new_bytes > self.device_bytes:
             return False
         self._reserve(new_bytes)
-        pool.free.put([(new_bytes, self._new_segment(pool, new_bytes))])
+        pool.free.append((new_bytes, self._new_segment(pool, new_bytes)))
         return True
 
     def _retry(self, pool: Pool, num_bytes: int) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from copy import copy
+from dataclasses import dataclass, field
+from typing import final
 
 MIB = 2**20
 # c10/core/AllocatorConfig.h, by the names there
@@ -22,14 +23,15 @@ Stretch = tuple[int, int]  # of addresses: its bytes, and the first address. In 
 Segments = dict[int, int]  # bytes, by the first address
 
 
+@final
+@dataclass(eq=False)
 class Stretches:
     """Stretches of the addresses of some segments. Those that touch are joined, but for different segments."""
 
-    def __init__(self, segments: Segments) -> None:
-        self.segments = segments
-        self.in_order: list[Stretch] = []
-        self.beginning: dict[int, Stretch] = {}  # by the first address
-        self.ending: dict[int, Stretch] = {}  # by the address behind the last
+    segments: Segments
+    in_order: list[Stretch] = field(default_factory=list)
+    beginning: dict[int, Stretch] = field(default_factory=dict)  # by the first address
+    ending: dict[int, Stretch] = field(default_factory=dict)  # by the address behind the last
 
     def put(self, stretches: Iterable[Stretch]) -> Iterable[Stretch]:
         """Add stretches, joined with what they touch; returns all of that."""
@@ -52,6 +54,12 @@ class Stretches:
         for stretch in joined.values():
             insort(order, stretch)
         return joined.values()
+
+    def append(self, stretch: Stretch) -> None:
+        """Add one that is longer than all others, and a segment of its own."""
+        num_bytes, address = stretch
+        self.in_order.append(stretch)
+        self.beginning[address] = self.ending[address + num_bytes] = stretch
 
     def cut(self, index: int, num_bytes: int, least_rest_bytes: int) -> Stretch:
         """Take the first bytes of the stretch with that place in the order, or all of it where fewer than
@@ -85,16 +93,14 @@ class Stretches:
         return None if address in self.segments else self.ending.get(address)
 
     def copied(self, segments: Segments) -> Stretches:
-        other = Stretches(segments)
-        other.in_order = self.in_order.copy()
-        other.beginning, other.ending = self.beginning.copy(), self.ending.copy()
-        return other
+        return Stretches(segments, self.in_order.copy(), self.beginning.copy(), self.ending.copy())
 
 
 class Pool:
     """The segments of one stream: for blocks of up to 1 MiB, or above."""
 
     def __init__(self, is_small: bool, expandable: bool) -> None:
+        self.is_small, self.expandable = is_small, expandable
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
         # What is left of a free stretch becomes one of its own from here on.
         self.least_rest_bytes = MIN_BLOCK_BYTES if is_small or expandable else SMALL_BYTES + 1
@@ -109,7 +115,7 @@ class Pool:
         self.freed.clear()
 
     def copied(self) -> Pool:
-        other = copy(self)
+        other = Pool(self.is_small, self.expandable)  # attributes of what copy() makes are slower to read
         other.segments = self.segments.copy()
         other.free, other.unmapped = self.free.copied(other.segments), self.unmapped.copied(other.segments)
         other.freed = self.freed.copy()

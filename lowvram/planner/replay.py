@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from operator import length_hint
 from typing import NamedTuple
 
 from lowvram.planner.allocator import CachingAllocator, OutOfMemory
@@ -62,7 +62,8 @@ class Run:
         """Those of the events that weren't played yet, to the end or to where memory runs out."""
         allocator, living, oom = self.allocator, self.living, None
         malloc, free = allocator.malloc, allocator.free
-        rest, self.num_played = islice(events, self.num_played, None), len(events)
+        rest = iter(events[self.num_played :])
+        self.num_played = len(events)
         try:
             for allocation, num_bytes, stream in rest:
                 if num_bytes > 0:
@@ -70,7 +71,7 @@ class Run:
                 elif num_bytes < 0:
                     free(living.pop(allocation), stream)
         except OutOfMemory:
-            self.num_played -= 1 + sum(1 for _ in rest)  # the one that found no room, and all after it
+            self.num_played -= 1 + length_hint(rest)  # the one that found no room, and all after it
             asked_bytes = events[self.num_played][1]
             oom = Oom(self.num_played, asked_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
         return Replay(
