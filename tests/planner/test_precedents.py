@@ -51,6 +51,17 @@ def test_what_is_made_again_is_alike(
     assert len(precedents.known) == 1
 
 
+def test_what_is_made_again_has_attributes_of_its_own(precedents: Precedents) -> None:
+    """All that torch gives a tensor without memory."""
+    values = torch.empty(4, 6)
+    first, second, third = (precedents.run(ATEN.mm.default, (values, values.t()), {}) for _ in range(3))
+    assert vars(first) == vars(second) == vars(third)
+    assert vars(first)["fake_mode"] is precedents.mode
+    second.constant = values
+    assert third.constant is None
+    assert precedents.run(ATEN.neg.default, (third,), {}).device == values.device
+
+
 def test_what_was_met_once_is_not_worked_out_again(precedents: Precedents) -> None:
     calls: list[int] = []
 
