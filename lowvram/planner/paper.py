@@ -119,13 +119,13 @@ class Answers(TorchDispatchMode):
             return args[0].fake_device
         if func is PROMOTED and args in self.promoted:
             return self.promoted[args]
-        if any(issubclass(kind, DTensor) for kind in types):
+        is_plain = all(kind is FakeTensor for kind in types)
+        if not is_plain and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # then it comes again, for the tensors that this rank holds
         if func in FILLS and isinstance(args[0], FakeTensor):
             return args[0]  # there is nothing to fill
         if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
-        is_plain = all(kind is FakeTensor for kind in types)
         out: Any = None if is_plain and only_writes(func) else self.precedents.run(func, args, kwargs or {})
         if func is PROMOTED:
             self.promoted[args] = out

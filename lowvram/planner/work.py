@@ -182,7 +182,7 @@ class Clerk:
             if times and (place < given or name in named):
                 num_bytes += times * size(args[place] if place < given else named[name])
         flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
-        number_format = format_of((args, named), recipe.family)
+        number_format = format_of([*args, *named.values()], recipe.family)
         self.line(lane, number_format, flops, num_bytes, recipe.family, new_bytes)
 
     def note_traffic(self) -> None:
@@ -240,10 +240,11 @@ def inner_size(tensors: list[Tensor]) -> int:
     return sum(storage.nbytes() for tensor in tensors for storage in host.storages(tensor))
 
 
-def format_of(arguments: Any, family: Family) -> str:
+def format_of(arguments: list[Any], family: Family) -> str:
     """The narrowest of an operator's numbers, such as a product's factors, and how a card multiplies it now."""
-    tensors = [part for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) for part in parts_of(leaf)]
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    each = (one for value in arguments for one in (value if isinstance(value, list | tuple) else (value,)))
+    parts = [part for one in each if isinstance(one, Tensor) for part in parts_of(one)]
+    dtypes = {part.dtype for part in parts if part.is_floating_point()}
     if not dtypes:
         return UNKNOWN
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
