@@ -118,7 +118,7 @@ class Precedents:
         if device not in self.attributes:
             self.attributes[device] = vars(FakeTensor(self.mode, torch.empty(0, device=META), device))
         made = Tensor._make_subclass(FakeTensor, bare, dispatch_device=True, device_for_backend_keys=device)
-        C._set_warn_deprecated_on_mutable_data_ptr(made)
+        C._set_warn_deprecated_on_mutable_data_ptr(made)  # as torch's settings have it
         vars(made).update(self.attributes[device])
         return made
 

@@ -226,13 +226,16 @@ class Clerk:
         return torch.tensor(self.lines, dtype=torch.int64).view(-1, len(Column))
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensor that an argument is, or those of its list."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list | tuple) else []
+
+
 def size(value: Any) -> int:
     """In bytes, of a tensor, a list of some, or anything else: 0."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, list | tuple):
-        return sum(each.nbytes for each in value if isinstance(each, Tensor))
-    return 0
+    return sum(tensor.nbytes for tensor in tensors_of(value))
 
 
 def inner_size(tensors: list[Tensor]) -> int:
@@ -242,8 +245,7 @@ def inner_size(tensors: list[Tensor]) -> int:
 
 def format_of(arguments: list[Any], family: Family) -> str:
     """The narrowest of an operator's numbers, such as a product's factors, and how a card multiplies it now."""
-    each = (one for value in arguments for one in (value if isinstance(value, list | tuple) else (value,)))
-    parts = [part for one in each if isinstance(one, Tensor) for part in parts_of(one)]
+    parts = [part for value in arguments for tensor in tensors_of(value) for part in parts_of(tensor)]
     dtypes = {part.dtype for part in parts if part.is_floating_point()}
     if not dtypes:
         return UNKNOWN
