@@ -49,7 +49,7 @@ def run(
     import_libraries(settings)
     resident_bytes = status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
-    num_ranks = meeting.count(sharding, device)
+    num_ranks = meeting.count(sharding, device, settings.root.names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
     device = meeting.join(num_ranks, device, sharding.timeout_s)
     knobs = {**named_knobs(settings, request["choices"], device), **more}

@@ -165,6 +165,11 @@ class RootSettings:
         check_name(self.name)
         parse_bytes("vram", self.vram)
 
+    @property
+    def names_card(self) -> bool:
+        """Whether `device` says which card, as cuda:1 does."""
+        return ":" in self.device
+
 
 @dataclass(frozen=True)
 class Settings:

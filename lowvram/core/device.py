@@ -16,8 +16,9 @@ from lowvram.core.ranks import num_ranks
 
 
 def choose_device(text: str) -> torch.device:
-    """`auto` is CUDA where there is a card, else the CPU. A card that this torch can't use is an error, never a
-    silent run on the CPU."""
+    """`auto` is CUDA where there is a card, else the CPU. A CUDA device always has its index (`cuda` is `cuda:0`), as
+    torch's memory limits and statistics ask for one. A card that this torch can't use is an error, never a silent run
+    on the CPU."""
     if text == "cpu" or (text == "auto" and not torch.cuda.is_available() and not nvidia_card_here()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -25,8 +26,8 @@ def choose_device(text: str) -> torch.device:
         raise BadInput(
             "device", text, f"usable: {why}; install a CUDA build of torch and its driver, or say device=cpu"
         )
-    device = torch.device("cuda" if text == "auto" else text)
-    if (device.index or 0) >= torch.cuda.device_count():
+    device = torch.device("cuda:0" if text in ("auto", "cuda") else text)
+    if device.index >= torch.cuda.device_count():
         raise BadInput(
             "device",
             text,

@@ -171,7 +171,9 @@ def place_here(settings: Settings, num_launched: int | None = None) -> Place:
         BadInput: this machine has no such device.
     """
     device = choose_device(settings.root.device)
-    num_ranks = wanted_ranks(settings.groups["sharding"], device) if num_launched is None else num_launched
+    num_ranks = num_launched
+    if num_ranks is None:
+        num_ranks = wanted_ranks(settings.groups["sharding"], device, settings.root.names_card)
     free_bytes = free_host_bytes()
     if device.type == "cpu":
         spec = replace(load_device("cpu"), memory_bytes=free_bytes)

@@ -61,11 +61,13 @@ MEMBERS = {
     Family.ATTENTION: {
         ATEN._scaled_dot_product_flash_attention,
         ATEN._scaled_dot_product_efficient_attention,
+        ATEN._scaled_dot_product_cudnn_attention,
         ATEN._scaled_dot_product_flash_attention_for_cpu,
     },
     Family.ATTENTION_BACKWARD: {
         ATEN._scaled_dot_product_flash_attention_backward,
         ATEN._scaled_dot_product_efficient_attention_backward,
+        ATEN._scaled_dot_product_cudnn_attention_backward,
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
     },
 }

@@ -83,7 +83,7 @@ def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterato
     """In each format, from the smallest size to the one that takes long. What a device can't do has none."""
     for dtype, is_tf32 in formats_of(device, sample.family):
         for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
-            with suppress(RuntimeError):  # no such kernel, or no memory for it
+            with suppress(RuntimeError):  # no such kernel, one that is not known, or no memory for it
                 run = in_tf32(sample.make(2**size, dtype, device), is_tf32)
                 amount, num_operators, name, new_bytes = counted(run, sample.family)
                 gauge = Gauge(sample.family, name, amount, num_operators, new_bytes, run, watch(run))
@@ -135,11 +135,17 @@ class Counted(NamedTuple):
 
 
 def counted(run: Run, family: Family) -> Counted:
-    """What a call does, as traces count it."""
+    """What a call does, as traces count it.
+
+    Raises:
+        RuntimeError: torch runs it with an operator that `MEMBERS` doesn't know, as a new version may.
+    """
     with Counting() as counting:
         run()
     work = counting.clerk.work()
     work = work[work[:, Column.FAMILY] == FAMILIES.index(family)]
+    if not len(work):
+        raise RuntimeError(f"none of the operators that ran is known as {family.value}")
     column = Column.FLOPS if family in PRODUCTS else Column.BYTES
     amount = float(work[:, column].double().mean())
     return Counted(amount, len(work), FORMATS[int(work[-1, Column.FORMAT])], work[:, Column.NEW])

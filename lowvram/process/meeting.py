@@ -36,20 +36,23 @@ class Meeting:
     def rank(self) -> int:
         return self._way.rank
 
-    def count(self, sharding: Sharding, device: torch.device) -> int:
+    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
         """How many ranks the point has, by `sharding.ranks` and the devices.
+
+        Args:
+            names_card: whether the user typed which card, such as device=cuda:1.
 
         Raises:
             BadInput: more than there are CUDA devices, or not what torchrun has started.
         """
-        num_ranks = self._way.count(sharding, device)
+        num_ranks = self._way.count(sharding, device, names_card)
         if num_ranks == 1 or device.type != "cuda":
             return num_ranks
         num_local, num_devices = self._way.num_local(num_ranks), torch.cuda.device_count()
         if num_local > num_devices:
             allowed = f"at most {num_devices}, the number of visible CUDA devices: each rank takes one"
             raise BadInput("sharding.ranks", str(num_local), allowed)
-        if device.index is not None:
+        if names_card:
             allowed = "auto or cuda with several ranks: they take the visible devices in turn (CUDA_VISIBLE_DEVICES)"
             raise BadInput("device", str(device), allowed)
         return num_ranks

@@ -43,8 +43,8 @@ class Way(ABC):
     local_rank: int  # among those of this machine
 
     @abstractmethod
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        """How many ranks the point has."""
+    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
+        """How many ranks the point has; `names_card`: whether the user typed which card, such as device=cuda:1."""
 
     def num_local(self, num_ranks: int) -> int:
         """How many of them share this machine."""
@@ -63,11 +63,12 @@ class Way(ABC):
         return False
 
 
-def wanted_ranks(sharding: Sharding, device: torch.device) -> int:
-    """How many ranks a point asks for: with `auto` one for each CUDA device, if it is spread at all."""
+def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> int:
+    """How many ranks a point asks for: with `auto` one for each CUDA device, if it is spread at all, and if the user
+    named no card."""
     if sharding.ranks != "auto":
         return int(sharding.ranks)
-    is_spread = device.type == "cuda" and device.index is None and Fact.ONE_RANK not in sharding.needs()
+    is_spread = device.type == "cuda" and not names_card and Fact.ONE_RANK not in sharding.needs()
     return torch.cuda.device_count() if is_spread else 1
 
 
@@ -80,8 +81,8 @@ class Calling(Way):
         self.rank = self.local_rank = 0
         self._call = place.call
 
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        return wanted_ranks(sharding, device)
+    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
+        return wanted_ranks(sharding, device, names_card)
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         listener = socket.socket()  # for this machine alone, at a port that is free
@@ -101,7 +102,7 @@ class Called(Way):
         self.rank = self.local_rank = place.rank
         self._place = place
 
-    def count(self, sharding: Sharding, device: torch.device) -> int:
+    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
         return self._place.num_ranks
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
@@ -117,7 +118,7 @@ class Launched(Way):
         self.rank, self.local_rank = launch.rank, launch.local_rank
         self._launch = launch
 
-    def count(self, sharding: Sharding, device: torch.device) -> int:
+    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
         num_ranks = self._launch.num_ranks
         allowed = f"auto or {num_ranks}, the number of ranks that torchrun has started"
         if sharding.ranks != "auto" and int(sharding.ranks) != num_ranks:
@@ -151,8 +152,8 @@ class Alone(Way):
 
     rank = local_rank = 0
 
-    def count(self, sharding: Sharding, device: torch.device) -> int:
-        num_ranks = wanted_ranks(sharding, device)
+    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
+        num_ranks = wanted_ranks(sharding, device, names_card)
         if num_ranks > 1:
             raise BadInput("process", "inline", f"child for {num_ranks} ranks: each is a process of its own")
         return num_ranks

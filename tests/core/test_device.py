@@ -35,7 +35,7 @@ def test_auto_is_the_cpu_where_there_is_no_card(machine: pytest.MonkeyPatch) -> 
 
 def test_auto_is_cuda_where_there_is_a_card(machine: pytest.MonkeyPatch) -> None:
     with_cards(machine, num_usable=2)
-    assert choose_device("auto").type == "cuda"
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)  # torch's limits want an index
     assert choose_device("cuda:1") == torch.device("cuda", 1)
     assert choose_device("cpu") == CPU
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -112,6 +113,18 @@ def test_so_many_bytes_are_in_flight_at_most(played_card: None, monkeypatch: pyt
         wait()
     assert [total[0].item() for total in totals] == list(range(8))
     assert sum(map(len, link.spare.values())) == 3  # one more than may be in flight: it starts before another lands
+
+
+def test_a_gradient_leaves_the_card_once_it_has_landed_whoever_keeps_the_wait(played_card: None) -> None:
+    """A stepper keeps the waits of all gradients until the update."""
+    link, gradient = CudaLink(CPU), torch.ones(4)
+    is_alive = weakref.ref(gradient)
+    wait = link.fetch(torch.zeros(4), gradient)
+    del gradient
+    assert is_alive() is not None
+    link.add(torch.zeros(4), torch.ones(4))()  # what left later has landed, so this one has too
+    assert is_alive() is None
+    wait()
 
 
 def test_rounded_weights_wait_in_memory_that_is_used_again(played_card: None) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowvram.modes.plan import Planner
 from lowvram.planner import calibration
 from lowvram.planner.calibration import Calibration, Calibrations, Curve
-from lowvram.planner.families import FAMILIES, PRODUCTS, Family
+from lowvram.planner.families import FAMILIES, PRODUCTS, Family, family_of
 from lowvram.planner.gauge import GOT_BYTES, NUM_ALIVE, Gauge, calibrate, counted, curves_through, getting_of, in_tf32
 from lowvram.planner.samples import SAMPLES, Run, Sample
 from lowvram.planner.target import Target
 from lowvram.planner.timing import step_time
 from lowvram.planner.tracing import trace
-from lowvram.planner.work import FORMATS, LANES, Column, Lane
+from lowvram.planner.work import FORMATS, LANES, Clerk, Column, Lane
 from tests.calls import TINY
 from tests.laboratory import PROBLEMS, knobs_of, needs_gpu
 from tests.modes.test_plan import planned
@@ -77,6 +79,44 @@ def test_samples_count_as_traces_do() -> None:
     forward, backward = amounts[Family.CONVOLUTION], amounts[Family.CONVOLUTION_BACKWARD]
     assert backward[0] == 2 * forward[0] == 2 * 2 * (2 * 16 * 16) * 32 * 32 * 9
     assert amounts[Family.ATTENTION_BACKWARD][0] == 2.5 * amounts[Family.ATTENTION][0]
+
+
+FUSED = re.compile(r"aten::(_scaled_dot_product_(?:flash|efficient|cudnn)_attention(?:_for_cpu)?(?:_backward)?)")
+
+
+def test_every_fused_attention_of_torch_is_known_as_such() -> None:
+    """Which of them runs is torch's choice, by card and shape."""
+    names = {found[1] for name in torch._C._dispatch_get_all_op_names() if (found := FUSED.fullmatch(name))}
+    assert len(names) == 8
+    for name in names:
+        expected = Family.ATTENTION_BACKWARD if name.endswith("_backward") else Family.ATTENTION
+        assert family_of(getattr(torch.ops.aten, name), is_product=True) is expected, name
+
+
+def test_attention_by_cudnn_has_the_work_of_any_other() -> None:
+    """On tensors without memory, as of a card."""
+    shape, clerk = (2, 4, 128, 64), Clerk()
+    with FakeTensorMode():
+        query, key, value, gradient = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+        args = (query, key, value, None, True, 0.0, True)
+        out, logsumexp, *_ = made = torch.ops.aten._scaled_dot_product_cudnn_attention.default(*args)
+        clerk.note(torch.ops.aten._scaled_dot_product_cudnn_attention.default, args, {}, made)
+        state = (out, logsumexp, out, out, None, None, None, 128, 128, 0.0, True)
+        backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+        clerk.note(backward, (gradient, query, key, value, *state), {}, (query, key, value))
+    forward_flops, backward_flops = clerk.work()[:, Column.FLOPS].tolist()
+    assert forward_flops == 2 * 4 * 128 * 128 * 64 * 2 * 2 // 2  # two products, half of them hidden by the mask
+    assert backward_flops == forward_flops * 5 // 2
+
+
+def test_a_kernel_that_is_not_known_costs_its_own_rate_alone() -> None:
+    def make(num: int, dtype: torch.dtype, device: torch.device) -> Run:
+        numbers = torch.ones(num, dtype=dtype, device=device)
+        return lambda: numbers + 1
+
+    unknown = Sample(Family.ATTENTION, make, (12,), ())
+    found = calibrate(CPU, [unknown, *SMALL[:1]], lambda run: CALL_S)
+    assert set(found.curves) == {SMALL[0].family.value}
 
 
 def test_memory_is_got_once_and_counted_apart_from_the_work_on_it() -> None:

@@ -16,7 +16,7 @@ from lowvram.process.meeting import Meeting
 from lowvram.process.ways import Called, Calling, Launched, Way
 from tests.laboratory import CPU
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 LAUNCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 
 
@@ -34,33 +34,35 @@ def meeting(way: Way) -> Meeting:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "device", "num_ranks"),
+    ("sharding", "device", "names_card", "num_ranks"),
     [
-        (Unsharded(), CUDA, 1),
-        (DDP(), CUDA, 2),
-        (DDP(), torch.device("cuda", 1), 1),
-        (DDP(), CPU, 1),
-        (DDP(ranks="3"), CPU, 3),
-        (Unsharded(ranks="2"), CPU, 2),
-        (DDP(ranks="1"), CUDA, 1),
+        (Unsharded(), CUDA, False, 1),
+        (DDP(), CUDA, False, 2),
+        (DDP(), torch.device("cuda", 1), True, 1),
+        (DDP(), CPU, False, 1),
+        (DDP(ranks="3"), CPU, False, 3),
+        (Unsharded(ranks="2"), CPU, False, 2),
+        (DDP(ranks="1"), CUDA, False, 1),
     ],
 )
-def test_auto_is_every_visible_card(sharding: Unsharded, device: torch.device, num_ranks: int) -> None:
-    assert first().count(sharding, device) == num_ranks
+def test_auto_is_every_visible_card(
+    sharding: Unsharded, device: torch.device, names_card: bool, num_ranks: int
+) -> None:
+    assert first().count(sharding, device, names_card) == num_ranks
 
 
 def test_more_ranks_than_cards_are_refused_with_both_numbers() -> None:
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2, the number of visible CUDA devices"):
-        first().count(DDP(ranks="3"), CUDA)
+        first().count(DDP(ranks="3"), CUDA, names_card=False)
 
 
 def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
     with pytest.raises(BadInput, match="device='cuda:1': must be auto or cuda with several ranks"):
-        first().count(DDP(ranks="2"), torch.device("cuda", 1))
+        first().count(DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
 
 
 def test_the_others_know_what_the_first_has_found_out() -> None:
-    assert meeting(Called(Place(1, num_ranks=2, port=1))).count(DDP(), CUDA) == 2
+    assert meeting(Called(Place(1, num_ranks=2, port=1))).count(DDP(), CUDA, names_card=False) == 2
 
 
 def test_torchrun_s_words_are_understood() -> None:
@@ -70,9 +72,9 @@ def test_torchrun_s_words_are_understood() -> None:
 
 
 def test_torchrun_on_two_machines_is_held_to_the_cards_of_each() -> None:
-    assert meeting(Launched(Launch(3, 4, 1, 2))).count(DDP(ranks="4"), CUDA) == 4
+    assert meeting(Launched(Launch(3, 4, 1, 2))).count(DDP(ranks="4"), CUDA, names_card=False) == 4
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2"):
-        meeting(Launched(Launch(3, 6, 1, 3))).count(DDP(), CUDA)
+        meeting(Launched(Launch(3, 6, 1, 3))).count(DDP(), CUDA, names_card=False)
 
 
 def test_a_program_aside_says_nothing_and_leaves_nothing(

@@ -113,7 +113,8 @@ class CudaLink(Link):
             self._land()
         while sum(other.source.nbytes for other in self.to_host) > max(IN_FLIGHT_BYTES, source.nbytes):
             self._land()
-        return lambda: self._land_through(flight)
+        landed = flight.landed  # whoever keeps what is returned must not keep the source on the device
+        return lambda: self._land_through(landed)
 
     def _start(
         self, stream: torch.cuda.Stream, destination: Tensor, source: Tensor, unload: Callable[[], None]
@@ -125,9 +126,9 @@ class CudaLink(Link):
             landed.record(stream)
         return Flight(landed, source, unload)
 
-    def _land_through(self, flight: Flight) -> None:
-        """Land all up to `flight`: they arrive in order."""
-        while any(other is flight for other in self.to_host):
+    def _land_through(self, landed: torch.cuda.Event) -> None:
+        """Land all up to the copy that `landed` is of: they arrive in order."""
+        while any(other.landed is landed for other in self.to_host):
             self._land()
 
     def _land(self) -> None:
