@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowvram.config import BadInput, Incompatible
+from lowvram.lengths import LONGEST_REASON, shortened
 
 OUT_OF_MEMORY_WORDS = (
     "can't allocate memory",
@@ -49,6 +50,12 @@ class NonFinite(ArithmeticError):
 
 def ending(error: BaseException) -> dict[str, Any]:
     """Status and reason of a point that ended with `error`."""
+    end = full_ending(error)
+    return end | {"reason": shortened(end["reason"], LONGEST_REASON)}
+
+
+def full_ending(error: BaseException) -> dict[str, Any]:
+    """The same, however long the reason is."""
     text = str(error)
     if isinstance(error, BadInput | Incompatible):
         return {"status": "incompatible", "reason": text}

@@ -51,7 +51,7 @@ class Recording:
         self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
 
     def on_event(self, event: Event) -> None:
-        """One event of the child. The events are the methods named on_…"""
+        """One event of the child."""
         handlers: dict[str, Callable[..., None]] = {
             "ready": self.add,
             "begin": self._on_begin,
@@ -61,7 +61,11 @@ class Recording:
             "say": self.progress.say,
             "row": self._on_row,
         }
-        handlers[event.pop("event")](**event)
+        name = event.pop("event")
+        if name in handlers:
+            handlers[name](**event)
+        else:
+            self.progress.say(f"warning: the point's process has told {name!r}, which is nothing that a point tells")
 
     def add(self, fields: dict[str, Any]) -> None:
         """More of the row is known."""

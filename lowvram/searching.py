@@ -90,7 +90,7 @@ class Searches:
 
         def on_event(event: Event) -> None:
             kind = event.pop("event")
-            if kind == "progress":
+            if kind == "searched":
                 if event["num_plans"] == FIRST_SEARCHED:
                     self.progress.start(MODE, None, "plan")
                 if event["num_plans"] >= FIRST_SEARCHED:

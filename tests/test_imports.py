@@ -30,14 +30,14 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config defaults fidelity growing identity inline mistakes planning point recording "
+        "cli composed config defaults fidelity growing identity inline lengths mistakes planning point recording "
         "remeasuring resume runs searching settings start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
         "accuracy advice band columns curves differences doubts evidence planned report row table terminal wandb"
     ),
-    "lowvram.process": "client crew inline launch orders patience server",
+    "lowvram.process": "client crew events frames inline launch orders patience server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
 

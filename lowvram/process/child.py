@@ -6,13 +6,13 @@ Every way to end becomes an event with a status, except a death that leaves no t
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.endings import Interrupted, ending, is_of_a_peer
 from lowvram.knobs.allocator import Default, Tight
+from lowvram.lengths import LONGEST_LINE, cut
 from lowvram.modes.fidelity import Fidelity
 from lowvram.modes.plan import Planner, allocator_of, place_here, place_of
 from lowvram.modes.search import Book, search
@@ -34,6 +35,7 @@ from lowvram.planner.gauge import calibrate
 from lowvram.planner.paper import CantPlan
 from lowvram.planner.store import Store
 from lowvram.process.crew import STOPS, Place
+from lowvram.process.frames import encoded, frames
 from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting
@@ -49,18 +51,18 @@ OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank
 
 
 class Events:
-    """The pipe to the parent: one line of JSON an event. Once the parent is gone, nobody reads it."""
+    """The pipe to the parent. Once that is gone, nobody reads it."""
 
     def __init__(self, fd: int, rank: int) -> None:
         self._fd, self._rank = fd, rank
+        self._numbers = count()
 
     def __call__(self, event: str, **fields: Any) -> None:
         if self._rank and event not in OF_EVERY_RANK:
             return
-        data = json.dumps({"event": event, **fields}).encode() + b"\n"
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            for frame in frames(encoded({"event": event, **fields}), os.getpid(), next(self._numbers)):
+                os.write(self._fd, frame)
         except BrokenPipeError:
             pass
 
@@ -69,19 +71,32 @@ class SpokenStream:
     """A stand-in for stdout and stderr: each line becomes an event, so that it is printed above the progress bar."""
 
     def __init__(self, events: Events, prefix: str = "") -> None:
-        self._events, self._prefix, self._rest = events, prefix, ""
-        self.encoding, self.errors = "utf-8", "replace"
+        self._events, self._prefix = events, prefix
+        self._pieces, self._num_kept, self._num_cut = list[str](), 0, 0  # of the line that is being written
+        self.encoding, self.errors = "utf-8", "backslashreplace"
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, rest = text.split("\n")
         for line in lines:
-            self._events("say", text=self._prefix + line)
+            self._add(line)
+            self._tell()
+        self._add(rest)
         return len(text)
 
+    def _add(self, text: str) -> None:
+        if kept := text[: LONGEST_LINE - self._num_kept]:
+            self._pieces.append(kept)
+        self._num_kept += len(kept)
+        self._num_cut += len(text) - len(kept)
+
+    def _tell(self) -> None:
+        line = self._prefix + "".join(self._pieces)
+        num_cut, self._pieces, self._num_kept, self._num_cut = self._num_cut, [], 0, 0
+        self._events("say", text=cut(line, num_cut) if num_cut else line)
+
     def flush(self) -> None:
-        if self._rest:
-            self._events("say", text=self._prefix + self._rest)
-            self._rest = ""
+        if self._num_kept:
+            self._tell()
 
     def isatty(self) -> bool:
         return False
@@ -206,7 +221,7 @@ def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     """Find the candidates of a search; each plan on the way is told."""
     whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
     place = place_here(whole) if point["is_real"] else place_of(whole)
-    book = Book(planner, whole, point["choices"], place, lambda num_plans: events("progress", num_plans=num_plans))
+    book = Book(planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans))
     try:
         events("found", **search(book, point["pinned"]))
     except CantPlan as error:

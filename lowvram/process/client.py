@@ -9,16 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowvram.process.crew import KILL, STOPS
+from lowvram.process.crew import ACKNOWLEDGED, KILL, STOPS
+from lowvram.process.events import Event, EventReaders, Listener
 
 LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # how soon a signal or a time-out is passed on
-Event = dict[str, Any]
 Ending = dict[str, Any]  # of one rank: see Crew.ended
 
 
@@ -67,13 +68,16 @@ class Server:
             self._wait_ready(order)
 
     def run(
-        self, request: dict[str, Any], on_event: Callable[[Event], None], order: Callable[[], bytes | None]
+        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
     ) -> list[Ending] | None:
         """Run the ranks of one point to their end.
 
         Args:
-            on_event: called with each event of a rank, in the rank's order.
+            on_event: called with each event of a rank, in the rank's order. When it has taken a "commit", the first
+                rank gets an answer.
             order: asked every POLL_S; TERM or KILL is passed on to all ranks.
+            held: descriptors that each rank keeps open until it is dead, and nobody else does: of a file that is
+                locked, so that the lock lasts as long as any of them.
 
         Returns:
             How each rank ended, in the order of their ends; None if the server itself died.
@@ -81,26 +85,32 @@ class Server:
         self.start()
         ended = None
         reader, writer = os.pipe()
+        answers, answer = os.pipe()
         try:
-            with EventReaders(on_event) as events:
+            with EventReaders(on_event, partial(acknowledge, answer)) as events:
                 events.add(reader)
-                if self._hand_over(request, writer, order):
+                if self._hand_over(request, [writer, answers, *held], [writer, answers], order):
                     ended = self._follow(events, order)
         finally:
+            os.close(answer)
             if ended is None:  # it is dead, or `on_event` has raised and nobody listens any more: the next one is new
                 self.stop()
         return ended
 
-    def _hand_over(self, request: dict[str, Any], writer: int, order: Callable[[], bytes | None]) -> bool:
-        """Send the request; False if the server has died, or isn't wanted any more."""
+    def _hand_over(
+        self, request: dict[str, Any], fds: Sequence[int], given: Sequence[int], order: Callable[[], bytes | None]
+    ) -> bool:
+        """Send the request, and keep no copy of the descriptors `given`; False if the server has died, or isn't wanted
+        any more."""
         try:
             if not self._wait_ready(order):
                 return False
-            send(self._connection, request, writer)
+            send(self._connection, request, fds)
         except OSError:
             return False
         finally:
-            os.close(writer)
+            for fd in given:
+                os.close(fd)
         return True
 
     @property
@@ -141,71 +151,19 @@ class Server:
         return None if fds else message
 
 
-class EventReaders:
-    """The pipes of all ranks of a point."""
-
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
-        self._on_event = on_event
-        self._readers: list[EventReader] = []
-        self._files = ExitStack()
-
-    def __enter__(self) -> EventReaders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
-
-    def add(self, fd: int) -> None:
-        file = self._files.enter_context(os.fdopen(fd, "rb", buffering=0))
-        self._readers.append(EventReader(file, self._on_event))
-
-    def open_files(self) -> list[Any]:
-        return [file for reader in self._readers for file in reader.open_files()]
-
-    def read(self) -> None:
-        """Pass on what is there now."""
-        for reader in self._readers:
-            reader.read()
-
-    def drain(self) -> None:
-        """Pass on all that is left. The children are dead by now, so this ends."""
-        for reader in self._readers:
-            reader.drain()
+def acknowledge(fd: int) -> None:
+    """Tell the first rank that its "commit" was taken, if it still lives."""
+    with suppress(BrokenPipeError):
+        os.write(fd, ACKNOWLEDGED)
 
 
-class EventReader:
-    """Lines of JSON from the child's pipe. A torn last line of a child that was killed is dropped."""
-
-    def __init__(self, file: Any, on_event: Callable[[Event], None]) -> None:
-        self._file, self._on_event = file, on_event
-        self._rest, self._at_end = b"", False
-
-    def open_files(self) -> list[Any]:
-        return [] if self._at_end else [self._file]
-
-    def read(self) -> None:
-        """Pass on what is there now."""
-        if self._at_end or not select.select([self._file], [], [], 0)[0]:
-            return
-        data = self._file.read(1 << 16)
-        self._at_end = not data
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._on_event(json.loads(line))
-
-    def drain(self) -> None:
-        """Pass on all that is left."""
-        while not self._at_end and select.select([self._file], [], [], 0)[0]:
-            self.read()
-
-
-def send(server: socket.socket, request: dict[str, Any], events_fd: int) -> None:
-    """A request of any size: its text travels in a memory file."""
+def send(server: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:
+    """A request of any size: its text travels in a memory file, in front of the other descriptors."""
     memory = os.memfd_create("request")
     try:
         with os.fdopen(os.dup(memory), "w") as file:
             json.dump(request, file)
-        socket.send_fds(server, [b"run"], [memory, events_fd])
+        socket.send_fds(server, [b"run"], [memory, *fds])
     finally:
         os.close(memory)
 
@@ -221,4 +179,4 @@ def environment() -> dict[str, str]:
     return env
 
 
-__all__ = ["KILL", "Server"]
+__all__ = ["KILL", "Event", "Server"]

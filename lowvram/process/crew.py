@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 from lowvram.start import EXIT_INTERRUPTED
 
 TERM, KILL = b"term", b"kill"
+ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
+MOST_FDS = 64  # with one message
 STOPS = (signal.SIGINT, signal.SIGTERM)
 ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time for a last snapshot
 RANK_GRACE_S = 5.0  # the same for the other ranks of one that has failed
@@ -41,6 +44,8 @@ class Place:
 
     rank: int
     call: socket.socket | None = None  # the first rank's: it calls the others here
+    answers_fd: int = -1  # the first rank's: here the parent answers its "commit"
+    held: tuple[int, ...] = ()  # descriptors that it keeps open, and gives those whom it calls
     num_ranks: int = 1
     port: int = 0  # of the first rank's store, on this machine
 
@@ -67,11 +72,12 @@ class Crew:
         self._patience_s = ORPHAN_GRACE_S
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def run(self, events_fd: int) -> None:
-        """The first rank and whomever it calls, to the end."""
+    def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
+        """The first rank and whomever it calls, to the end. Of the descriptors no copy stays here."""
         with self._ours, self._theirs:
-            self._fork(Place(0, self._theirs), events_fd)
-            os.close(events_fd)
+            self._fork(Place(0, self._theirs, answers_fd, tuple(held)), events_fd)
+            for fd in (events_fd, answers_fd, *held):
+                os.close(fd)
             while self._alive:
                 self._watch()
 
@@ -137,15 +143,19 @@ class Crew:
 
     def _call_others(self) -> None:
         """Fork the other ranks; the parent gets the pipe of each one's events."""
-        called = json.loads(self._ours.recv(4096))
+        message, held, _, _ = socket.recv_fds(self._ours, 4096, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+        called = json.loads(message)
         self._patience_s = called["timeout_s"]
         for rank in range(1, called["num_ranks"]):
             reader, writer = os.pipe()
-            self._fork(Place(rank, num_ranks=called["num_ranks"], port=called["port"]), writer)
+            about = {"held": tuple(held), "num_ranks": called["num_ranks"], "port": called["port"]}
+            self._fork(Place(rank, **about), writer)
             os.close(writer)
             with contextlib.suppress(ConnectionError):  # the parent is gone, as the next look at it tells
                 socket.send_fds(self._parent, [json.dumps({"rank": rank}).encode()], [reader])
             os.close(reader)
+        for fd in held:
+            os.close(fd)
 
     def _obey(self) -> None:
         """What the parent says is for all ranks."""

@@ -5,7 +5,6 @@ Nothing is redirected: what the point prints, and what a debugger asks, is on st
 
 from __future__ import annotations
 
-import json
 import signal
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
@@ -14,8 +13,9 @@ from typing import Any, final
 
 from lowvram.endings import Interrupted, ending
 from lowvram.process import child
-from lowvram.process.client import Event
 from lowvram.process.crew import STOPS
+from lowvram.process.events import Listener, parsed
+from lowvram.process.frames import encoded
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting
 from lowvram.process.orders import TIMEOUT_GRACE_S
@@ -58,11 +58,11 @@ class Stop(Patience):
         raise Interrupted("" if first else SECOND_SIGNAL)
 
 
-def run_here(request: dict[str, Any], on_event: Callable[[Event], None]) -> BaseException | None:
+def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | None:
     """Plan, or run one point; returns the error that is to be seen as it is, if it ended with one."""
 
     def tell(event: str, **fields: Any) -> None:  # what the pipe of a child would make of them
-        on_event(json.loads(json.dumps({"event": event, **fields})))
+        on_event(parsed(encoded({"event": event, **fields})))
 
     error = None
     stop, meeting = Stop(request.get("config", {}).get("timeout_s")), Meeting(Alone(), request)

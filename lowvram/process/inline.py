@@ -7,10 +7,11 @@ What `Server` does for points in children, without a fork: the same events come,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from lowvram.process.client import Ending, Event
+from lowvram.process.client import Ending
+from lowvram.process.events import Listener
 
 
 @final
@@ -32,9 +33,10 @@ class Inline:
         import lowvram.process.here  # noqa: F401
 
     def run(
-        self, request: dict[str, Any], on_event: Callable[[Event], None], order: Callable[[], bytes | None]
+        self, request: dict[str, Any], on_event: Listener, order: Callable[[], bytes | None], held: Sequence[int] = ()
     ) -> list[Ending] | None:
-        """As `Server.run`. Signals and the time limit reach the point itself, so `order` is not asked."""
+        """As `Server.run`. Signals and the time limit reach the point itself, so `order` is not asked; what is `held`
+        is open in this process as it is."""
         self.wait_until_ready(order)
         from lowvram.process.here import run_here
 

@@ -1,9 +1,10 @@
 """The fork server: imports torch once, forks fresh children for every request, sweeps up after them.
 
-Run as `python -m lowvram.process.server SOCKET_FD`. A request is one message on the socket with two file descriptors:
-the request itself (JSON in a memory file) and the pipe for the first rank's events; each further rank's pipe goes back
-to the parent (see crew.py). The answer is how the children died. While they run, the messages TERM and KILL end them;
-a closed socket means that the parent is gone.
+Run as `python -m lowvram.process.server SOCKET_FD`. A request is one message on the socket with file descriptors: the
+request itself (JSON in a memory file), the first rank's pipes for its events and for the parent's answers, and any
+number that the ranks merely keep open; each further rank's pipe goes back to the parent (see crew.py). The answer is
+how the children died. While they run, the messages TERM and KILL end them; a closed socket means that the parent is
+gone.
 
 Traps, all met: a server that ran one tensor operation deadlocks its children (OpenMP after fork); one that asked
 for CUDA poisons them. So it imports, and never computes.
@@ -21,7 +22,7 @@ import socket
 import sys
 from pathlib import Path
 
-from lowvram.process.crew import KILL, PR_SET_CHILD_SUBREAPER, STOPS, TERM, Crew, prctl
+from lowvram.process.crew import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, Crew, prctl
 
 PRELOAD = (
     "torch",
@@ -57,17 +58,17 @@ def main() -> None:
 
 def serve(parent: socket.socket) -> bool:
     """One request; False when the parent is gone."""
-    message, fds, _, _ = socket.recv_fds(parent, 64, 2)
+    message, fds, _, _ = socket.recv_fds(parent, 64, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
     if not message:
         return False
     if message in (TERM, KILL):  # meant for a child that had died already
         return True
-    request_fd, events_fd = fds
+    request_fd, events_fd, answers_fd, *held = fds
     with os.fdopen(request_fd, "rb") as file:
         file.seek(0)
         request = json.load(file)
     crew = Crew(request, parent)
-    crew.run(events_fd)
+    crew.run(events_fd, answers_fd, held)
     num_strays = sweep_strays()
     if crew.parent_is_there:
         parent.send(json.dumps({"ended": crew.ended, "strays": num_strays}).encode())

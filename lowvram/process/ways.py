@@ -79,7 +79,7 @@ class Calling(Way):
     def __init__(self, place: Place) -> None:
         assert place.call is not None
         self.rank = self.local_rank = 0
-        self._call = place.call
+        self._call, self._held = place.call, place.held
 
     def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
         return wanted_ranks(sharding, device, names_card)
@@ -89,7 +89,8 @@ class Calling(Way):
         listener.bind((HERE, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        self._call.send(json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port}).encode())
+        told = json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port})
+        socket.send_fds(self._call, [told.encode()], self._held)
         introduce(self.rank, num_ranks, port)
         return store_at(port, timeout_s, listener.detach())
 

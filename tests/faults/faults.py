@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import re
@@ -114,6 +115,35 @@ def fault_uncap(folder: Path) -> None:
 def fault_stall(folder: Path) -> None:
     """One step."""
     time.sleep(0.5)
+
+
+def fault_long_line(folder: Path) -> None:
+    print("x" * 2**23)
+
+
+def fault_long_message(folder: Path) -> None:
+    raise ValueError("x" * 2**23)
+
+
+def fault_foreign_bytes(folder: Path) -> None:
+    """As code in C that writes into whatever descriptor has a number."""
+    for fd in written_pipes():
+        os.write(fd, b"hello from C\n" * 1000)
+
+
+def fault_unknown_events(folder: Path) -> None:
+    """Whole, but none of ours."""
+    from lowvram.process.frames import encoded, frames
+
+    for number, event in enumerate(({"event": "x"}, {"event": "say", "words": 1}, {"event": "say", "text": None})):
+        for fd in written_pipes():
+            os.write(fd, b"".join(frames(encoded(event), 1, number)))
+
+
+def written_pipes() -> list[int]:
+    """All pipes that this process may write to, but its own streams."""
+    pipes = [int(path.name) for path in Path("/proc/self/fd").iterdir() if "/pipe:" in os.path.realpath(path)]
+    return [fd for fd in pipes if fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY]
 
 
 def due(name: str | None, seed: int, step: int, rank: int) -> Callable[[Path], None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -99,3 +100,43 @@ def test_a_request_may_be_larger_than_any_socket_takes(
     request = request_for("exit17@1") | {"padding": "x" * 2**22}
     status, _ = run(shared_server, request)
     assert os.waitstatus_to_exitcode(status or 0) == 17
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_held_is_open_until_the_last_rank_is_dead(
+    shared_server: Server, call: Call, tmp_path: Path, num_ranks: int
+) -> None:
+    """Of a file that is locked: the caller may be gone, the server has no copy."""
+    sharding = "ddp" if num_ranks > 1 else "none"
+    row = call(*TINY, f"sharding={sharding}", f"sharding.ranks={num_ranks}").row
+    config: dict[str, Any] = {key: row["config"][key] for key in CHILDS_OWN} | {"name": "hang"}
+    about = {"folder": str(tmp_path), "resume": False, "threads": 1}
+    held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    seen: list[list[bool]] = []
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "metrics":
+            os.close(held)
+            assert is_locked(tmp_path / "lock")
+            pid = pid_of(shared_server)
+            seen.append([holds(process, tmp_path / "lock") for process in (pid, *children(pid))])
+
+    request = {"config": config, "choices": row["choices"], **about}
+    ended = shared_server.run(request, on_event, lambda: KILL if seen else None, [held])
+    assert ended is not None
+    assert seen == [[False, *[True] * num_ranks]]
+    assert not is_locked(tmp_path / "lock")
+
+
+def holds(pid: int, file: Path) -> bool:
+    return any(os.path.realpath(fd) == str(file) for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def is_locked(file: Path) -> bool:
+    with file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lowvram.lengths import LONGEST_LINE, LONGEST_REASON
 from lowvram.process.client import Server
 from lowvram.results.row import KINDS, Status
 from tests.calls import TINY, Outcome, Running, begin, children, history, killed_at_last, wait_until
@@ -277,3 +278,41 @@ def test_the_exit_code_of_a_sweep(call: Call, words: str) -> None:
     outcome = call("-m", *TINY, "device=cpu", "seed=1,2", *words.split())
     assert outcome.code == code, outcome.said()
     assert list(outcome.statuses.values()) == statuses
+
+
+def test_a_line_without_end_is_cut(call: Call) -> None:
+    outcome = call(*TINY, "name=long_line")
+    assert outcome.code == 0, outcome.said()[-2000:]
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("xxx")]
+    assert line.endswith(f"x… ({2**23 - LONGEST_LINE:,} characters more)")
+
+
+def test_a_message_without_end_is_cut(call: Call) -> None:
+    row = call(*TINY, "name=long_message").row
+    assert row["status"] == "error"
+    assert row["reason"].startswith("ValueError: xxx")
+    assert row["reason"].endswith("characters more)")
+    assert len(row["reason"]) < LONGEST_REASON + 100
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("foreign_bytes", ["13,000 bytes in the pipe of the point's process are no event, and left out: b'hello from"]),
+        (
+            "unknown_events",
+            [
+                "an event of the point's process is left out: there is none of the name 'x'",
+                "an event of the point's process is left out: say has text (here: words; wrong: words)",
+                "an event of the point's process is left out: say has text (here: text; wrong: text)",
+            ],
+        ),
+    ],
+)
+def test_what_others_write_into_the_pipe_is_told_and_costs_nothing(call: Call, fault: str, words: list[str]) -> None:
+    outcome = call(*TINY, f"name={fault}")
+    assert outcome.code == 0, outcome.said()
+    assert [line["step"] for line in history(outcome.folder)] == [1, 2, 3, 3]
+    warnings = [line for line in outcome.out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == len(words)
+    assert all(line.startswith(f"warning: {word}") for line, word in zip(warnings, words, strict=True))
