@@ -3,6 +3,8 @@
 import sys
 
 from lowvram.results.table import main
+from lowvram.start import outlasting
 
 if __name__ == "__main__":
+    outlasting()
     sys.exit(main())

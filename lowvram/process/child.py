@@ -162,7 +162,7 @@ def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
 def speak(spoken: SpokenStream, is_first: bool) -> None:
     """What is printed goes to the parent. All ranks print the same: of the others only what is wrong is heard."""
     sys.stderr = as_stream(spoken)
-    sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115
     if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may do without a terminal
         sys.breakpointhook = refuse_breakpoint
 

@@ -45,7 +45,7 @@ def aside(launch: Launch | None) -> Iterator[Path | None]:
         return
     with (
         TemporaryDirectory(prefix=f"lowvram-rank-{launch.rank}-") as folder,
-        Path(os.devnull).open("w") as nowhere,
+        Path(os.devnull).open("w", errors="backslashreplace") as nowhere,
         redirect_stdout(nowhere),
         redirect_stderr(nowhere),
     ):

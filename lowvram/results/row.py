@@ -151,7 +151,7 @@ def write_text(path: Path, text: str) -> None:
     """Replaces a file as a whole: a reader, or a power cut, meets the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -121,6 +121,11 @@ def fault_long_line(folder: Path) -> None:
     print("x" * 2**23)
 
 
+def fault_strange_line(folder: Path) -> None:
+    """No UTF-8, and then what isn't in every encoding."""
+    print("strange \udcff \u20ac")
+
+
 def fault_long_message(folder: Path) -> None:
     raise ValueError("x" * 2**23)
 
