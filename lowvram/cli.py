@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import inspect
 import logging
@@ -11,7 +10,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -21,12 +21,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lowvram import identity, inline, sweeper
+from lowvram import hydra_hooks, identity, inline, sweeper
 from lowvram.composed import chosen, config_path, container, output_folder, plain
 from lowvram.fidelity import check_fresh
+from lowvram.folders import Folders
+from lowvram.hydra_notes import check_left_to_us, notes_of, write_notes
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
 from lowvram.planning import Plans, beside, is_plan, request_for
-from lowvram.point import Point, check_own, remove_folder, run_point
+from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.process.orders import Orders
@@ -42,7 +44,8 @@ from lowvram.results.terminal import (
     terminal_restored,
 )
 from lowvram.results.wandb import sync_command
-from lowvram.resume import Resumed, check_new, has_snapshots, holds_run, with_resumed
+from lowvram.resume import moved, with_resumed
+from lowvram.run_folder import Held, has_snapshots
 from lowvram.searching import Searches, is_search
 from lowvram.settings import check_root, is_inline
 from lowvram.start import EXIT_INTERRUPTED
@@ -76,6 +79,7 @@ def run_program(program: Program, wants_traceback: bool) -> int:
         sys.stdout.flush()
         return code
     except MISTAKES as error:
+        program.folders.undo()
         if wants_traceback:
             raise
         print(sentence(error), file=sys.stderr)
@@ -85,6 +89,7 @@ def run_program(program: Program, wants_traceback: bool) -> int:
         return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
     finally:
         program.server.stop()
+        program.folders.release()
 
 
 @final
@@ -101,7 +106,7 @@ class Program:
         self.last: Point | None = None
         self.mistake: Exception | None = None
         self.error: BaseException | None = None  # of a point that ran in this process
-        self.resumed = Resumed(words)
+        self.folders = Folders()
         self.num_signals = 0
         self.plans = Plans(self.server, self.progress, self.stop_signals)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -114,19 +119,16 @@ class Program:
         """Hand the words to Hydra, which calls back with each composed point."""
 
         def job(config: DictConfig) -> None:  # a plain function: Hydra asks for its name and module
-            try:
+            with self.mistakes_end_it():
                 self.run_one(config)
-            except (*MISTAKES, OSError) as error:  # Hydra would print more than it
-                self.mistake = error
-                raise KeyboardInterrupt from None  # Hydra would swallow any other way to end a sweep
 
         identity.register_resolvers()
-        sweeper.register(self.check_sweep)
+        hydra_hooks.register(self)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
-        self.resumed = with_resumed(self.words)
+        words = with_resumed(self.words)
         if self.aside is not None:
-            self.resumed = self.resumed.moved(self.aside)
-        typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(self.resumed.words)]
+            words = moved(words, self.aside)
+        typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(words)]
         # From 1.4 on Hydra wants to be told what it may instantiate.
         trust = (
             {"execution_whitelist": ["lowvram.*"]}
@@ -142,10 +144,31 @@ class Program:
         if self.mistake is not None:
             raise self.mistake
 
-    def check_sweep(self, configs: list[DictConfig], batch: sweeper.Batch) -> None:
-        """Before the first point of a sweep: build the objects of all of them, in a child that does nothing else."""
+    @contextmanager
+    def mistakes_end_it(self) -> Iterator[None]:
+        """Hydra would print more than a mistake, or only warn of it; and it ends a sweep in no other way."""
+        try:
+            yield
+        except (*MISTAKES, OSError) as error:
+            self.mistake = error
+            raise KeyboardInterrupt from None
+
+    def begin_run(self, config: DictConfig) -> None:
+        """Before Hydra makes the folder of a single run: check what can be checked by now, and take the folder."""
+        with self.mistakes_end_it():
+            HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may ask for it
+            self.checked(config)
+            self.folders.begin_run(Path(config.hydra.run.dir), config.resume)
+
+    def begin_sweep(self, config: DictConfig) -> None:
+        """Before a sweep's points are composed: take its folder."""
         if self.launch is not None:
             raise Refused("-m under torchrun: start a sweep without it, and sharding.ranks=2 (or more) for each point")
+        check_left_to_us(config.hydra)
+        self.folders.begin_sweep(config)
+
+    def check_sweep(self, configs: list[DictConfig], batch: hydra_hooks.Batch) -> None:
+        """Before the first point of a sweep: build the objects of all of them, in a child that does nothing else."""
         self.swept = sweeper.swept_keys(batch)
         refused: list[str] = []
 
@@ -164,6 +187,8 @@ class Program:
             raise KeyboardInterrupt
         if refused:
             raise Refused(refused[0])
+        self.folders.check_points(configs)
+        self.folders.note_sweep(configs[0])
         self.plans.expect(requests, [sweeper.name_of(words, self.swept) for words in batch])
 
     def stop_signals(self) -> int:
@@ -172,20 +197,37 @@ class Program:
 
     def run_one(self, config: DictConfig) -> None:
         """One point: composed by Hydra, run by a child, its row kept. What the point does raises nothing here."""
-        if self.num_signals:
-            self.forget(output_folder(), config.paths.outputs)
-            raise KeyboardInterrupt
         self.last = point = self.make_point(config)
-        earlier = rows.read(point.folder) if point.sweep else None
-        if earlier is not None and rows.is_final(earlier):
-            self.kept.add(earlier["id"])
-            self.rows.append(earlier)
-            return
-        row = self.row_inline(point) if is_inline(point.config) else self.row_of(point)
-        if row is not None:
-            self.rows.append(row)
+        if self.num_signals:
+            self.forget(point)
+            raise KeyboardInterrupt
+        with suppress(Held) if point.sweep else nullcontext():  # another program runs it: others may be free
+            self.run_in_its_folder(point)
         if self.num_signals:
             raise KeyboardInterrupt
+
+    def run_in_its_folder(self, point: Point) -> None:
+        """Run a point whose results nobody has yet.
+
+        Raises:
+            Held: another program runs it now.
+        """
+        earlier = self.folders.begin_point(point) if point.sweep else self.folders.keep_run(point)
+        try:
+            if earlier is not None and rows.is_final(earlier):
+                self.kept.add(earlier["id"])
+                self.rows.append(earlier)
+                return
+            point = replace(point, locks=self.folders.locks, is_resumed=has_snapshots(point.folder))
+            if not point.is_resumed:  # else once it is known that it goes on
+                write_notes(point.folder, point.notes)
+            row = self.row_inline(point) if is_inline(point.config) else self.row_of(point)
+            if row is None:
+                self.forget(point)
+            else:
+                self.rows.append(row)
+        finally:
+            self.folders.end_point()
 
     def row_of(self, point: Point) -> Row | None:
         """Whatever its mode asks for. None: somebody asked to stop before anything was known."""
@@ -218,18 +260,7 @@ class Program:
         """What Hydra composed, as a point. Raises BadInput for what the root doesn't know."""
         about, folder = HydraConfig.get(), output_folder()
         is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
-        try:
-            seed, choices = check_root(config)["root"].seed, chosen(about.runtime.choices)
-            values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
-            check_own(config)
-            check_fresh(values, self.launch)
-            if is_inline(values):
-                inline.check_alone(choices, self.launch)
-            if not is_sweep and config.resume is None:
-                check_new(folder)
-        except MISTAKES:
-            self.forget(folder, config.paths.outputs)
-            raise
+        values, choices = self.checked(config)
         command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words(words)])
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
         return Point(
@@ -240,31 +271,53 @@ class Program:
             config=values,
             choices=choices,
             sweep=folder.parent.name if is_sweep else None,
-            provenance=identity.provenance(seed, command),
-            is_resumed=has_snapshots(folder),
+            provenance=identity.provenance(values["seed"], command),
             launch=self.launch,
+            notes=notes_of(config),
         )
+
+    def checked(self, config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+        """The configuration as plain values, and the option of each group.
+
+        Raises:
+            BadInput: what can be told without building anything.
+        """
+        about = HydraConfig.get()
+        check_root(config)
+        check_own(config)
+        choices = chosen(about.runtime.choices)
+        values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
+        check_fresh(values, self.launch)
+        check_left_to_us(about)
+        if is_inline(values):
+            inline.check_alone(choices, self.launch)
+        return values, choices
 
     def tell_point(self, point: Point, row: Row) -> None:
         """After a point of a sweep: one line, and the table as far as it goes."""
         self.progress.say(": ".join(filter(None, [point.name, row["status"], row["reason"]])))
-        with contextlib.suppress(OSError):  # a full disk costs the table, not the points to come
+        with suppress(OSError):  # a full disk costs the table, not the points to come
             table.save(point.folder.parent, table.collect(point.folder.parent))
 
     def close(self) -> int:
         """Print what was found; returns the exit code."""
+        for line in (others := self.folders.running()):
+            print(line)
         if self.last is None or not self.rows:
-            return EXIT_INTERRUPTED if self.num_signals else 0
+            self.folders.undo()
+            return EXIT_INTERRUPTED if self.num_signals or others else 0
         if self.last.sweep:
             self.close_sweep(self.last.folder.parent, self.last.config["logger"])
         elif self.rows[-1]["status"] == Status.INCOMPATIBLE:
             print(self.rows[-1]["reason"], file=sys.stderr)
-            self.forget(self.last.folder, self.last.config["paths"]["outputs"])
+            self.folders.undo()
         else:
             ranks = [f"sharding.ranks={self.launch.num_ranks}"] if self.launch else []  # torchrun isn't part of it
             print("\n".join(summary(self.rows[-1], self.last.folder, ranks)))
             self.tell_failure(self.rows[-1])
-        return EXIT_INTERRUPTED if self.num_signals else rows.exit_code(self.rows, sweep=bool(self.last.sweep))
+        if self.num_signals or others:
+            return EXIT_INTERRUPTED
+        return rows.exit_code(self.rows, sweep=bool(self.last.sweep))
 
     def tell_failure(self, row: Row) -> None:
         """Under torchrun, of a rank that can't tell the one that records."""
@@ -277,11 +330,12 @@ class Program:
         while not self.num_signals and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def forget(self, folder: Path, outputs: str | None) -> None:
-        """A run that was refused leaves no folder; if an earlier one has filled it, that is as it was."""
-        if not holds_run(folder):
-            remove_folder(folder, Path(str(outputs)))
-        self.resumed.put_back()
+    def forget(self, point: Point) -> None:
+        """Of one that was stopped before anything was known of it nothing is left."""
+        if point.sweep:
+            self.folders.forget_point(point.folder)
+        else:
+            self.folders.undo()
 
     def close_sweep(self, folder: Path, logger: Mapping[str, Any]) -> None:
         """The table and the report, where they lie, how to upload the runs and how to go on."""

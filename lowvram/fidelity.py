@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from lowvram.process.orders import Orders
 from lowvram.results.band import band, loss_gap
 from lowvram.results.row import Status, to_json, write_text
 from lowvram.results.terminal import Progress
+from lowvram.run_folder import remove_empty, remove_files
 from lowvram.settings import GROUPS, is_inline
 from lowvram.verdict import Circumstances, Told, num_oom_kills, verdict
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lowvram.recording import Recording
 
 NUM_SEEDS = 3  # of the references: the point's own, and those that follow it
+GRADIENTS = "gradients.safetensors"
 REFERENCES = "references"  # the folder of a sweep that keeps their losses
 Request = dict[str, Any]
 Found = dict[str, Any]  # the section "fidelity" of a row
@@ -118,13 +119,14 @@ class Comparison:
         except Unknown as why:
             found["reason"] = str(why)
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_files([self.folder / GRADIENTS, *self.folder.glob("native.log"), *self.folder.glob("native.*.log")])
+            remove_empty([self.folder])
             self.progress.stop()
         return found
 
     def fill(self, found: Found) -> None:
         """Raises Unknown when no more can be known."""
-        gradients = self.folder / "gradients.safetensors"
+        gradients = self.folder / GRADIENTS
         reference = Reference(self, self.request_of_reference())
         reference.leave_gradients(gradients)
         bounds = band([reference.losses(number) for number in range(NUM_SEEDS)])
@@ -150,7 +152,7 @@ class Comparison:
         heard = Heard(lambda step: self.progress.update(self.num_done + step, {}))
         orders = Orders(self.point.config["timeout_s"], self.stop_signals)
         around = Circumstances(self.folder, orders, num_oom_kills())
-        ended = self.server.run(request, heard.on_event, orders)
+        ended = self.server.run(request, heard.on_event, orders, self.point.locks)
         end = verdict(ended, heard.told, around, self.point.config["sharding"]["timeout_s"])
         heard.status, heard.reason = end.status, end.reason
         if orders.is_timed_out and end.status != Status.OK:

@@ -17,6 +17,7 @@ from lowvram.core.knob import Fact, Knob, conflicts
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import assemble
 from lowvram.data.source import Data, resolve_source
+from lowvram.identity import NOT_IDENTITY
 from lowvram.knobs.allocator import Default, Tight
 from lowvram.modes import fields
 from lowvram.modes.compiling import compile_fields
@@ -26,7 +27,7 @@ from lowvram.modes.utilisation import mfu, whole_samples_per_s
 from lowvram.options import knob_of
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.process.meeting import Meeting
-from lowvram.results.row import held_by_another_process
+from lowvram.results.row import held_by_another_process, refuse_secrets
 from lowvram.settings import GROUPS, KNOB_GROUPS, Settings
 
 TO_HOST = {("offload", "activations"), ("offload", "parameters"), ("stepping", "cpu_offload")}  # a CPU is its own host
@@ -80,10 +81,19 @@ def import_libraries(settings: Settings) -> None:
 
 
 def chosen(request: dict[str, Any]) -> dict[str, Any]:
-    """The option of each group, and each field of it, by dotted key."""
-    config = request["config"]
-    fields = {f"{group}.{name}": value for group in GROUPS for name, value in config[group].items()}
+    """The option of each group, and each value that changes a result, by dotted key."""
+    config = {key: value for key, value in refuse_secrets(request["config"]).items() if key not in NOT_IDENTITY}
+    fields = {key: value for key, value in by_dotted_key(config).items() if key not in NOT_IDENTITY}
     return {group: request["choices"][group] for group in GROUPS} | fields
+
+
+def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping)
+        found |= by_dotted_key(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
 
 
 def can_replace(

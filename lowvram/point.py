@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from omegaconf import DictConfig
 from lowvram.config import build_as, checked_values, require
 from lowvram.fidelity import add_fidelity
 from lowvram.growing import Attempts, as_left, attempts_with, with_parts
+from lowvram.hydra_notes import Notes
 from lowvram.process.client import Server
 from lowvram.process.inline import Inline
 from lowvram.process.launch import Launch, as_request
@@ -24,7 +24,7 @@ from lowvram.results import row as rows
 from lowvram.results.row import Row
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import RECORDERS
-from lowvram.resume import has_snapshots
+from lowvram.run_folder import has_snapshots
 from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS
 from lowvram.verdict import Circumstances, num_oom_kills
 
@@ -73,6 +73,8 @@ class Point:
     plan: Mapping[str, Any] | None = None  # what it is expected to hold
     attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see growing.py
     reruns: list[Measurement] | None = None  # that something has disturbed: see remeasuring.py
+    notes: Notes = field(default_factory=dict)  # what was typed and composed, for `.hydra/`
+    locks: Sequence[int] = ()  # descriptors that its processes keep open: see run_folder.py
 
     @property
     def first_rank(self) -> int:
@@ -128,21 +130,9 @@ def run_point(
             if recording.point.attempts:
                 recording.add({"plan": plan_again(recording.point)})
             around = Circumstances(point.folder, orders, num_oom_kills())
-            recording.conclude(server.run(recording.point.request(), recording.on_event, orders), around)
+            recording.conclude(server.run(recording.point.request(), recording.on_event, orders, point.locks), around)
             if not (recording.begins_again(orders) or recording.measures_again(orders)):
                 add_fidelity(recording, server, stop_signals)
                 return recording.close()
     except OSError as error:
         return recording.unwritable(error)
-
-
-def remove_folder(folder: Path, outputs: Path) -> None:
-    """Forget a run that was refused: its folder, and those above it, up to `outputs`, that held nothing else."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for above in folder.absolute().parents:
-        if not above.is_relative_to(outputs.absolute()) or Path.cwd().is_relative_to(above):
-            return
-        try:
-            above.rmdir()
-        except OSError:
-            return

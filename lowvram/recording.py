@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowvram.growing import with_parts
+from lowvram.hydra_notes import write_notes
 from lowvram.process.client import Ending, Event
 from lowvram.process.orders import Orders
 from lowvram.remeasuring import is_due, put_back, set_aside
@@ -133,6 +134,8 @@ class Recording:
     def _on_begin(self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
+        if self.point.is_resumed:  # its words may be others now; nothing can be refused any more
+            write_notes(self.point.folder, self.point.notes)
         self.metrics.begin(step)
         self._start_recorder()
         self.progress.start(self.point.name, num_steps)

@@ -177,6 +177,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
         sweep=point.folder.name,
         provenance=identity.provenance(point.config["seed"], command),
         plan={name: value for name, value in candidate.items() if name != "changes"},
+        locks=point.locks,
     )
 
 

@@ -1,44 +1,16 @@
-"""Sweeps: all points are checked before the first one starts, and named by what differs between them.
-
-The class that Hydra knows is hydra_plugins/lowvram_sweeper.py.
-"""
+"""The points of a sweep: grids and lists of them, named by what differs between them."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
 from lowvram.config import BadInput
+from lowvram.hydra_hooks import Batch
 from lowvram.identity import point_name
-from lowvram.point import remove_folder
 
-Batch = Sequence[Sequence[str]]
-Check = Callable[[list[DictConfig], Batch], None]
-
-_checks: list[Check] = []
 _names: dict[frozenset[str], str] = {}  # of points that a list names, by their words
-
-
-def register(check: Check) -> None:
-    """`check` gets all composed points of a sweep, and their overrides, before the first one starts."""
-    _checks[:] = [check]
-
-
-def check(configs: list[DictConfig], batch: Batch) -> None:
-    """Raises what the first mistake in any point is."""
-    for one in _checks:
-        one(configs, batch)
-
-
-def forget(config: DictConfig) -> None:
-    """Remove a sweep's folder that holds nothing yet but Hydra's note of the command."""
-    folder = Path(config.hydra.sweep.dir)
-    if [path.name for path in folder.iterdir()] == ["multirun.yaml"]:
-        remove_folder(folder, Path(str(config.paths.outputs)))
 
 
 def with_points(batch: Batch, points: Any) -> Batch:

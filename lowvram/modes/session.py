@@ -53,7 +53,7 @@ class Session:
     is_resumed: bool
     started: float  # time.monotonic() when the child began
     resident_bytes: int  # of the process, before it did anything
-    chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each field of it, by key
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
 
     def begin(self, step: int, num_steps: int) -> None:
         """All is set up, and nothing can be refused any more: the steps come."""

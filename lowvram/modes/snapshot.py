@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from lowvram.config import CONSTANTS, BadInput, Incompatible
 from lowvram.core.ranks import first_goes_first, rank
+from lowvram.run_folder import SNAPSHOT_NAME
 
-NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
 FORMED_BY = {  # the groups that give a part of a snapshot its form
     "model": ("model", "task", "data", "adapter"),
     "stepper": ("optimizer", "stepping", "precision", "adapter", "model"),
@@ -83,7 +82,7 @@ class Snapshots:
 
 def is_sound(path: Path) -> bool:
     """Whether a snapshot's bytes are those that were saved."""
-    match = NAME.fullmatch(path.name)
+    match = SNAPSHOT_NAME.fullmatch(path.name)
     return match is not None and fingerprint(path) == match[2]
 
 
@@ -111,6 +110,16 @@ def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         if named and not has_form(saved[part], now[part]):
             told = "; ".join(f"{key}={word(chosen[key])}: must be {word(was.get(key))}" for key in named)
             raise Incompatible(f"{told} (as when the snapshot was saved: its {part} doesn't fit what was changed)")
+
+
+def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Each value that isn't what it was when a snapshot was saved, as a user types it.
+
+    Args:
+        now, saved: values by dotted key, and the option of each group.
+    """
+    changed = [key for key in now if key in saved and now[key] != saved[key]]
+    return [f"{key}={word(now[key])} ({word(saved[key])} in the snapshot)" for key in changed]
 
 
 def has_form(saved: Any, fresh: Any) -> bool:

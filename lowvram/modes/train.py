@@ -23,7 +23,7 @@ from lowvram.modes.compiling import CompileTimes, chosen, compile_seconds
 from lowvram.modes.evaluate import Evaluation, evaluate
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
-from lowvram.modes.snapshot import Snapshots, check_form, my_random_state, random_state, set_random_state
+from lowvram.modes.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
 
 SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
 
@@ -147,6 +147,8 @@ class TrainingRun:
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; the random state is set when the run begins."""
+        if changed := differences(self.session.chosen, state.get("chosen", {})):
+            print(f"going on with other values: {', '.join(changed)}")
         load_whole(self.session.rig.model, state["model"])
         self.session.rig.stepper.load_state_dict(state["stepper"])
         self.step = self.saved_step = self.logged_step = state["step"]

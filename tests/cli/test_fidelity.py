@@ -55,7 +55,8 @@ def test_it_touches_nothing_else(call: Call) -> None:
     assert compared["memory"]["by_kind_max"] == plain["memory"]["by_kind_max"]
     assert compared["time"]["steps"] == plain["time"]["steps"]
     assert compared["loss"] == plain["loss"]
-    assert {file.name for file in outcome.folder.iterdir()} == {".hydra", "metrics.jsonl", "native.log", "result.json"}
+    left = {".hydra", ".lowvram", "metrics.jsonl", "native.log", "result.json"}
+    assert {file.name for file in outcome.folder.iterdir()} == left
 
 
 def test_a_wrong_denominator_is_seen(call: Call) -> None:

@@ -72,8 +72,8 @@ def test_a_run_is_resumed_without_m() -> None:
 
 
 def test_nothing_typed_is_nothing_resumed() -> None:
-    assert with_resumed(["seed=1"]).words == ["seed=1"]
-    assert with_resumed(["resume=null"]).words == ["resume=null"]
+    assert with_resumed(["seed=1"]) == ["seed=1"]
+    assert with_resumed(["resume=null"]) == ["resume=null"]
 
 
 def test_several_options_of_a_group() -> None:

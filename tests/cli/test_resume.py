@@ -194,3 +194,24 @@ def test_a_finished_run_can_be_made_longer(call: Call, tmp_path: Path) -> None:
     longer = call(f"resume={tmp_path}/outputs/run", "train.steps=4")
     assert longer.code == 0, longer.said()
     assert [line["step"] for line in history(tmp_path / "outputs" / "run") if "loss/train" in line] == [1, 2, 3, 4]
+
+
+def test_other_values_than_those_of_the_snapshot_are_told(call: Call, interrupted: Path) -> None:
+    """Whether they were typed or somebody has changed what was noted."""
+    noted = interrupted / ".hydra" / "overrides.yaml"
+    noted.write_text(noted.read_text().replace("train.steps=5", "train.steps=6"))
+    resumed = call("resume=last", "optimizer.lr=0.5", "seed=3", "name=null")
+    assert resumed.code == 0, resumed.said()
+    told = "seed=3 (0 in the snapshot), train.steps=6 (5 in the snapshot), optimizer.lr=0.5 (0.001 in the snapshot)"
+    (line,) = [line for line in resumed.out.splitlines() if line.startswith("going on with other values: ")]
+    assert set(line.partition(": ")[2].split(", ")) == set(told.split(", "))
+    again = call(f"resume={interrupted}", "train.steps=7")
+    assert "going on with other values: train.steps=7 (6 in the snapshot)\n" in again.out
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"- [", b"a: b", b"- 5\n- {a: b}\n", b""])
+def test_words_that_cannot_be_read_are_refused(call: Call, interrupted: Path, text: bytes) -> None:
+    (interrupted / ".hydra" / "overrides.yaml").write_bytes(text)
+    sentence = call("resume=last").sentence
+    assert sentence.startswith(f"resume='{interrupted.relative_to(interrupted.parents[1])}': must be")
+    assert ".hydra/overrides.yaml, which says what was typed, can be read" in sentence
