@@ -24,7 +24,6 @@ class PointSweeper(BasicSweeper):
         assert self.config is not None
         assert self.hydra_context is not None
         assert self.launcher is not None
-        hydra_hooks.begin_sweep(self.config, self.max_batch_size)
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         typed = parser.parse_overrides([*self._parse_config(), *arguments])
         num_launched = 0

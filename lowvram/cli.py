@@ -162,10 +162,13 @@ class Program:
 
     def begin_sweep(self, config: DictConfig) -> None:
         """Before a sweep's points are composed: take its folder."""
-        if self.launch is not None:
-            raise Refused("-m under torchrun: start a sweep without it, and sharding.ranks=2 (or more) for each point")
-        check_left_to_us(config.hydra)
-        self.folders.begin_sweep(config)
+        with self.mistakes_end_it():
+            if self.launch is not None:
+                hint = "start a sweep without it, and sharding.ranks=2 (or more) for each point"
+                raise Refused(f"-m under torchrun: {hint}")
+            check_left_to_us(config.hydra)
+            hydra_hooks.check_plugins(config.hydra)
+            self.folders.begin_sweep(config)
 
     def check_sweep(self, configs: list[DictConfig], batch: hydra_hooks.Batch) -> None:
         """Before the first point of a sweep: build the objects of all of them, in a child that does nothing else."""

@@ -54,13 +54,17 @@ class Folders:
         """Before any of the points of a sweep runs: each folder must be free, or hold results of the same point.
 
         Raises:
-            BadInput: one holds the results of another point.
+            BadInput: one holds the results of another point, or two points have the same one.
         """
+        points: dict[Path, str] = {}
         for number, config in enumerate(configs):
             with open_dict(config.hydra.job):
                 config.hydra.job.num = config.hydra.job.id = number
-            earlier = rows.read(Path(config.hydra.sweep.dir) / str(config.hydra.sweep.subdir))
-            check_same_point(earlier, point_id(_root_=config), str(config.hydra.sweep.subdir))
+            subdir, point = str(config.hydra.sweep.subdir), point_id(_root_=config)
+            folder = Path(config.hydra.sweep.dir, subdir).resolve()
+            check_same_point(rows.read(folder), point, subdir)
+            if points.setdefault(folder, point) != point:
+                raise other_point("hydra.sweep.subdir", subdir)
 
     def note_sweep(self, config: DictConfig) -> None:
         """What was typed, for people: nothing reads it again."""

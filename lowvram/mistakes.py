@@ -75,6 +75,7 @@ ELSEWHERE = {
 }
 PRESETS = ("experiment", "sweep", "debug", "local")  # groups of configurations with a name
 ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that say what is to be done
+UNFIT = "Hydra has no such value for it; `python train.py --cfg hydra` shows what it has"
 SNAPSHOT_HINT = "ckpt is activation checkpointing; saved training state is a snapshot: resume=last or resume=FOLDER"
 
 
@@ -150,9 +151,13 @@ def cause_of_ours(error: BaseException | None) -> BaseException | None:
 
 def unknown_option(match: re.Match[str]) -> str:
     """Hydra could not find a file of a group."""
-    path, listed = match[1], re.search(r"Available options in '[^']*':(.*?)Config search path", match.string, re.DOTALL)
+    path, listed = (
+        match[1].removeprefix("hydra/"),
+        re.search(r"Available options in '[^']*':(.*?)Config search path", match.string, re.DOTALL),
+    )
     group, _, option = path.partition("/")
     options = listed[1].split() if listed else []
+    group = f"hydra/{group}" if path != match[1] else group
     if group == "ckpt" and "/" in option:
         return f"{group}={option}: {SNAPSHOT_HINT}"
     known = f"must be one of {', '.join(options)}" if options else f"the group {group} has no such option"
@@ -208,6 +213,7 @@ PATTERNS = {
     r"Could not override '([^']+)'": unknown_key,
     r"Could not delete from config\. '([^']+)'": unknown_key,
     r"Multiple values for (\w+)\.": chosen_twice,
+    r"Error merging override ([^\n]+)": lambda match: f"{match[1]}: {UNFIT}",
     r"force-add of config groups is not supported: '\+\+(\w+)": chosen_twice,
     r"Ambiguous value for argument '([^\n]+)'\n": ambiguous,
 }

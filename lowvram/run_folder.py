@@ -258,7 +258,9 @@ class Claim:
 
 def other_point(key: str, folder: str) -> BadInput:
     """A folder has the results of another point."""
-    return BadInput(key, folder, "a folder for each point: this one holds another point's results; choose another")
+    return BadInput(
+        key, folder, "a folder for each point: this one is another point's; choose another, such as ${point_id:}"
+    )
 
 
 def made_folders(folder: Path) -> list[Path]:

@@ -96,7 +96,7 @@ def test_runs_and_sweeps_have_folders_of_their_own(tmp_path: Path, kinds: tuple[
 def test_the_folder_of_one_point_is_not_another_ones(tmp_path: Path) -> None:
     taken(tmp_path, point="a").release()
     taken(tmp_path).release()  # resumed alone: whichever it was
-    with pytest.raises(BadInput, match="holds another point's results"):
+    with pytest.raises(BadInput, match="this one is another point's"):
         taken(tmp_path, point="b")
     taken(tmp_path, point="a").release()
 

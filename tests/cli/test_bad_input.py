@@ -84,6 +84,18 @@ MISTAKES = {
     # interpolations
     "seed=${nope}": ["nope", "not found"],
     "seed=${oc.env:LOWVRAM_NOPE}": ["seed", "LOWVRAM_NOPE", "not found"],
+    # Hydra's own settings
+    "-m seed=0,1 hydra.launcher._target_=x": ["hydra.launcher._target_='x': must be one of hydra._internal.core_pl"],
+    "-m seed=0,1 hydra.launcher._target_=os.getcwd": ["hydra.launcher._target_='os.getcwd': must be one of hydra"],
+    "-m seed=0,1 hydra.sweeper._target_=x": ["hydra.sweeper._target_='x': must be one of", "PointSweeper"],
+    "-m seed=0,1 hydra.sweeper.max_batch_size=x": ["hydra.sweeper.max_batch_size='x': must be null or a whole number"],
+    "-m seed=0,1 hydra.sweeper.max_batch_size=0": ["hydra.sweeper.max_batch_size=0: must be null or a whole number"],
+    "-m seed=0,1 hydra.sweeper.params=5": ["hydra.sweeper.params=5: must be null or keys with their values"],
+    "-m seed=0,1 hydra.sweeper.points=5": ["hydra.sweeper.points=5: must be names, each with the words"],
+    "-m seed=0,1 hydra.sweep.dir=null": ["hydra.sweep.dir=null: Hydra has no such value for it", "--cfg hydra"],
+    "-m seed=0,1 hydra.sweep.subdir=one": ["hydra.sweep.subdir='one': must be a folder for each point"],
+    "hydra/launcher=nope": ["hydra/launcher=nope: must be one of basic"],
+    "hydra.callbacks=null": ["hydra.callbacks=null: Hydra has no such value for it"],
     # resuming
     "resume=last": ["resume='last': must be", "no unfinished run below outputs has a snapshot"],
     # words of other tools (test_mistakes.py has them all)
@@ -104,7 +116,7 @@ def assert_refused(outcome: Outcome, *parts: str) -> None:
     assert list(outcome.cwd.iterdir()) == [], outcome.said()
 
 
-@pytest.mark.parametrize(("words", "parts"), MISTAKES.items(), ids=[words[:40] for words in MISTAKES])
+@pytest.mark.parametrize(("words", "parts"), MISTAKES.items(), ids=[words[:60] for words in MISTAKES])
 def test_a_mistake_is_one_sentence_and_leaves_nothing(call: Call, words: str, parts: list[str]) -> None:
     assert_refused(call(*TINY, *words.split(" ")), *parts)
 

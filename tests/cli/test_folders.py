@@ -140,7 +140,7 @@ def test_rows_of_other_points_are_never_taken(call: Call, tmp_path: Path) -> Non
     assert call(*words, "seed=0,1").code == 0
     before = tree(tmp_path)
     sentence = call(*words, "seed=5,6").sentence
-    assert sentence.startswith("hydra.sweep.subdir='0': must be a folder for each point: this one holds another")
+    assert sentence.startswith("hydra.sweep.subdir='0': must be a folder for each point: this one is another point's")
     assert tree(tmp_path).keys() == before.keys()
     assert [read_row(tmp_path / "s" / name)["config"]["seed"] for name in "01"] == [0, 1]
     assert (tmp_path / "s" / "multirun.yaml").read_bytes() == before["s/multirun.yaml"][2]
@@ -153,7 +153,7 @@ def test_a_point_that_was_killed_is_not_continued_as_another(call: Call, tmp_pat
     words = ("-m", *TINY, "hydra.sweep.dir=s", "hydra.sweep.subdir=here")
     assert call(*words, "seed=0").code == 0
     (tmp_path / "s" / "here" / "result.json").unlink()
-    assert "holds another point's results" in call(*words, "seed=1").sentence
+    assert "this one is another point's" in call(*words, "seed=1").sentence
 
 
 # One program at a time
