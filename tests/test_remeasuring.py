@@ -42,7 +42,9 @@ class Scripted:
 
     def wait_until_ready(self, order: Any) -> None: ...
 
-    def run(self, request: Any, on_event: Callable[[Event], None], order: Any) -> list[Ending]:
+    def run(
+        self, request: Any, on_event: Callable[[Event], None], order: Any, held: Sequence[int] = ()
+    ) -> list[Ending]:
         measurement = self.left.pop(0)
         on_event({"event": "begin", "step": 0, "num_steps": 1, "setup_s": 0.0, "parts": 1, "more_parts": None})
         if isinstance(measurement, str):

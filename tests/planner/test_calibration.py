@@ -96,6 +96,7 @@ def test_every_fused_attention_of_torch_is_known_as_such() -> None:
 def test_attention_by_cudnn_has_the_work_of_any_other() -> None:
     """On tensors without memory, as of a card."""
     shape, clerk = (2, 4, 128, 64), Clerk()
+    clerk.begin()
     with FakeTensorMode():
         query, key, value, gradient = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
         args = (query, key, value, None, True, 0.0, True)

@@ -175,10 +175,11 @@ def test_a_failed_write_keeps_the_old_row_and_leaves_no_litter(tmp_path: Path):
     write(tmp_path, ended("ok"))
     with pytest.raises(TypeError):
         write(tmp_path, ended("error", reason=object()))
-    with pytest.raises(UnicodeEncodeError):
-        write_text(tmp_path / "result.json", "half of it \ud800")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path / "folder", "text")
     assert read(tmp_path) == ended("ok")
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "result.json"]
 
 
 @pytest.mark.parametrize("status", MATRIX)
