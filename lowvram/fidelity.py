@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from lowvram import __version__
+from lowvram.durable import write_text
 from lowvram.growing import with_parts
 from lowvram.identity import device_name, installed_version
 from lowvram.mistakes import Refused
 from lowvram.process.client import Event
 from lowvram.process.orders import Orders
 from lowvram.results.band import band, loss_gap
-from lowvram.results.row import Status, to_json, write_text
+from lowvram.results.row import Status, to_json
 from lowvram.results.terminal import Progress
 from lowvram.run_folder import remove_empty, remove_files
 from lowvram.settings import GROUPS, is_inline

@@ -11,6 +11,7 @@ from typing import final
 
 from omegaconf import DictConfig, open_dict
 
+from lowvram.durable import write_text
 from lowvram.hydra_notes import sweep_note
 from lowvram.identity import point_id
 from lowvram.point import Point
@@ -68,7 +69,7 @@ class Folders:
 
     def note_sweep(self, config: DictConfig) -> None:
         """What was typed, for people: nothing reads it again."""
-        rows.write_text(Path(config.hydra.sweep.dir) / SWEEP_NOTE, sweep_note(config))
+        write_text(Path(config.hydra.sweep.dir) / SWEEP_NOTE, sweep_note(config))
 
     def begin_point(self, point: Point) -> Row | None:
         """Take the folder of one point of a sweep; returns what an earlier program has left there.

@@ -17,7 +17,8 @@ from yaml import YAMLError
 
 from lowvram.composed import container
 from lowvram.config import BadInput, require
-from lowvram.results.row import REFUSED, refuse_secrets, refuse_secrets_in_words, write_text
+from lowvram.durable import write_text
+from lowvram.results.row import REFUSED, refuse_secrets, refuse_secrets_in_words
 
 FOLDER = ".hydra"
 OVERRIDES = "overrides.yaml"

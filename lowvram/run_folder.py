@@ -26,6 +26,7 @@ from typing import Any, final
 
 from lowvram import __version__
 from lowvram.config import BadInput
+from lowvram.durable import flush_folder
 from lowvram.results import row as rows
 
 MARKER = ".lowvram"
@@ -271,6 +272,7 @@ def made_folders(folder: Path) -> list[Path]:
         with suppress(FileExistsError):  # another program was faster
             path.mkdir()
             made.append(path)
+            flush_folder(path.parent)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     return made

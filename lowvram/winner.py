@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowvram.results.row import Row, Status, size_text, write_text
+from lowvram.durable import write_text
+from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import command_line, shown_path
 from lowvram.resume import key
 

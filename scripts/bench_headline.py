@@ -28,9 +28,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from lowvram.durable import write_text
 from lowvram.identity import CONF, ROOT, device_name
 from lowvram.results import table
-from lowvram.results.row import Row, Status, size_text, to_json, write_text
+from lowvram.results.row import Row, Status, size_text, to_json
 
 FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run
 WATERFALL = OmegaConf.load(CONF / "sweep" / "waterfall.yaml").hydra.sweeper.points

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from lowvram.durable import write_text
 from lowvram.identity import ROOT
 from lowvram.mistakes import Refused
 from lowvram.results import table
 from lowvram.results.differences import baseline
-from lowvram.results.row import Row, Status, empty_row, merge, to_json, write_text
+from lowvram.results.row import Row, Status, empty_row, merge, to_json
 
 RESULTS = ROOT / "docs" / "results"
 FOLDER = "techniques"  # below the folder of a device

@@ -30,7 +30,7 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config defaults fidelity folders growing hydra_hooks hydra_notes identity inline lengths "
+        "cli composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline lengths "
         "mistakes planning point recording remeasuring resume run_folder runs searching settings start sweeper table "
         "verdict winner"
     ),

@@ -21,6 +21,7 @@ from lowvram.core import ledger as ledger_module
 from lowvram.core.ledger import Witness
 from lowvram.core.peak import Holding, Peak
 from lowvram.core.shards import class_name
+from lowvram.durable import write_text
 from lowvram.results.row import size_text
 
 NUM_WRITTEN, NUM_PRINTED = 100, 10
@@ -117,7 +118,7 @@ class LargestTensors(Look):
 
     def tell(self, peak: Peak) -> None:
         pages = [FILE_NAME]
-        (self._folder / FILE_NAME).write_text(in_markdown(peak), encoding="utf-8")
+        write_text(self._folder / FILE_NAME, in_markdown(peak))
         print(f"the largest tensors at the peak of {size_text(peak.peak_bytes)}:")
         for holding in peak.holdings[:NUM_PRINTED]:
             print("  " + "  ".join(word for word in words(holding) if word))
@@ -168,4 +169,4 @@ def save_snapshot(folder: Path) -> None:
     from torch.cuda._memory_viz import trace_plot
 
     torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
-    (folder / PAGE).write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
+    write_text(folder / PAGE, trace_plot(torch.cuda.memory._snapshot()))

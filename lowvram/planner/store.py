@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -16,6 +15,7 @@ import torch
 
 import lowvram
 from lowvram.core.knob import Knob
+from lowvram.durable import write
 from lowvram.planner.events import Trace
 from lowvram.planner.target import Target
 from lowvram.tasks import Problem
@@ -33,18 +33,11 @@ def default_folder() -> Path:
     return cache_folder() / "traces"
 
 
-def written_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def written_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """A file that other processes see whole or not at all. Where it can't be written, there is none."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(number, "wb") as file:
-                write(file)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        write(path, fill)
 
 
 @final

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO, final
 
-from lowvram.results.row import to_json, write_text
+from lowvram.durable import write_text
+from lowvram.results.row import to_json
 
 FILE_NAME = "metrics.jsonl"
 

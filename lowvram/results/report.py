@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from lowvram.durable import write_text
 from lowvram.mistakes import Refused
 from lowvram.results.evidence import Entry, Evidence, entries, evidence
 from lowvram.results.row import FILE_NAME as ROW_FILE
-from lowvram.results.row import to_json, write_text
+from lowvram.results.row import to_json
 from lowvram.results.terminal import shown_path
 
 FILE_NAME = "report.html"

@@ -11,11 +11,12 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from lowvram.durable import write_text
 
 Row = dict[str, Any]
 
@@ -145,19 +146,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file as a whole: a reader, or a power cut, meets the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def is_final(row: Row) -> bool:

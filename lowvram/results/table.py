@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from lowvram.durable import write_text
 from lowvram.results.columns import (
     Column,
     number_column,
@@ -23,7 +24,7 @@ from lowvram.results.columns import (
     value_at,
     words_column,
 )
-from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json, write_text
+from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",

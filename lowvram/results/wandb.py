@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowvram.durable import write_text
 from lowvram.results.row import GIB, KINDS, Row, Status, refuse_secrets
 from lowvram.results.terminal import shown_path
 
@@ -124,7 +125,7 @@ class Run(Recorder):
             return silent
         if run is None:
             return NullRecorder()
-        (folder / RUN_ID_FILE).write_text(run_id, encoding="utf-8")
+        write_text(folder / RUN_ID_FILE, run_id)
         return cls(run, folder, notice)
 
     def __init__(self, run: wandb.Run, folder: Path, notice: str | None) -> None:

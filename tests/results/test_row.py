@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.durable import write_text
 from lowvram.results.row import (
     GIB,
     REFUSED,
@@ -23,7 +24,6 @@ from lowvram.results.row import (
     size_text,
     to_json,
     write,
-    write_text,
 )
 
 SECTIONS = {

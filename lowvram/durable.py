@@ -1,0 +1,85 @@
+"""Files that are there as a whole or not at all, after a power cut too. Imports no torch.
+
+A file is written beside its place under a name that is free, flushed to the disk, moved to its place in one step, and
+then the folder, which holds the name, is flushed. Who dies in between leaves the old file, and at most a leftover
+beside it, whose name `LEFTOVER` knows.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.unfinished")
+NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of file systems that can't flush folders, or may not
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A new, empty file beside `path`, for `settle`; it is gone at the end if it wasn't moved."""
+    beside = unfinished_name(path)
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    try:
+        yield beside
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def unfinished_name(path: Path) -> Path:
+    """A name beside `path` that nobody has."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
+
+
+def settle(beside: Path, path: Path) -> None:
+    """Move a file that is written to its place, over an older one: a power cut leaves the older or this one, whole."""
+    flush(beside)
+    beside.replace(path)
+    flush_folder(path.parent)
+
+
+def write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Replace a file as a whole by what `fill` writes into the file that it is given."""
+    with unfinished(path) as beside:
+        with beside.open("wb") as file:
+            fill(file)
+        settle(beside, path)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    write(path, lambda file: file.write(data))
+
+
+def write_text(path: Path, text: str) -> None:
+    """In UTF-8. Half characters, which file names may have, are written as backslashes and digits."""
+    write_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def flush(path: Path) -> None:
+    """What was written into a file is on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def flush_folder(folder: Path) -> None:
+    """The names in a folder are on the disk, where a file system can do that."""
+    try:
+        flush(folder)
+    except OSError as error:
+        if error.errno not in NOT_FOR_FOLDERS:
+            raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What programs that died have left in a folder. For whoever knows that nobody writes there now."""
+    with suppress(FileNotFoundError):
+        for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
+            path.unlink(missing_ok=True)
