@@ -85,4 +85,4 @@ def described_problem(described: dict[str, Any]) -> tuple[ModelConfig, DataSpec]
 def from_transformers(folder: Path, architecture: str) -> nn.Module:
     import transformers
 
-    return getattr(transformers, architecture).from_pretrained(folder, use_safetensors=True)
+    return getattr(transformers, architecture).from_pretrained(folder, use_safetensors=True, trust_remote_code=False)

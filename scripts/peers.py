@@ -28,7 +28,7 @@ def loaded(case: Case, folder: Path) -> Any:
     from lowvram.models.hf import CLASSES as AUTO
     from lowvram.models.hf import Head
 
-    model = AUTO[Head[case.head]].from_pretrained(case.model_folder(folder))
+    model = AUTO[Head[case.head]].from_pretrained(case.model_folder(folder), trust_remote_code=False)
     if CHECKPOINTING in case.savings:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(case.device).train()

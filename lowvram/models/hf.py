@@ -256,6 +256,7 @@ class HfConfig(ForeignModel):
                     str(folder(self.name)) if is_folder(self.name) else self.name,
                     config=self.config_for(spec),
                     revision=self.revision,
+                    trust_remote_code=False,
                     dtype=torch.float32,
                     use_safetensors=True,
                     ignore_mismatched_sizes=self.reset_head,

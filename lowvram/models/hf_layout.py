@@ -37,5 +37,5 @@ def save(model: Any, restored: Mapping[str, Any], source: Path, folder: Path) ->
             setattr(config, name, value)
         config.save_pretrained(folder)
     for pattern in BESIDE:
-        for path in source.glob(pattern):
+        for path in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(path, folder / path.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -35,14 +37,36 @@ def read_config(name: str, revision: str | None) -> Any:
         require((folder(name) / "config.json").is_file(), "model.name", name, f"{where}: it has no config.json")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
+    where = str(folder(name)) if is_folder(name) else name
     try:
         with nullcontext() if is_folder(name) else hub():
-            return transformers.AutoConfig.from_pretrained(
-                str(folder(name)) if is_folder(name) else name, revision=revision
-            )
+            values, _ = transformers.PreTrainedConfig.get_config_dict(where, revision=revision)
+            check_brings_no_code(name, values)
+            return transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
+    except BadInput:
+        raise
     except Exception as error:
         allowed = "a model that transformers knows" if is_folder(name) else ON_THE_HUB
         raise BadInput("model.name", name, f"{allowed}: {first_line(error)}") from None
+
+
+def check_brings_no_code(name: str, values: Mapping[str, Any]) -> None:
+    """Raises BadInput if a config.json asks for code that isn't transformers' own."""
+    for key in code_in(values):
+        allowed = (
+            f"a model that transformers has the code of: this one brings its own ({key} in its config.json), which"
+        )
+        mend = f"lowvram never runs; where transformers has the same model, remove {key} in a copy of the folder"
+        raise BadInput("model.name", name, f"{allowed} {mend}")
+
+
+def code_in(values: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that name code: files beside config.json, or kernels of the hub."""
+    for key, value in values.items():
+        if (key == "auto_map" and value) or ("_implementation" in key and "/" in json.dumps(value)):
+            yield key
+        elif isinstance(value, Mapping):
+            yield from code_in(value)
 
 
 ON_THE_HUB = (

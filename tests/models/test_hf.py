@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import torch
 from torch import Tensor
 
+import lowvram
 from lowvram.config import BadInput
 from lowvram.core.rig import assemble
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.tokenizer import pretrained
 from lowvram.models.hf import Head, HfConfig, Weights
 from lowvram.models.hf_source import transformers
 from lowvram.tasks import Auto, Problem
@@ -131,6 +135,66 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="must be a model that transformers knows"):
         HfConfig(str(tmp_path))
+
+
+CODE = "from pathlib import Path; Path({trap!r}).touch()\nfrom transformers import {base}\nclass {name}({base}): pass"
+
+
+def with_code(folder: Path, trap: Path, **values: Any) -> str:
+    """A model of transformers whose config.json asks for code beside it; that code would leave the file `trap`."""
+    shutil.copytree(tiny("gpt2"), folder)
+    for name, base in (("Config", "GPT2Config"), ("Model", "GPT2LMHeadModel"), ("Tokenizer", "GPT2Tokenizer")):
+        (folder / f"{name.lower()}.py").write_text(CODE.format(trap=str(trap), base=base, name=name))
+    code: dict[str, Any] = {"AutoConfig": "config.Config", "AutoModelForCausalLM": "model.Model"}
+    code["AutoTokenizer"] = ["tokenizer.Tokenizer", None]
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | {"auto_map": code} | values))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": code, "tokenizer_class": "Tokenizer"}))
+    return str(folder)
+
+
+@pytest.fixture
+def says_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 99))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, "auto_map"),
+        ({"model_type": "mine"}, "auto_map"),
+        ({"auto_map": {}, "attn_implementation": "somebody/kernels"}, "attn_implementation"),
+        ({"auto_map": {}, "_attn_implementation": "somebody/kernels"}, "_attn_implementation"),
+        ({"auto_map": {}, "text_config": {"attn_implementation": "a/b"}}, "attn_implementation"),
+    ],
+)
+def test_code_of_a_folder_is_never_run(
+    values: dict[str, Any], told: str, tmp_path: Path, says_yes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = with_code(tmp_path / "m", tmp_path / "trap", **values)
+    with pytest.raises(BadInput, match=rf"^model\.name='{where}': must be .* its own \({told} in its config\.json\)"):
+        HfConfig(where)
+    assert not (tmp_path / "trap").exists()
+    assert capsys.readouterr().out == ""  # nobody was asked
+
+
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, says_yes: None) -> None:
+    where = with_code(tmp_path / "m", tmp_path / "trap", model_type="mine")
+    with pytest.raises(BadInput, match=r"^data\.tokenizer=.*custom code"):
+        pretrained(where, where, None)
+    assert not (tmp_path / "trap").exists()
+
+
+def test_whoever_reads_what_others_have_made_says_that_its_code_is_not_trusted() -> None:
+    """In words, each time: the default of these libraries is to ask."""
+    root = Path(lowvram.__file__).parents[1]
+    for path in [*(root / "lowvram").rglob("*.py"), *(root / "scripts").glob("*.py")]:
+        for call in filter(reads_foreign, ast.walk(ast.parse(path.read_text()))):
+            assert any(ast.unparse(word) == "trust_remote_code=False" for word in call.keywords), path
+
+
+def reads_foreign(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
 
 
 def test_a_head_that_is_not_there_is_told(tmp_path: Path) -> None:
