@@ -19,7 +19,8 @@ from lowvram.remeasuring import is_due, put_back, set_aside
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice, out_of_memory_advice
 from lowvram.results.doubts import doubts
-from lowvram.results.metrics import Metrics
+from lowvram.results.metric_lines import FILE_NAME, Values
+from lowvram.results.metrics import DAMAGED, Metrics
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, stored_run_id
@@ -56,6 +57,7 @@ class Recording:
         handlers: dict[str, Callable[..., None]] = {
             "ready": self.add,
             "begin": self._on_begin,
+            "commit": self.metrics.commit,
             "metrics": self._on_metrics,
             "record": self._record,
             "progress": self.progress.update,
@@ -131,13 +133,20 @@ class Recording:
         self.row, self.told, self._more_parts = self.point.first_row(), {}, None
         return True
 
-    def _on_begin(self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None) -> None:
+    def _on_begin(
+        self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None, untold: list[Values]
+    ) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
         if self.point.is_resumed:  # its words may be others now; nothing can be refused any more
             write_notes(self.point.folder, self.point.notes)
-        self.metrics.begin(step)
+        found = self.metrics.begin(step, untold)
+        if found.num_damaged:
+            left_out = f"{found.num_damaged} damaged lines are left out, and stand in {DAMAGED} as they were"
+            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {left_out}")
         self._start_recorder()
+        for row in found.rows:
+            self._log(row["step"], {name: value for name, value in row.items() if name != "step"})
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
 
@@ -148,6 +157,9 @@ class Recording:
     def _record(self, step: int, values: dict[str, float]) -> None:
         """Metrics that are told after their step: no news for the progress."""
         self.metrics.write(step, values)
+        self._log(step, values)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
         if step >= self._last_recorded:  # W&B knows no second time
             self.recorder.log(step, values)
             self._last_recorded = step

@@ -51,6 +51,7 @@ NAMES = {
         *SHARED,
         ".hydra",
         "metrics.jsonl",
+        "metrics.damaged.jsonl",
         "result.json",
         "native.log",
         "native.*.log",

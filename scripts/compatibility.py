@@ -13,7 +13,6 @@ compiled yet. `without=GROUP` leaves out the pairs of one group's options, such 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -30,6 +29,7 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
 from lowvram.identity import ROOT
 from lowvram.options import Row, all_options, all_pairs, covering_rows, knob_of, label, neutral_options, why_not
+from lowvram.results.metric_lines import FILE_NAME, read_lines
 from lowvram.runs import Runs
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -94,7 +94,7 @@ def history(folder: Path, found: dict) -> list[float]:
     """Losses and gradient norms of all steps, then the loss of the evaluation."""
     if found["status"] != "ok":
         return []
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(folder / FILE_NAME).rows
     return [*(line[name] for line in lines for name in ("loss/train", "grad_norm")), found["loss"]["eval"]]
 
 

@@ -36,7 +36,8 @@ TORCH_FREE = {
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
-        "accuracy advice band columns curves differences doubts evidence planned report row table terminal wandb"
+        "accuracy advice band columns curves differences doubts evidence metric_lines metrics planned report row table "
+        "terminal wandb"
     ),
     "lowvram.process": "client crew events frames inline launch orders patience server",
 }

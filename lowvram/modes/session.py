@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,10 @@ class Events(Protocol):
     """The way to the parent."""
 
     def __call__(self, event: str, **fields: Any) -> None: ...
+
+    def commit(self) -> bool:
+        """Wait until the rows that were told are on the disk; False if the parent is gone, or slow."""
+        ...
 
 
 class Stop(Protocol):
@@ -55,12 +59,16 @@ class Session:
     resident_bytes: int  # of the process, before it did anything
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
 
-    def begin(self, step: int, num_steps: int) -> None:
-        """All is set up, and nothing can be refused any more: the steps come."""
+    def begin(self, step: int, num_steps: int, untold: Sequence[Mapping[str, Any]] = ()) -> None:
+        """All is set up, and nothing can be refused any more: the steps come.
+
+        Args:
+            untold: rows of `metrics.jsonl` up to `step` that may be missing there.
+        """
         print(f"data: {self.data.description}")
         accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // num_ranks()
         parts = {"parts": accum.parts, "more_parts": accum.more_parts(num_samples)}
-        self.events("begin", step=step, num_steps=num_steps, setup_s=self.age_s(), **parts)
+        self.events("begin", step=step, num_steps=num_steps, setup_s=self.age_s(), untold=list(untold), **parts)
 
     def batches(self, first_step: int) -> Waited:
         """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""

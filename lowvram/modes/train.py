@@ -21,6 +21,7 @@ from lowvram.modes import fields
 from lowvram.modes.clock import clock_for
 from lowvram.modes.compiling import CompileTimes, chosen, compile_seconds
 from lowvram.modes.evaluate import Evaluation, evaluate
+from lowvram.modes.journal import Journal
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
 from lowvram.modes.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
@@ -63,6 +64,7 @@ class TrainingRun:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.journal = Journal(session.events)
         self.snapshots = Snapshots(session.folder / "snapshots", session.settings.snapshot.keep)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
@@ -81,7 +83,7 @@ class TrainingRun:
         """The last thing before the first step, after all that draws random numbers."""
         if self.random is not None:
             set_random_state(self.random)
-        self.session.begin(self.step, self.session.settings.train.steps)
+        self.session.begin(self.step, self.session.settings.train.steps, self.journal.unconfirmed)
         self.logged_at = time.monotonic()
 
     def count(self, loss: Tensor, update: Update, batch: Part) -> None:
@@ -107,22 +109,22 @@ class TrainingRun:
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
         pace = fields.pace(self.session, self.fillings[-steps:], seconds)
-        self.session.events("metrics", step=self.step, values=values | pace | fields.memory_now(self.session))
+        self.journal.tell(self.step, values | pace | fields.memory_now(self.session))
         self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
     def evaluate(self) -> Evaluation:
         """The evaluation after the last step; made once."""
         if self.evaluation is None or self.evaluation[0] != self.step:
             self.evaluation = (self.step, evaluate(self.session))
-            self.session.events("metrics", step=self.step, values=self.evaluation[1].metrics())
+            self.journal.tell(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
     def save(self) -> None:
-        """A snapshot of the run as it stands; made once, by rank 0."""
+        """A snapshot of the run as it stands; made once, by rank 0, when the rows of its steps are on the disk."""
         if self.saved_step != self.step:
             state = gathered(self.state())
             if state is not None:
-                self.snapshots.save(self.step, state)
+                self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
             self.saved_step = self.step
 
     def state(self) -> dict[str, Any]:
@@ -154,6 +156,7 @@ class TrainingRun:
         self.step = self.saved_step = self.logged_step = state["step"]
         self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+        self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
 
     def export(self) -> None:
         """Write what has trained, from rank 0."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
@@ -47,15 +49,17 @@ from lowvram.start import EXIT_INTERRUPTED
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 AGAIN_S = 0.01  # until an interrupt comes again that a destructor has swallowed
+COMMIT_S = 10.0  # how long a snapshot waits for the parent; then it carries the rows itself
 OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
 
 
 class Events:
-    """The pipe to the parent. Once that is gone, nobody reads it."""
+    """The pipe to the parent, and the one through which it answers the first rank. Once it is gone, nobody reads."""
 
-    def __init__(self, fd: int, rank: int) -> None:
-        self._fd, self._rank = fd, rank
+    def __init__(self, fd: int, answers_fd: int, rank: int) -> None:
+        self._fd, self._answers_fd, self._rank = fd, answers_fd, rank
         self._numbers = count()
+        self._num_commits = self._num_answers = 0
 
     def __call__(self, event: str, **fields: Any) -> None:
         if self._rank and event not in OF_EVERY_RANK:
@@ -65,6 +69,24 @@ class Events:
                 os.write(self._fd, frame)
         except BrokenPipeError:
             pass
+
+    def commit(self) -> bool:
+        """Wait until the parent has brought to the disk what it was told; False if it is gone, or takes too long. An
+        answer that comes late counts for the commit that it belongs to."""
+        if self._rank:  # it tells no rows
+            return True
+        self("commit")
+        self._num_commits += 1
+        deadline = time.monotonic() + COMMIT_S
+        while self._num_answers < self._num_commits:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([self._answers_fd], [], [], left_s)[0]:
+                return False
+            answers = os.read(self._answers_fd, select.PIPE_BUF)
+            if not answers:
+                return False
+            self._num_answers += len(answers)
+        return True
 
 
 class SpokenStream:
@@ -132,7 +154,7 @@ class Stop(Patience):
 def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
     """Run one request as one rank; returns the exit code."""
     way = way_of(place, request)
-    events = Events(events_fd, way.rank)
+    events = Events(events_fd, place.answers_fd, way.rank)
     spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
     speak(spoken, is_first=way.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

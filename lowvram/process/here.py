@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -58,13 +58,25 @@ class Stop(Patience):
         raise Interrupted("" if first else SECOND_SIGNAL)
 
 
+@final
+class Events:
+    """As those of a child, whose pipe would make the same of them. Whoever listens has done with each at once."""
+
+    def __init__(self, on_event: Listener) -> None:
+        self._on_event = on_event
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self._on_event(parsed(encoded({"event": event, **fields})))
+
+    def commit(self) -> bool:
+        self("commit")
+        return True
+
+
 def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | None:
     """Plan, or run one point; returns the error that is to be seen as it is, if it ended with one."""
 
-    def tell(event: str, **fields: Any) -> None:  # what the pipe of a child would make of them
-        on_event(parsed(encoded({"event": event, **fields})))
-
-    error = None
+    tell, error = Events(on_event), None
     stop, meeting = Stop(request.get("config", {}).get("timeout_s")), Meeting(Alone(), request)
     try:
         with stop.listening():
@@ -79,6 +91,6 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
     return error
 
 
-def run(request: dict[str, Any], tell: Callable[..., None], stop: Stop, meeting: Meeting) -> dict[str, Any]:
+def run(request: dict[str, Any], tell: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
     child.write_proc("clear_refs", "5")  # the peak of resident memory starts here
     return child.run_point(request, tell, stop, meeting)

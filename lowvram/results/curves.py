@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowvram.results.columns import value_at
-from lowvram.results.metrics import FILE_NAME
+from lowvram.results.metric_lines import FILE_NAME, read_lines
 from lowvram.results.row import Row
 
 NUM_KEPT = 200  # values of one curve: no screen shows more
@@ -23,11 +22,13 @@ class Curve:
 
     `seconds`: of steps, without set-up, evaluations and snapshots; None where no step was timed.
     `seen`: what had been trained on, in the unit of `seen_per_step`.
+    `num_damaged`: lines of the log that can't be read, of those that were looked at.
     """
 
     loss: tuple[float, ...] = ()
     seconds: tuple[float, ...] | None = None
     seen: tuple[float, ...] | None = None
+    num_damaged: int = 0
 
 
 def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
@@ -35,7 +36,11 @@ def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
 
     Where the log doesn't time its steps (mode=measure) each one counts as the median step.
     """
-    logged = [line for line in _lines(folder / FILE_NAME) if isinstance(line.get(LOSS), int | float)]
+    try:
+        lines = read_lines(folder / FILE_NAME, MOST_READ)
+    except OSError:  # no log of ours
+        return Curve()
+    logged = [line for line in lines.rows if line.get(LOSS) is not None]
     stride = -(-len(logged) // NUM_KEPT) or 1
     kept = range((len(logged) - 1) % stride, len(logged), stride)
     times = _seconds(logged, value_at(row, "time.step_ms_p50"))
@@ -43,32 +48,8 @@ def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
         tuple(float(f"{logged[i][LOSS]:.5g}") for i in kept),
         None if times is None else tuple(round(times[i], 3) for i in kept),
         None if seen_per_step is None else tuple(round(logged[i]["step"] * seen_per_step) for i in kept),
+        lines.num_damaged,
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Up to a torn one."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    stride = -(-len(lines) // MOST_READ) or 1
-    found = _parsed(lines[(len(lines) - 1) % stride :: stride])
-    return [values for values in found if isinstance(values, dict) and isinstance(values.get("step"), int)]
-
-
-def _parsed(lines: Sequence[str]) -> list[Any]:
-    """All at once is ten times as fast as one by one, which is what finds a torn line."""
-    try:
-        return json.loads(f"[{','.join(lines)}]", parse_constant=lambda _: None)
-    except ValueError:
-        found: list[Any] = []
-    for line in lines:
-        try:
-            found.append(json.loads(line, parse_constant=lambda _: None))
-        except ValueError:
-            break
-    return found
 
 
 def _seconds(logged: Sequence[dict[str, Any]], step_ms: float | None) -> list[float] | None:

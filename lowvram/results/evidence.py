@@ -23,6 +23,7 @@ from lowvram.results.differences import (
     settings,
     waterfall,
 )
+from lowvram.results.metric_lines import FILE_NAME as LOG_FILE
 from lowvram.results.row import KINDS, Row
 
 Evidence = dict[str, Any]
@@ -57,6 +58,7 @@ def evidence(found: Sequence[Entry]) -> Evidence:
     has_tokens = any(value_at(row, "throughput.tokens_per_s") for row in rows)
     is_plan = all(row["choices"].get("mode") == "plan" for row in rows)
     sweeps = list(dict.fromkeys(entry.sweep for entry in found))
+    points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(found, differing, strict=True)]
     return {
         "title": ", ".join(sweep.name for sweep in sweeps),
         "about": _about(rows, differing),
@@ -66,13 +68,19 @@ def evidence(found: Sequence[Entry]) -> Evidence:
         "speed_unit": "tokens" if has_tokens else "samples",
         "kinds": PEAK_KINDS,
         "baseline": reference,
-        "points": [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(found, differing, strict=True)],
+        "points": points,
         "frontier": frontier(rows),
         "effects": [vars(effect) for effect in effects(rows, differing, reference)],
         "waterfall": waterfall(rows, differing),
         "columns": [_column(column) for column in _columns(found, differing)],
-        "notes": table.build(rows).notes,
+        "notes": [*table.build(rows).notes, *_damages(points)],
     }
+
+
+def _damages(points: Sequence[Evidence]) -> list[str]:
+    """Of which points lines of the log can't be read."""
+    damaged = ((point["name"], point["curve"]["num_damaged"]) for point in points)
+    return [f"{name}: {number} damaged lines of {LOG_FILE} are left out" for name, number in damaged if number]
 
 
 def _about(rows: Sequence[Row], differing: Sequence[Settings]) -> list[str]:

@@ -1,16 +1,16 @@
-"""`metrics.jsonl` of a point: a line for every logged step, written at once. Needs no torch."""
+"""`metrics.jsonl` of a point: a line for every logged step, written at once. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO, final
+from typing import Any, TextIO, final
 
 from lowvram.durable import write_text
-from lowvram.results.row import to_json
+from lowvram.results.metric_lines import FILE_NAME, Lines, Values, read_lines, to_line
 
-FILE_NAME = "metrics.jsonl"
+DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines were left out
 
 
 @final
@@ -20,33 +20,55 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
         self._file: TextIO | None = None
+        self._last_kinds = set[Any]()  # of the rows of the step after which the point began: one may come again
 
-    def begin(self, step: int) -> None:
-        """The steps after `step` come; what was written of such ones is void."""
+    def begin(self, step: int, untold: Sequence[Values]) -> Lines:
+        """The steps after `step` come; what was written of such ones is void.
+
+        Args:
+            untold: rows up to `step` that an earlier process of the point may not have found a reader for.
+
+        Returns:
+            Those of them that were indeed missing, and how many lines of the file were damaged.
+        """
         self.close()
-        cut_back(self._path, step)
-        self._file = self._path.open("a")
+        before = read_lines(self._path)
+        if before.num_damaged:
+            self._path.replace(self._path.with_name(DAMAGED))
+        kept = [row for row in before.rows if row["step"] <= step]
+        known = set(map(kind, kept))
+        missing = [row for row in untold if kind(row) not in known]
+        rows = sorted([*kept, *missing], key=lambda row: row["step"])
+        self._last_kinds = {kind(row) for row in rows if row["step"] == step}
+        self._rewrite(rows)
+        return Lines(missing, before.num_damaged)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line."""
         assert self._file is not None
-        self._file.write(to_json({"step": step, **values}) + "\n")
+        row = {"step": step, **values}
+        if kind(row) in self._last_kinds:  # made again after a death, maybe with other words: this one is the row's
+            self._file.close()
+            self._rewrite(old for old in read_lines(self._path).rows if kind(old) != kind(row))
+        self._file.write(to_line(row))
         self._file.flush()
+
+    def commit(self) -> None:
+        """All lines are on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:
+            self.commit()
             self._file.close()
+            self._file = None
+
+    def _rewrite(self, rows: Iterable[Values]) -> None:
+        write_text(self._path, "".join(map(to_line, rows)))
+        self._file = self._path.open("a", encoding="utf-8")
 
 
-def cut_back(metrics: Path, step: int) -> None:
-    """Keep the lines up to `step`; a torn last line goes too."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
-    write_text(metrics, "".join(kept))
+def kind(row: Values) -> Any:
+    """What makes a row the same one again: its step, and what it tells."""
+    return row["step"], *sorted(row)

@@ -54,10 +54,14 @@ class Told:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     stop_at: int | None = None  # the step after which to stop
     requested: bool = False
+    is_heard: bool = True  # the parent is there, and brings to the disk what it is told
 
     def __call__(self, event: str, **fields: Any) -> None:
         self.events.append((event, fields))
         self.requested = self.requested or (event == "metrics" and fields["step"] == self.stop_at)
+
+    def commit(self) -> bool:
+        return self.is_heard
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

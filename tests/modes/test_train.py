@@ -18,6 +18,7 @@ from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.modes.evaluate import evaluate
+from lowvram.modes.journal import MOST_UNCONFIRMED, Journal
 from lowvram.modes.measure import Measure
 from lowvram.modes.session import Session
 from lowvram.modes.train import Train, TrainingRun
@@ -105,6 +106,27 @@ def test_snapshots_are_made_when_due_and_at_the_end(make_session: MakeSession) -
     Train().run(session)
     names = sorted(path.name.partition(".")[0] for path in (session.folder / "snapshots").iterdir())
     assert names == ["step_00000004", "step_00000005"]
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_snapshot_carries_the_rows_that_nobody_has_confirmed(make_session: MakeSession, is_heard: bool) -> None:
+    """And the run that goes on tells them, before its own."""
+    told = Told(stop_at=3, is_heard=is_heard)
+    with pytest.raises(Interrupted):
+        Train().run(make_session(told=told, snapshot_every=2))
+    rows = [{"step": fields["step"], **fields["values"]} for event, fields in told.events if event == "metrics"]
+    again = Told()
+    Train().run(make_session(told=again, is_resumed=True))
+    event, fields = again.events[0]
+    assert event == "begin"
+    assert fields["untold"] == ([] if is_heard else rows)
+
+
+def test_many_rows_are_confirmed_in_between() -> None:
+    journal = Journal(Told())
+    for step in range(1, MOST_UNCONFIRMED + 3):
+        journal.tell(step, {"loss/train": 1.0})
+    assert [row["step"] for row in journal.unconfirmed] == [MOST_UNCONFIRMED + 1, MOST_UNCONFIRMED + 2]
 
 
 def test_a_finished_run_that_is_resumed_only_finishes(make_session: MakeSession) -> None:

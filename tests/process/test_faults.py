@@ -6,8 +6,11 @@ One sweep holds most faults, each in a point of its own (see tests/faults/faults
 from __future__ import annotations
 
 import json
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +239,25 @@ def test_the_program_is_killed(start: Start, tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
     assert len(list(outcome.folder.glob("snapshots/step_*.pt"))) == 1
     assert history(outcome.folder)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_line_is_lost_or_doubled_when_the_program_is_killed(
+    start: Start, call: Call, tmp_path: Path, seed: int
+) -> None:
+    """It stands still before it dies: its point makes steps and snapshots of which it never learns."""
+    words = (*TINY, "train.steps=14", "train.eval_every=3", "snapshot.every_steps=2")
+    wanted = history(call(*words).folder)
+    folder = tmp_path / "killed"
+    running = start(*words, "name=slow", f"hydra.run.dir={folder}")
+    wait_until(lambda: (folder / "metrics.jsonl").exists(), "metrics")
+    running.process.send_signal(signal.SIGSTOP)
+    time.sleep(random.Random(seed).uniform(0, 1.5))
+    running.process.kill()
+    running.wait_until_gone(15)
+    again = call(f"resume={folder}", "name=null")
+    assert again.code == 0, again.said()
+    assert history(folder) == wanted
 
 
 SINGLE = {

@@ -15,7 +15,9 @@ import pytest
 
 import lowvram
 from lowvram.lengths import LONGEST_LINE, LONGEST_TEXT
+from lowvram.process import child
 from lowvram.process.child import Events, SpokenStream
+from lowvram.process.crew import ACKNOWLEDGED
 from lowvram.process.events import EVENTS, EventReader, parsed
 from lowvram.process.frames import BODY_BYTES, LARGEST_EVENT_BYTES, MAGIC, Assembly, encoded, frames
 
@@ -148,7 +150,7 @@ def test_texts_that_are_too_long_are_cut() -> None:
 def test_a_printed_line_is_cut() -> None:
     """Also if it is written bit by bit; the line after it is whole."""
     reader, writer = os.pipe()
-    stream = SpokenStream(Events(writer, 0))
+    stream = SpokenStream(Events(writer, -1, 0))
 
     def speak() -> None:
         for _ in range(100):
@@ -164,10 +166,29 @@ def test_a_printed_line_is_cut() -> None:
     assert [event["text"] for event in found] == [cut, "next \udcff", "rest"]
 
 
+def test_a_commit_waits_for_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that is slow gets a deadline, one that is gone none."""
+    monkeypatch.setattr(child, "COMMIT_S", 0.05)
+    (reader, writer), (answers, answer) = os.pipe(), os.pipe()
+    events = Events(writer, answers, 0)
+    assert not events.commit()
+    os.write(answer, ACKNOWLEDGED)  # late, for the first one
+    assert not events.commit()
+    os.write(answer, ACKNOWLEDGED * 2)
+    assert events.commit()
+    monkeypatch.setattr(child, "COMMIT_S", 60.0)
+    os.close(answer)
+    os.close(reader)
+    assert not events.commit()
+    assert Events(writer, -1, rank=1).commit()
+    os.close(writer)
+    os.close(answers)
+
+
 def test_every_event_has_a_form() -> None:
     """Those that children tell, by their sources."""
     sources = Path(lowvram.__file__).parent
     files = [sources / "job.py", *(sources / "modes").glob("*.py"), *(sources / "process").glob("*.py")]
-    told = {name for file in files for name in re.findall(r'\b(?:events|tell)\(\s*"(\w+)"', file.read_text())}
+    told = {name for file in files for name in re.findall(r'\b_?(?:events|tell)\(\s*"(\w+)"', file.read_text())}
     assert told <= EVENTS.keys()
     assert {"row", "begin", "metrics"} <= told

@@ -31,11 +31,17 @@ def test_nothing_is_made_up(tmp_path: Path) -> None:
     assert curve(tmp_path, untimed, None) == Curve((5.0,), None, None)
 
 
-def test_a_torn_line_ends_the_curve(tmp_path: Path) -> None:
+def test_what_cannot_be_read_costs_its_line_alone(tmp_path: Path) -> None:
+    """And is counted, but for a last line that is half written."""
     log(tmp_path, {"step": 1, "loss/train": 5.0})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "loss')
-    assert curve(tmp_path, ROW, 1.0).loss == (5.0,)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "\xff"\n{"step": 3, "loss/train": 4.0}\n{"step": 4, "loss')
+    assert curve(tmp_path, ROW, 1.0) == Curve((5.0, 4.0), (0.1, 0.3), (1, 3), num_damaged=1)
+
+
+def test_a_folder_in_the_place_of_the_log_is_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert curve(tmp_path, ROW, 1.0) == Curve()
 
 
 @pytest.mark.parametrize("num_steps", [NUM_KEPT + 1, MOST_READ + 7, 3 * MOST_READ])
