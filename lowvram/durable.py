@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,17 @@ def unfinished(path: Path) -> Iterator[Path]:
         yield beside
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """A new, empty folder beside `path`; it is gone at the end, with what is still in it."""
+    beside = unfinished_name(path)
+    beside.mkdir()
+    try:
+        yield beside
+    finally:
+        shutil.rmtree(beside)
 
 
 def unfinished_name(path: Path) -> Path:
@@ -82,4 +94,7 @@ def remove_leftovers(folder: Path) -> None:
     """What programs that died have left in a folder. For whoever knows that nobody writes there now."""
     with suppress(FileNotFoundError):
         for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

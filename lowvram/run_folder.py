@@ -26,7 +26,7 @@ from typing import Any, final
 
 from lowvram import __version__
 from lowvram.config import BadInput
-from lowvram.durable import flush_folder
+from lowvram.durable import flush_folder, remove_leftovers
 from lowvram.results import row as rows
 
 MARKER = ".lowvram"
@@ -66,6 +66,9 @@ NAMES = {
     ),
     Kind.SWEEP: (*SHARED, "multirun.yaml", "references"),
 }
+
+
+FOLDERS = (".hydra", "snapshots", "model", "fidelity", "experiment")  # of a run, in which files are written whole
 
 
 class Held(BadInput):
@@ -130,6 +133,7 @@ class Claim:
         try:
             self.fd = self._open()
             self._check(self._before, point)
+            self._tidy()
             self._tell(Owner.me(), point)
         except BaseException:
             self.undo()
@@ -207,6 +211,12 @@ class Claim:
         if taken:
             allowed = f"a folder without {', '.join(taken)}, which lowvram would write: choose another one, or rename"
             raise BadInput(self._key, str(self.folder), f"{allowed} what is there")
+
+    def _tidy(self) -> None:
+        """What programs left here that died while they wrote. The points of a sweep tidy their own folders."""
+        if self.kind is Kind.RUN:
+            for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
+                remove_leftovers(folder)
 
     def _tell(self, owner: Owner | None, point: str | None) -> None:
         """Write into the marker who holds the lock; the file stays the same one, as its lock must."""

@@ -31,8 +31,8 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "lowvram": (
         "cli composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline lengths "
-        "mistakes planning point recording remeasuring resume run_folder runs searching settings start sweeper table "
-        "verdict winner"
+        "manifest mistakes planning point recording remeasuring resume run_folder runs searching settings start "
+        "sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (

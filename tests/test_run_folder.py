@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lowvram.config import BadInput
+from lowvram.durable import unfinished_name
 from lowvram.run_folder import MARKER, Claim, Held, Kind, Owner, is_running, made_folders
 
 
@@ -45,6 +46,27 @@ def test_a_folder_is_taken_once_and_given_back(tmp_path: Path) -> None:
     again.undo()  # the folder was there before
     assert (tmp_path / "a" / "b" / MARKER).exists()
     assert json.loads((tmp_path / "a" / "b" / MARKER).read_text())["owner"] is None
+
+
+def test_what_the_dead_have_left_goes_when_the_folder_is_taken(tmp_path: Path) -> None:
+    taken(tmp_path).release()
+    (tmp_path / "model").mkdir()
+    left = [unfinished_name(tmp_path / name) for name in ("result.json", "model/files.json", "model")]
+    for path in left[:2]:
+        path.touch()
+    left[2].mkdir()
+    (left[2] / "model.safetensors").touch()
+    (tmp_path / ".mine.unfinished").touch()
+    claim = taken(tmp_path)
+    with pytest.raises(Held):
+        taken(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert (tmp_path / ".mine.unfinished").exists()
+    left[0].touch()  # somebody writes
+    with pytest.raises(Held):
+        taken(tmp_path)
+    assert left[0].exists()
+    claim.release()
 
 
 def test_what_is_undone_was_never_there(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import Waited
 from lowvram.endings import Interrupted, NonFinite
-from lowvram.export import Origin, export
+from lowvram.export import Origin, check_free, export
 from lowvram.modes import fields
 from lowvram.modes.clock import clock_for
 from lowvram.modes.compiling import CompileTimes, chosen, compile_seconds
@@ -26,6 +26,7 @@ from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
 from lowvram.modes.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
 
+EXPORTED = "model"
 SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
 
 
@@ -35,6 +36,7 @@ class Train:
     """conf/mode/train.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
+        check_free(session.folder / EXPORTED)
         run, settings = TrainingRun(session), session.settings
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
         run.begin()
@@ -164,7 +166,7 @@ class TrainingRun:
         model = whole_model(session.rig.model, session.rig.task.make_model)
         if model is not None:
             made_from = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
-            export(session.folder / "model", model, made_from, settings.export.merge)
+            export(session.folder / EXPORTED, model, made_from, settings.export.merge)
 
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""

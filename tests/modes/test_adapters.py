@@ -71,7 +71,8 @@ def test_what_is_left_is_what_was_evaluated(
     assert row["model"]["parameters"] > row["model"]["trainable"] > 0
     names = {path.name for path in (session.folder / "model").iterdir()}
     apart = {"adapter_config.json", "adapter_model.safetensors", "lowvram.json"}
-    assert names == (apart if isinstance(adapter, Lora) and not merge else {"config.json", "model.safetensors"})
+    whole = {"config.json", "model.safetensors"}
+    assert names == (apart if isinstance(adapter, Lora) and not merge else whole) | {"files.json"}
 
 
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])

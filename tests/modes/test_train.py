@@ -146,6 +146,17 @@ def test_the_weights_that_are_left_are_those_that_were_evaluated(make_session: M
     assert evaluate(plain).loss == row["loss"]["eval"]
 
 
+def test_a_file_in_the_way_of_the_weights_is_told_before_the_first_step(make_session: MakeSession) -> None:
+    told = Told()
+    session = make_session(told=told)
+    (session.folder / "model").mkdir(parents=True)
+    (session.folder / "model" / "config.json").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"model/config\.json is in the way"):
+        Train().run(session)
+    assert losses(told) == []
+    assert (session.folder / "model" / "config.json").read_text() == "mine"
+
+
 def test_a_row_says_what_the_knobs_did(make_session: MakeSession) -> None:
     choices: dict[str, str | Knob] = {"accum": "x2", "precision": Fp16(init_scale=2.0**31)}
     row = Train().run(make_session("resnet", choices=choices, steps=12))
