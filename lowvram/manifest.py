@@ -155,4 +155,4 @@ def ours_in(folder: Path, names: Iterable[str]) -> Files:
 
 def in_the_way(path: Path, run: Path) -> FileExistsError:
     what = f"{path} is in the way of what lowvram exports, and isn't as lowvram wrote it there ({NAME} tells)"
-    return FileExistsError(f"{what}: move it, or rename {path.name}, then go on with resume={run}")
+    return FileExistsError(f"{what}: move it elsewhere, then go on with resume={run}")
