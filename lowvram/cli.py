@@ -41,12 +41,14 @@ from lowvram.results.terminal import (
     progress_for,
     shown_path,
     summary,
+    tell,
     terminal_restored,
 )
 from lowvram.results.wandb import sync_command
 from lowvram.resume import moved, with_resumed
 from lowvram.run_folder import Held, has_snapshots
 from lowvram.searching import Searches, is_search
+from lowvram.secret import words_without_secrets
 from lowvram.settings import check_root, is_inline
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -82,10 +84,10 @@ def run_program(program: Program, wants_traceback: bool) -> int:
         program.folders.undo()
         if wants_traceback:
             raise
-        print(sentence(error), file=sys.stderr)
+        tell(sentence(error), sys.stderr)
         return EXIT_REFUSED
     except OSError as error:  # of the results: no room, no permission, no such place
-        print(f"{error.filename or 'the results'}: can't be written ({error.strerror})", file=sys.stderr)
+        tell(f"{error.filename or 'the results'}: can't be written ({error.strerror})", sys.stderr)
         return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
     finally:
         program.server.stop()
@@ -264,7 +266,7 @@ class Program:
         about, folder = HydraConfig.get(), output_folder()
         is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
         values, choices = self.checked(config)
-        command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words(words)])
+        command = shlex.join(["python", "train.py", *words_without_secrets(words)])
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
         return Point(
             id=identity.point_id(_root_=config),
@@ -305,14 +307,14 @@ class Program:
     def close(self) -> int:
         """Print what was found; returns the exit code."""
         for line in (others := self.folders.running()):
-            print(line)
+            tell(line)
         if self.last is None or not self.rows:
             self.folders.undo()
             return EXIT_INTERRUPTED if self.num_signals or others else 0
         if self.last.sweep:
             self.close_sweep(self.last.folder.parent, self.last.config["logger"])
         elif self.rows[-1]["status"] == Status.INCOMPATIBLE:
-            print(self.rows[-1]["reason"], file=sys.stderr)
+            tell(self.rows[-1]["reason"], sys.stderr)
             self.folders.undo()
         else:
             ranks = [f"sharding.ranks={self.launch.num_ranks}"] if self.launch else []  # torchrun isn't part of it
@@ -325,7 +327,7 @@ class Program:
     def tell_failure(self, row: Row) -> None:
         """Under torchrun, of a rank that can't tell the one that records."""
         if self.aside and self.launch and Status(row["status"]).exit_single == EXIT_FAILED:
-            print(f"rank {self.launch.rank}: {row['status']}: {row['reason']}", file=sys.__stderr__)
+            tell(f"rank {self.launch.rank}: {row['status']}: {row['reason']}", sys.__stderr__)
 
     def linger(self) -> None:
         """torchrun ends all programs when one has failed: let that one be first that tells what it was."""
@@ -345,13 +347,13 @@ class Program:
         table.save(folder, table.collect(folder))
         print(table.render(self.rows, sys.stdout, kept=self.kept))
         report.save(folder)
-        print(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
+        tell(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
         for line in [] if self.num_signals else wandb_sweep.record(folder, logger):
-            print(line)
+            tell(line)
         if any(folder.glob("*/wandb/offline-run-*")):
-            print(f"to upload: {sync_command(folder)}")
+            tell(f"to upload: {sync_command(folder)}")
         if any(rows.is_missing(row) for row in self.rows) or self.num_signals:
             words = [word for word in self.words if not word.startswith("hydra.sweep.dir=")]
-            print(
+            tell(
                 f"to run what is missing: {command_line(*words, f'hydra.sweep.dir={hydra_quoted(shown_path(folder))}')}"
             )

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram import identity
+from lowvram import identity, secret
 from lowvram.config import require
 from lowvram.settings import GROUPS
 
@@ -32,8 +32,10 @@ def config_path() -> str:
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Resolved and free of Hydra's own part, as JSON can hold it."""
-    return {str(key): container(config[key]) for key in config if key != "hydra"}
+    """Resolved and free of Hydra's own part, as JSON can hold it. From here on its secrets are known as such."""
+    values = {str(key): container(config[key]) for key in config if key != "hydra"}
+    secret.learn(values)
+    return values
 
 
 def container(node: Any, resolve: bool = True) -> Any:

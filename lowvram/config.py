@@ -19,6 +19,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, ValidationError
 
+from lowvram.secret import text_without_secrets, without_secrets
+
 PACKAGE = "lowvram."
 BUILT: dict[tuple[type, str, str], Any] = {}  # by class, key and values
 CONSTANTS = {"None": "null", "True": "true", "False": "false"}
@@ -29,7 +31,8 @@ class BadInput(ValueError):
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
         self.key, self.value, self.allowed = key, value, allowed
-        super().__init__(f"{key}={CONSTANTS.get(repr(value), repr(value))}: must be {allowed}")
+        shown = repr(without_secrets(value, key))
+        super().__init__(text_without_secrets(f"{key}={CONSTANTS.get(shown, shown)}: must be {allowed}"))
 
 
 class Incompatible(ValueError):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lowvram.config import BadInput, Incompatible
 from lowvram.lengths import LONGEST_REASON, shortened
+from lowvram.secret import text_without_secrets
 
 OUT_OF_MEMORY_WORDS = (
     "can't allocate memory",
@@ -51,7 +52,7 @@ class NonFinite(ArithmeticError):
 def ending(error: BaseException) -> dict[str, Any]:
     """Status and reason of a point that ended with `error`."""
     end = full_ending(error)
-    return end | {"reason": shortened(end["reason"], LONGEST_REASON)}
+    return end | {"reason": shortened(text_without_secrets(end["reason"]), LONGEST_REASON)}
 
 
 def full_ending(error: BaseException) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -22,6 +22,7 @@ from lowvram.durable import unfinished_folder
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.models.external import ExternalConfig, HandedOver
 from lowvram.models.layout import CONFIG, WEIGHTS, plain, write_json
+from lowvram.secret import REFUSED
 from lowvram.tasks import Auto, ModelConfig
 
 APART = "lowvram.json"  # beside an adapter: what it is to be put into
@@ -121,9 +122,14 @@ class Allowed:
         if not isinstance(config, ExternalConfig):
             self.check_unused()
             return config
-        if self.maker is not None:
-            return HandedOver(**vars(config), maker=self.maker)
         name = config.target.rpartition(".")[2]
+        args = {arg: value for arg, value in (config.args or {}).items() if REFUSED not in str(value)}
+        if self.maker is not None:
+            return HandedOver(**vars(replace(config, args=args)), maker=self.maker)
+        secrets = [arg for arg in config.args or {} if arg not in args]
+        whole = f"load(folder, model=functools.partial({name}, {', '.join(f'{arg}=…' for arg in secrets)}))"
+        allowed = f"handed over, since it held secrets, which are kept nowhere: {whole}"
+        require(not secrets, "model.args", config.args, allowed)
         ways = f"load(folder, model={name}), or load(folder, trust={{{config.target!r}}})"
         is_trusted = config.target in self.names
         require(is_trusted, "model.target", config.target, f"named by you, since its code will run: {ways}")

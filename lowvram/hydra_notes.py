@@ -18,7 +18,7 @@ from yaml import YAMLError
 from lowvram.composed import container
 from lowvram.config import BadInput, require
 from lowvram.durable import write_text
-from lowvram.results.row import REFUSED, refuse_secrets, refuse_secrets_in_words
+from lowvram.secret import REFUSED, text_without_secrets, without_secrets, words_without_secrets
 
 FOLDER = ".hydra"
 OVERRIDES = "overrides.yaml"
@@ -28,9 +28,9 @@ Notes = Mapping[str, str]  # texts by their files' names
 def notes_of(config: DictConfig) -> Notes:
     """What is to be noted of the point that Hydra has composed."""
     hydra = copy.deepcopy(HydraConfig.get())
-    values = without_secrets(hydra)
+    values = hydras_part(hydra)
     return {
-        "config.yaml": as_yaml(refuse_secrets(container(config, resolve=False))),
+        "config.yaml": as_yaml(without_secrets(container(config, resolve=False))),
         "hydra.yaml": as_yaml({"hydra": values}),
         OVERRIDES: as_yaml(values["overrides"]["task"]),
     }
@@ -39,14 +39,16 @@ def notes_of(config: DictConfig) -> Notes:
 def sweep_note(config: DictConfig) -> str:
     """`multirun.yaml` in a sweep's folder: what was typed, and the configuration around the points."""
     plain = container(config, resolve=False)
-    return as_yaml(refuse_secrets(plain) | {"hydra": without_secrets(config.hydra)})
+    return as_yaml(without_secrets(plain) | {"hydra": hydras_part(config.hydra)})
 
 
-def without_secrets(hydra: Any) -> dict[str, Any]:
+def hydras_part(hydra: Any) -> dict[str, Any]:
     """Hydra's own part of a configuration, which holds the words that were typed."""
-    values = refuse_secrets(container(hydra, resolve=False))
-    values["overrides"] = {kind: refuse_secrets_in_words(words) for kind, words in values["overrides"].items()}
-    return values
+    values = container(hydra, resolve=False)
+    values["overrides"] = {kind: words_without_secrets(words) for kind, words in values["overrides"].items()}
+    words = values["job"].get("override_dirname", "")
+    values["job"]["override_dirname"] = text_without_secrets(words, is_config=True)
+    return without_secrets(values)
 
 
 def as_yaml(values: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram import __version__
+from lowvram.secret import words_without_secrets
 from lowvram.settings import ROOT_KEYS, check_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +129,7 @@ def git(*words: str) -> str | None:
 
 def point_name(words: list[str], swept: list[str]) -> str:
     """What was swept, such as "bf16-every2-lr0.01", for people; never used as a folder."""
-    values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    values = {word.partition("=")[0]: word.partition("=")[2] for word in words_without_secrets(words)}
     named = [(key, values[key]) for key in swept if key in values]
     return "-".join(
         f"{key.rpartition('.')[2]}{value}" if "." in key or key in ROOT_KEYS else value for key, value in named

@@ -27,7 +27,8 @@ from lowvram.modes.utilisation import mfu, whole_samples_per_s
 from lowvram.options import knob_of
 from lowvram.process.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.process.meeting import Meeting
-from lowvram.results.row import held_by_another_process, refuse_secrets
+from lowvram.results.row import held_by_another_process
+from lowvram.secret import without_secrets
 from lowvram.settings import GROUPS, KNOB_GROUPS, Settings
 
 TO_HOST = {("offload", "activations"), ("offload", "parameters"), ("stepping", "cpu_offload")}  # a CPU is its own host
@@ -82,7 +83,7 @@ def import_libraries(settings: Settings) -> None:
 
 def chosen(request: dict[str, Any]) -> dict[str, Any]:
     """The option of each group, and each value that changes a result, by dotted key."""
-    config = {key: value for key, value in refuse_secrets(request["config"]).items() if key not in NOT_IDENTITY}
+    config = {key: value for key, value in without_secrets(request["config"]).items() if key not in NOT_IDENTITY}
     fields = {key: value for key, value in by_dotted_key(config).items() if key not in NOT_IDENTITY}
     return {group: request["choices"][group] for group in GROUPS} | fields
 

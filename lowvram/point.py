@@ -25,6 +25,7 @@ from lowvram.results.row import Row
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import RECORDERS
 from lowvram.run_folder import has_snapshots
+from lowvram.secret import without_secrets
 from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS
 from lowvram.verdict import Circumstances, num_oom_kills
 
@@ -85,7 +86,7 @@ class Point:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
         more = {"plan": self.plan, "provenance": self.provenance, "attempts": self.attempts}
         more |= {"reruns": self.reruns}
-        return rows.merge(rows.empty_row(), known | more)
+        return rows.merge(rows.empty_row(), without_secrets(known | more))
 
     def request(self) -> dict[str, Any]:
         """What its children are told."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowvram.durable import write_bytes
 from lowvram.growing import with_parts
 from lowvram.hydra_notes import write_notes
 from lowvram.process.client import Ending, Event
+from lowvram.process.launch import native_log
 from lowvram.process.orders import Orders
 from lowvram.remeasuring import is_due, put_back, set_aside
 from lowvram.results import row as rows
@@ -24,6 +27,7 @@ from lowvram.results.metrics import DAMAGED, Metrics
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, stored_run_id
+from lowvram.secret import text_without_secrets, without_secrets
 from lowvram.verdict import Circumstances, Told, verdict
 
 if TYPE_CHECKING:
@@ -72,7 +76,7 @@ class Recording:
 
     def add(self, fields: dict[str, Any]) -> None:
         """More of the row is known."""
-        self.row = rows.merge(self.row, fields)
+        self.row = rows.merge(self.row, without_secrets(fields))
 
     def end(self, status: Status, reason: str | None) -> None:
         """How the point ended."""
@@ -90,6 +94,8 @@ class Recording:
         self.add(first | {"disturbed": together(self.row["disturbed"], first.get("disturbed"))})
         if len(ranks) > 1:
             self._add_ranks(ranks)
+        for log in (native_log(rank) for rank in all_ranks):
+            clean(self.point.folder / log)
         end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
         blamed = self.told.get(end.rank)
         if end.status == Status.ERROR and blamed is not None:
@@ -213,6 +219,15 @@ class Recording:
         with suppress(OSError):
             self.metrics.close()
         return self.row
+
+
+def clean(log: Path) -> None:
+    """What native code has said is the one thing that is written without us: its secrets are taken out afterwards."""
+    if not log.exists():
+        return
+    text = log.read_bytes().decode(errors="surrogateescape")
+    if (without := text_without_secrets(text)) != text:
+        write_bytes(log, without.encode(errors="surrogateescape"))
 
 
 def together(*reasons: str | None) -> str | None:

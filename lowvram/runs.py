@@ -21,6 +21,7 @@ from lowvram.process.client import Server
 from lowvram.results.row import Row
 from lowvram.results.terminal import QuietProgress
 from lowvram.searching import Searches, is_search
+from lowvram.secret import words_without_secrets
 from lowvram.settings import check_root, is_inline
 
 
@@ -102,5 +103,5 @@ class Runs:
             config=values,
             choices=chosen(config.hydra.runtime.choices),
             sweep=self.folder.name,
-            provenance=identity.provenance(seed, f"python train.py {' '.join(words)}"),
+            provenance=identity.provenance(seed, f"python train.py {' '.join(words_without_secrets(words))}"),
         )

@@ -20,6 +20,7 @@ from lowvram.results import row as rows
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.resume import key
+from lowvram.secret import words_without_secrets
 from lowvram.settings import KNOB_GROUPS
 
 MODE = "search"  # conf/mode/search.yaml
@@ -73,7 +74,7 @@ class Searches:
         best = min(measured, key=winner.place)
         table.save(point.folder, measured)
         report.save(point.folder)
-        self.progress.say(table.render(measured))
+        self.progress.show(table.render(measured))
         for line in wandb_sweep.record(point.folder, point.config["logger"]):
             self.progress.say(line)
         changes = ranking[best["index"]]["changes"]
@@ -166,7 +167,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
     mode = "measure" if is_real else "plan"
     config = compose("config", [*chosen_words, f"mode={mode}"], return_hydra_config=True)
     folder = point.folder / identity.point_id(_root_=config)
-    command = shlex.join(["python", "train.py", *rows.refuse_secrets_in_words([*chosen_words, f"mode={mode}"])])
+    command = shlex.join(["python", "train.py", *words_without_secrets([*chosen_words, f"mode={mode}"])])
     return Point(
         id=folder.name,
         name="-".join(changes.values()) or "as typed",

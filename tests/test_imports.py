@@ -23,6 +23,7 @@ MAY_IMPORT = {
         "lowvram.data.spec",
         "lowvram.found",
         "lowvram.reach",
+        "lowvram.secret",
         *(f"lowvram.models.{base}" for base in ("own", "attention", "foreign", "survey", "layout")),
         *(f"lowvram.models.hf_{base}" for base in ("layout", "packed", "source")),
     ),
@@ -31,13 +32,13 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "lowvram": (
         "cli composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline lengths "
-        "manifest mistakes planning point recording remeasuring resume run_folder runs searching settings start "
-        "sweeper table verdict winner"
+        "manifest mistakes planning point recording remeasuring resume run_folder runs searching secret settings "
+        "start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
-        "accuracy advice band columns curves differences doubts evidence metric_lines metrics planned report row table "
-        "terminal wandb"
+        "accuracy advice band columns curves differences doubts evidence metric_lines metrics planned report row shown "
+        "table terminal wandb"
     ),
     "lowvram.process": "client crew events frames inline launch orders patience server",
 }

@@ -103,7 +103,9 @@ def test_a_file_in_the_way_is_told_before_anything_changes(tmp_path: Path, name:
     put(tmp_path / "model", OLD)
     (tmp_path / "model" / name).write_text("mine")
     there = {path.name: path.read_text() for path in (tmp_path / "model").iterdir()}
-    with pytest.raises(FileExistsError, match=rf"model/{name} is in the way .*: move it elsewhere, then go on with resume="):
+    with pytest.raises(
+        FileExistsError, match=rf"model/{name} is in the way .*: move it elsewhere, then go on with resume="
+    ):
         put(tmp_path / "model", NEW)
     assert {path.name: path.read_text() for path in (tmp_path / "model").iterdir()} == there
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -73,13 +73,14 @@ class ImageFolder(Source):
 
     def open(self, seed: int) -> Data:
         size = given("data.image_size", self.image_size)
-        files, (train_rows, eval_rows) = listed(self.path)
+        folders = class_folders(self.path)
+        files, (train_rows, eval_rows) = read_listing(self.path, folders)
         eval_rows = spread(eval_rows, self.eval_samples)
         crop = RandomCrop(self.min_area, self.flip, seed)
         num_classes = len(files.classes)
         description = (
             f"images of {self.path}: {num_classes} classes, {len(train_rows)} to train on,"
-            f" {len(eval_rows)} held out, {size}x{size} pixels"
+            f" {len(eval_rows)} held out, {size}x{size} pixels{outside(folders)}"
         )
         return Data(
             DataSpec(Modality.IMAGES, num_classes, (3, size, size)),
@@ -174,8 +175,8 @@ def middle(width: int, height: int, epoch: int, index: int) -> tuple[Box, bool]:
     return (left, upper, left + side, upper + side), False
 
 
-def listed(path: str) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
-    """All images below `path`, and the rows to train on and to hold out.
+def class_folders(path: str) -> dict[str, list[Path]]:
+    """The class folders below `path`: those to train on, and those to evaluate on, if there are such.
 
     Raises:
         BadInput: anything amiss, before an image is decoded.
@@ -196,7 +197,7 @@ def listed(path: str) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
         path,
         "a folder with a folder of images for each of 2 or more classes",
     )
-    return read_listing(path, folders)
+    return folders
 
 
 def scanned(path: str, root: Path) -> list[Path]:
@@ -206,8 +207,32 @@ def scanned(path: str, root: Path) -> list[Path]:
         files = visible_entries(path, folder)
         require(bool(files), "data.path", path, f"without empty class folders: {folder} holds no image")
         for file in files:
+            check_name(path, file)
             check_header(path, file)
     return folders
+
+
+def check_name(path: str, file: Path) -> None:
+    """Raises BadInput, naming the file, where `datasets` can't keep its name."""
+    try:
+        str(file.absolute()).encode()
+    except UnicodeEncodeError:
+        shown = str(file).encode(errors="backslashreplace").decode()
+        raise BadInput("data.path", path, f"a folder in which all names are UTF-8: rename {shown}") from None
+
+
+def outside(folders: dict[str, list[Path]]) -> str:
+    """What is to be told of images that are links to somewhere else: they are read like all others."""
+    found = [
+        (link, link.resolve())
+        for folder in (folder for inner in folders.values() for folder in inner)
+        for link in folder.iterdir()
+        if link.is_symlink() and not link.name.startswith(".") and not link.resolve().is_relative_to(folder.resolve())
+    ]
+    if not found:
+        return ""
+    link, target = min(found)
+    return f"; links that lead out of their class folders are followed: {len(found)}, such as {link} to {target}"
 
 
 def subfolders(path: str, root: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from lowvram.data.spec import DataSpec
+from lowvram.secret import without_secrets
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -23,7 +24,7 @@ def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    path.write_text(json.dumps(without_secrets(values), indent=2) + "\n")
 
 
 def plain(config: Any) -> dict[str, Any]:

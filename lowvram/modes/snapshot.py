@@ -13,6 +13,7 @@ from torch import Tensor
 from lowvram.config import CONSTANTS, BadInput, Incompatible
 from lowvram.core.ranks import first_goes_first, rank
 from lowvram.run_folder import SNAPSHOT_NAME
+from lowvram.secret import REFUSED
 
 FORMED_BY = {  # the groups that give a part of a snapshot its form
     "model": ("model", "task", "data", "adapter"),
@@ -113,12 +114,13 @@ def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Each value that isn't what it was when a snapshot was saved, as a user types it.
+    """Each value that isn't what it was when a snapshot was saved, as a user types it; secrets are not compared.
 
     Args:
         now, saved: values by dotted key, and the option of each group.
     """
-    changed = [key for key in now if key in saved and now[key] != saved[key]]
+    shared = [key for key in now if key in saved and REFUSED not in str([now[key], saved[key]])]
+    changed = [key for key in shared if now[key] != saved[key]]
     return [f"{key}={word(now[key])} ({word(saved[key])} in the snapshot)" for key in changed]
 
 

@@ -44,6 +44,7 @@ from lowvram.process.meeting import Meeting
 from lowvram.process.patience import Patience
 from lowvram.process.ways import way_of
 from lowvram.reference import reference_of
+from lowvram.secret import learn, text_without_secrets
 from lowvram.settings import settings
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -153,6 +154,7 @@ class Stop(Patience):
 
 def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
     """Run one request as one rank; returns the exit code."""
+    learn(request)
     way = way_of(place, request)
     events = Events(events_fd, place.answers_fd, way.rank)
     spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
@@ -168,7 +170,7 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
         cause = meeting.cause_elsewhere(fields, of_a_peer)
         fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
         if fields["status"] == "error":
-            about |= {"trace": traceback.format_exc()}
+            about |= {"trace": text_without_secrets(traceback.format_exc())}
     stop.settle()
     lift()
     spoken.flush()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowvram.results.row import Row, Status
+from lowvram.results.shown import shown
 
 Best = Callable[[Iterable[float]], float]
 
@@ -27,8 +28,9 @@ class Column:
 
 
 def words_column(title: str, words: Iterable[str | None], is_exported: bool = True) -> Column:
-    values = tuple(words)
-    return Column(title, values, tuple(value or "" for value in values), is_exported=is_exported)
+    """Words come from anywhere: names, reasons, values that were typed."""
+    values = tuple(word and shown(word) for word in words)
+    return Column(shown(title), values, tuple(value or "" for value in values), is_exported=is_exported)
 
 
 def number_column(

@@ -11,6 +11,7 @@ from lowvram.defaults import neutral_options
 from lowvram.identity import NOT_IDENTITY
 from lowvram.results.columns import value_at
 from lowvram.results.row import Row, Status
+from lowvram.results.shown import shown
 from lowvram.settings import KNOB_GROUPS
 
 Settings = Mapping[str, str]  # what differs: a group's option, or a dotted key's value
@@ -66,7 +67,7 @@ def _varies(name: str, rows: Sequence[Row], flat: Sequence[Mapping[str, Any]]) -
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "null" if value is None else str(value).lower()
+    return shown(value) if isinstance(value, str) else "null" if value is None else str(value).lower()
 
 
 def baseline(rows: Sequence[Row]) -> int:

@@ -25,6 +25,7 @@ from lowvram.results.differences import (
 )
 from lowvram.results.metric_lines import FILE_NAME as LOG_FILE
 from lowvram.results.row import KINDS, Row
+from lowvram.results.shown import shown
 
 Evidence = dict[str, Any]
 PEAK_KINDS = tuple(kind for kind in KINDS if kind != "host")  # the host's is no part of the peak
@@ -60,7 +61,7 @@ def evidence(found: Sequence[Entry]) -> Evidence:
     sweeps = list(dict.fromkeys(entry.sweep for entry in found))
     points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(found, differing, strict=True)]
     return {
-        "title": ", ".join(sweep.name for sweep in sweeps),
+        "title": shown(", ".join(sweep.name for sweep in sweeps)),
         "about": _about(rows, differing),
         "unit": unit,
         "memory_title": f"{'planned' if is_plan else 'peak'} memory",
@@ -108,10 +109,10 @@ def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool)
     kinds = row["memory"]["by_kind"] or (row["plan"] or {}).get("by_kind" if _is_plan(row) else "")
     return {
         "name": table.label(row),
-        "sweep": entry.sweep.name,
+        "sweep": shown(entry.sweep.name),
         "status": row["status"] or "unfinished",
-        "reason": row["reason"],
-        "command": row["provenance"]["command"],
+        "reason": row["reason"] and shown(row["reason"]),
+        "command": row["provenance"]["command"] and shown(row["provenance"]["command"]),
         "settings": dict(differing),
         "memory": _scaled(memory_bytes(row), unit_bytes),
         "planned": None if _is_plan(row) else _scaled(value_at(row, "plan.allocated_bytes"), unit_bytes),

@@ -20,7 +20,7 @@ from lowvram.mistakes import Refused
 from lowvram.results.evidence import Entry, Evidence, entries, evidence
 from lowvram.results.row import FILE_NAME as ROW_FILE
 from lowvram.results.row import to_json
-from lowvram.results.terminal import shown_path
+from lowvram.results.terminal import shown_path, tell
 
 FILE_NAME = "report.html"
 FIGURES = "figures"
@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = parser.parse_args(arguments)
     try:
         for path in _made(typed.folders, typed.to, typed.png):
-            print(f"report: {shown_path(path)}")
+            tell(f"report: {shown_path(path)}")
     except Refused as error:
-        print(error, file=sys.stderr)
+        tell(str(error), sys.stderr)
         return 3
     return 0
 

@@ -10,13 +10,13 @@ import copy
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lowvram.durable import write_text
+from lowvram.secret import without_secrets
 
 Row = dict[str, Any]
 
@@ -25,10 +25,6 @@ FILE_NAME = "result.json"
 GIB = 2**30
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
-REFUSED = "<refused>"
-
-_SECRET_WORD = re.compile(r"(key|token|password|passwd|passphrase|secret|credential|passwords|secrets|credentials)$")
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _HELD_MEMORY = "another process held"
 
 
@@ -128,14 +124,13 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
 
 
 def write(folder: str | os.PathLike[str], row: Row, name: str = FILE_NAME) -> None:
-    """Writes `result.json`, or another file, in one move. What isn't finite becomes null; secrets are refused."""
-    safe = {**row, "config": refuse_secrets(row["config"])}
-    write_text(Path(folder) / name, to_json(safe, indent=1) + "\n")
+    """Writes `result.json`, or another file, in one move."""
+    write_text(Path(folder) / name, to_json(row, indent=1) + "\n")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinity, which JSON doesn't know, become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    """Strict JSON without secrets: NaN and infinity, which it doesn't know, become null."""
+    return json.dumps(_finite(without_secrets(value)), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -182,32 +177,6 @@ def exit_code(rows: Iterable[Row], sweep: bool) -> int:
     if statuses and all(status is Status.INCOMPATIBLE for status in statuses):
         return Status.INCOMPATIBLE.exit_single
     return max((status.exit_sweep for status in statuses), default=0)
-
-
-def refuse_secrets(config: Any) -> Any:
-    """A copy in which values under keys that look like keys, tokens, passwords, secrets are refused."""
-    if isinstance(config, Mapping):
-        return {key: REFUSED if _is_secret(str(key), value) else refuse_secrets(value) for key, value in config.items()}
-    if isinstance(config, list | tuple):
-        return [refuse_secrets(item) for item in config]
-    return config
-
-
-def refuse_secrets_in_words(words: Sequence[str]) -> list[str]:
-    """The same for a command line, whose words are `dotted.key=value`."""
-    return [_refused_word(word) for word in words]
-
-
-def _refused_word(word: str) -> str:
-    key, equals, value = word.partition("=")
-    secret = equals and _is_secret(key.rpartition(".")[2], value)
-    return f"{key}={REFUSED}" if secret else word
-
-
-def _is_secret(key: str, value: Any) -> bool:
-    # "tokens" and "tokenizer" are everyday words of this field; null and true tell nobody anything.
-    is_named_so = any(_SECRET_WORD.search(word.lower()) for word in _WORD.findall(key))
-    return is_named_so and value is not None and not isinstance(value, bool)
 
 
 def attempts_text(row: Row) -> str | None:

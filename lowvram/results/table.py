@@ -25,6 +25,7 @@ from lowvram.results.columns import (
     words_column,
 )
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
+from lowvram.results.shown import cell, shown
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
@@ -69,7 +70,7 @@ def collect_with_folders(folder: str | Path) -> list[tuple[Path, Row]]:
 
 def label(row: Row) -> str:
     """How a row is called: by what was swept, else by the point's id."""
-    return row["name"] or row["id"] or "-"
+    return shown(row["name"] or row["id"] or "-")
 
 
 def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
@@ -185,7 +186,7 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return shown(" ".join(text.split()))
 
 
 def _revision(row: Row) -> str:
@@ -219,8 +220,8 @@ def to_csv(table: Table) -> str:
     columns = [column for column in table.columns if column.is_exported]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(column.title for column in columns)
-    writer.writerows(zip(*(column.values for column in columns), strict=True))
+    writer.writerow(cell(column.title) for column in columns)
+    writer.writerows(zip(*(map(cell, column.values) for column in columns), strict=True))
     return text.getvalue()
 
 
@@ -291,5 +292,5 @@ def _show(folder: Path) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
+    print(shown(sentence), file=sys.stderr)
     return 3

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.results.planned import plan_lines
 from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, reruns_text, size_text
+from lowvram.results.shown import last_shown, shown
+from lowvram.secret import words_without_secrets
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -41,9 +43,13 @@ class Progress(ABC):
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """`step` steps are done; `values` are the metrics since then, named as in `metrics.jsonl`."""
 
-    @abstractmethod
     def say(self, text: str) -> None:
         """Prints a line above the progress."""
+        self.show(last_shown(text))
+
+    @abstractmethod
+    def show(self, text: str) -> None:
+        """Prints lines that are ready to be shown above the progress."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -74,7 +80,7 @@ class LiveProgress(Progress):
             console=Console(file=self._stream),
             transient=True,
         )
-        self._bar.add_task(name, total=total_steps, values="")
+        self._bar.add_task(shown(name), total=total_steps, values="")
         self._bar.start()
         # An exception that nobody caught must not leave the shell without a cursor.
         atexit.register(self.stop)
@@ -84,7 +90,7 @@ class LiveProgress(Progress):
             self._values |= values
             self._bar.update(self._bar.task_ids[0], completed=step, values=values_text(self._values))
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:
@@ -126,7 +132,7 @@ class QuietProgress(Progress):
         )
         self.say(", ".join(part for part in parts if part))
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def stop(self) -> None:
@@ -137,6 +143,11 @@ def progress_for(stream: TextIO) -> Progress:
     """A bar where it can move, lines elsewhere."""
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return LiveProgress(stream) if can_move else QuietProgress(stream)
+
+
+def tell(line: str, stream: TextIO | None = None) -> None:
+    """Prints a line that may have names and messages from anywhere; on standard output, unless told otherwise."""
+    print(shown(line), file=stream)
 
 
 def restore_terminal(stream: TextIO) -> None:
@@ -194,7 +205,7 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
         folder and f"results: {shown_path(folder)}",
         folder and _can_continue(row, folder) and f"continue with: {resume_command(folder, *more_words)}",
     ]
-    return [line for line in lines if line]
+    return [shown(line) for line in lines if line]
 
 
 def _stands_for_itself(row: Row) -> bool:
@@ -265,9 +276,12 @@ def resume_command(folder: Path, *more_words: str) -> str:
 
 
 def command_line(*arguments: str) -> str:
-    """The command that starts this program again, as it was typed, with `arguments`; quoted for a shell."""
+    """The command that starts this program again, with `arguments`, as it was typed, quoted for a shell.
+
+    Secrets must be typed anew.
+    """
     num_program_words = len(sys.orig_argv) - len(sys.argv[1:])
-    return shlex.join([*sys.orig_argv[:num_program_words], *arguments])
+    return shlex.join([*sys.orig_argv[:num_program_words], *words_without_secrets(arguments)])
 
 
 def hydra_quoted(value: str) -> str:

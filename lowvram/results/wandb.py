@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowvram.durable import write_text
-from lowvram.results.row import GIB, KINDS, Row, Status, refuse_secrets
+from lowvram.results.row import GIB, KINDS, Row, Status
 from lowvram.results.terminal import shown_path
+from lowvram.secret import text_without_secrets, without_secrets
 
 if TYPE_CHECKING:
     import wandb
@@ -110,12 +111,12 @@ class Run(Recorder):
             "dir": str(folder),
             "entity": logger_cfg["entity"],
             "project": logger_cfg["project"],
-            "name": name,
+            "name": text_without_secrets(name),
             "group": group,
             "job_type": job_type,
             "id": run_id,
             "resume": "allow" if resume_id else None,
-            "config": choice_columns(choices) | refuse_secrets(config),
+            "config": choice_columns(choices) | without_secrets(config),
         }
         try:
             run, notice = _open(arguments)
@@ -150,8 +151,8 @@ class Run(Recorder):
     def finish(self, row: Row) -> None:
         failed = row["status"] != Status.OK
         if row["attempts"]:  # the run began with another number of parts
-            self._attempt(lambda: self._run.config.update(refuse_secrets(row["config"]), allow_val_change=True))
-        self._attempt(lambda: self._run.summary.update(final_values(row)))
+            self._attempt(lambda: self._run.config.update(without_secrets(row["config"]), allow_val_change=True))
+        self._attempt(lambda: self._run.summary.update(without_secrets(final_values(row))))
         self._attempt(lambda: self._run.finish(exit_code=int(failed)))
 
     def _attempt(self, action: Callable[[], object]) -> None:
@@ -297,4 +298,4 @@ def sync_command(folder: Path, points: str = "*") -> str:
 
 def first_line(error: Exception) -> str:
     """Of what it says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text_without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -13,9 +13,10 @@ from typing import Any
 from lowvram.results.differences import settings
 from lowvram.results.evidence import Entry, entries, evidence
 from lowvram.results.report import FIGURES
-from lowvram.results.row import Row, Status, empty_row, merge, refuse_secrets
+from lowvram.results.row import Row, Status, empty_row, merge
 from lowvram.results.table import label
 from lowvram.results.wandb import RECORDERS, choice_columns, final_values, first_line, stored_run_id
+from lowvram.secret import without_secrets
 
 FOLDER = "wandb_table"  # in the sweep's, beside the points: one command uploads them all
 JOB_TYPE = "sweep"
@@ -62,8 +63,9 @@ def columns(rows: Sequence[Row]) -> dict[str, Cells]:
     notes = [{key: row[key] for key in ("semantics_changed", "disturbed")} for row in rows]
     commands = [{"command": row["provenance"]["command"]} for row in rows]
     choices = [choice_columns(row["choices"]) for row in rows]
-    parts = zip(about, choices, map(refuse_secrets, differing), map(final_values, rows), notes, commands, strict=True)
-    lines: list[dict[str, Any]] = [{key: value for part in line for key, value in part.items()} for line in parts]
+    parts = zip(about, choices, differing, map(final_values, rows), notes, commands, strict=True)
+    joined = [{key: value for part in line for key, value in part.items()} for line in parts]
+    lines: list[dict[str, Any]] = without_secrets(joined)
     names = dict.fromkeys(name for line in lines for name in line)
     cells = {name: [line.get(name) for line in lines] for name in names}
     return {name: values for name, values in cells.items() if any(value is not None for value in values)}

@@ -286,3 +286,33 @@ def test_an_image_that_breaks_only_when_decoded_is_named(tmp_path: Path) -> None
     train = opened(tmp_path).train
     with pytest.raises(RuntimeError, match=r"train/green/0\.png can't be decoded"):
         train.sample(1, 0)
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"caf\xe9/1.png"])
+def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path, name: bytes) -> None:
+    """`datasets` would end with a traceback."""
+    make_folder(tmp_path)
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/" + name))
+    if name.endswith(b".png"):
+        folder.parent.mkdir()
+        shutil.copy(tmp_path / "red" / "0.png", folder)
+    else:
+        shutil.copytree(tmp_path / "red", folder)
+    with pytest.raises(
+        BadInput, match=r"^data.path='[^']+': must be a folder in which all names are UTF-8: rename .*caf"
+    ):
+        opened(tmp_path)
+
+
+def test_links_out_of_a_class_folder_are_followed_and_told_once(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "all")
+    assert "; links" not in opened(folder).description
+    (folder / "red" / "0.png").rename(tmp_path / "elsewhere.png")
+    (folder / "red" / "0.png").symlink_to(tmp_path / "elsewhere.png")
+    (folder / "red" / "inside.png").symlink_to("1.png")
+    (folder / "blue" / "other.png").symlink_to("../green/1.png")
+    data = opened(folder)
+    assert len(data.train) + len(data.eval) == 17
+    assert data.description.count("\n") == 0
+    links = f"{folder}/blue/other.png to {folder}/green/1.png"
+    assert f"; links that lead out of their class folders are followed: 2, such as {links}" in data.description

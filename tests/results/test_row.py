@@ -11,7 +11,6 @@ import pytest
 from lowvram.durable import write_text
 from lowvram.results.row import (
     GIB,
-    REFUSED,
     Status,
     empty_row,
     exit_code,
@@ -19,8 +18,6 @@ from lowvram.results.row import (
     is_final,
     merge,
     read,
-    refuse_secrets,
-    refuse_secrets_in_words,
     size_text,
     to_json,
     write,
@@ -220,32 +217,6 @@ def test_out_of_memory_beside_another_process_is_measured_again():
     assert not is_final(ended("oom", disturbed=crowded))
     assert is_final(ended("oom", disturbed="the load was 9"))
     assert is_final(ended("ok", disturbed=crowded))
-
-
-SECRET_KEYS = ["key", "api_key", "apiKey", "WANDB_API_KEY", "hf_token", "hf-token", "accessToken", "password"]
-
-
-@pytest.mark.parametrize("key", [*SECRET_KEYS, "client_secret", "token_file", "credentials", "db_passwd"])
-def test_secrets_are_refused_wherever_they_are(tmp_path: Path, key: str):
-    config = {"data": {key: "hunter2", "list": [{key: ["hunter2", 5]}], "deep": {key: {"a": "hunter2"}}}}
-    write(tmp_path, merge(empty_row(), {"config": config}))
-    assert "hunter2" not in (tmp_path / "result.json").read_text()
-    assert refuse_secrets(config)["data"]["list"] == [{key: REFUSED}]
-    assert config["data"][key] == "hunter2"
-    assert refuse_secrets_in_words(["train.py", f"+data.{key}=hunter2=x"]) == [
-        "train.py",
-        f"+data.{key}={REFUSED}",
-    ]
-
-
-@pytest.mark.parametrize("key", ["num_tokens", "tokenizer", "tokens_per_s", "keyboard", "keep", "sequence_length"])
-def test_everyday_words_are_no_secrets(key: str):
-    assert refuse_secrets({key: "x"}) == {key: "x"}
-    assert refuse_secrets_in_words([f"data.{key}=x", "key"]) == [f"data.{key}=x", "key"]
-
-
-def test_an_empty_secret_stays():
-    assert refuse_secrets({"token": None, "use_key": True}) == {"token": None, "use_key": True}
 
 
 def test_sizes_keep_their_digits():

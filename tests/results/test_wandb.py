@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lowvram.results.row import GIB, REFUSED, Row, empty_row, merge
+from lowvram.results.row import GIB, Row, empty_row, merge
 from lowvram.results.wandb import RECORDERS, NullRecorder, Recorder, Run, final_values, stored_run_id
+from lowvram.secret import REFUSED
 from tests.offline import inspect
 
 LOGGER = {"name": "wandb", "entity": None, "project": "lowvram-tests"}
