@@ -25,6 +25,9 @@ OUT_OF_MEMORY_WORDS = (
     "can't start new thread",
 )
 UNTOLD = "could not create a primitive"  # all that oneDNN says, whether it is out of memory or has a bug
+DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
+TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
+IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 PHASES = {  # the innermost of these functions of ours on the stack names the phase
     "update": "the update",
@@ -57,7 +60,7 @@ def ending(error: BaseException) -> dict[str, Any]:
 
 def full_ending(error: BaseException) -> dict[str, Any]:
     """The same, however long the reason is."""
-    text = str(error)
+    text = message(error)
     if isinstance(error, BadInput | Incompatible):
         return {"status": "incompatible", "reason": text}
     if isinstance(error, Interrupted):
@@ -68,13 +71,33 @@ def full_ending(error: BaseException) -> dict[str, Any]:
         return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
     if isinstance(error, SystemExit):
         return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
-    if is_disk_full(error):
+    if trouble := disk_trouble(error):
         where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        return {"status": "error", "reason": f"the disk is full, in {phase(error.__traceback__)}{where}"}
-    return {
-        "status": "error",
-        "reason": f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}",
-    }
+        return {"status": "error", "reason": f"{trouble}, in {phase(error.__traceback__)}{where}"}
+    return {"status": "error", "reason": in_a_worker(text) or f"{type(error).__name__}: {first_line(text)}"}
+
+
+def message(error: BaseException) -> str:
+    """The text of any error."""
+    try:
+        return str(error)
+    except Exception as another:
+        told = next((arg for arg in error.args if isinstance(arg, str)), None)
+        return told or f"its message can't be had, as that raises {type(another).__name__}"
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "") or "no message"
+
+
+def in_a_worker(text: str) -> str | None:
+    """What a loader's worker has died of: it comes as a text that ends with the worker's own traceback."""
+    match = IN_A_WORKER.match(text)
+    if match is None:
+        return None
+    name = match[1]
+    lines = re.findall(rf"^(?:[\w.]+\.)?{name}(?:: (.*))?$", text, re.MULTILINE)
+    return f"{name}: {(lines or [''])[-1] or 'no message'} (in a worker of the loader)"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -86,8 +109,8 @@ def says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    says_so = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    return is_refused or says_so or (str(error) == UNTOLD and is_capped())
+    says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
+    return is_refused or says_so or (message(error) == UNTOLD and is_capped())
 
 
 def is_capped() -> bool:
@@ -96,20 +119,29 @@ def is_capped() -> bool:
     return soft != hard
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Also if a library has made another error of it."""
-    return any(os.strerror(errno.ENOSPC) in str(cause) for cause in chain(error))
+def disk_trouble(error: BaseException) -> str | None:
+    """Why a file can't be written or read; also if a library has made another error of it."""
+    causes = chain(error)
+    if any(os.strerror(errno.ENOSPC) in message(cause) for cause in causes):
+        return "the disk is full"
+    is_wrapped = TORCHS_WRITER in message(error)
+    for cause in causes if is_wrapped else causes[:1]:
+        if isinstance(cause, OSError) and cause.errno in DISK_TROUBLES:
+            return os.strerror(cause.errno)
+    return None
 
 
 def is_of_a_peer(error: BaseException) -> bool:
     """Whether a rank failed only because another one had ended or hung."""
-    return any(isinstance(cause, PeerLost | dist.DistError) or "/gloo/" in str(cause) for cause in chain(error))
+    return any(isinstance(cause, PeerLost | dist.DistError) or "/gloo/" in message(cause) for cause in chain(error))
 
 
 def chain(error: BaseException) -> list[BaseException]:
     """The error, and those that led to it."""
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
+        if any(cause is known for known in causes):  # somebody's ring
+            break
         causes.append(cause)
     return causes
 

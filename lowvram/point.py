@@ -17,6 +17,7 @@ from lowvram.hydra_notes import Notes
 from lowvram.process.client import Server
 from lowvram.process.inline import Inline
 from lowvram.process.launch import Launch, as_request
+from lowvram.process.native_log import NativeLogs
 from lowvram.process.orders import Orders
 from lowvram.recording import Recording
 from lowvram.remeasuring import Measurement
@@ -110,6 +111,18 @@ class Point:
         return replace(self, config=config, is_resumed=is_resumed, attempts=attempts_with(row), plan=None)
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What the server asks again and again while the processes of a point run."""
+
+    orders: Orders
+    logs: NativeLogs
+
+    def __call__(self) -> bytes | None:
+        self.logs.look()
+        return self.orders()
+
+
 def run_point(
     point: Point,
     server: Server | Inline,
@@ -131,7 +144,10 @@ def run_point(
             if recording.point.attempts:
                 recording.add({"plan": plan_again(recording.point)})
             around = Circumstances(point.folder, orders, num_oom_kills())
-            recording.conclude(server.run(recording.point.request(), recording.on_event, orders, point.locks), around)
+            watch = Watch(orders, NativeLogs(point.folder))
+            ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
+            watch.logs.cut()
+            recording.conclude(ended, around)
             if not (recording.begins_again(orders) or recording.measures_again(orders)):
                 add_fidelity(recording, server, stop_signals)
                 return recording.close()

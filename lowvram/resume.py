@@ -10,7 +10,7 @@ from lowvram.config import BadInput
 from lowvram.hydra_notes import check_secrets, words_of
 from lowvram.results import row as rows
 from lowvram.results.terminal import hydra_quoted, shown_path
-from lowvram.run_folder import has_snapshots, holds_run, is_running
+from lowvram.run_folder import SNAPSHOTS, has_snapshots, holds_run, is_running, snapshots_in
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -60,7 +60,7 @@ def typed_value(words: list[str], wanted: str) -> str | None:
 def newest_unfinished(words: list[str]) -> Path:
     """The run below the outputs folder with the newest snapshot whose row isn't final, and that doesn't run now."""
     outputs = typed_value(words, "paths.outputs") or "outputs"
-    snapshots = Path(outputs).glob("**/snapshots/step_*.pt")
+    snapshots = (path for folder in Path(outputs).glob(f"**/{SNAPSHOTS}") for path in snapshots_in(folder))
     newest_first = sorted(snapshots, key=lambda file: file.stat().st_mtime, reverse=True)
     for folder in dict.fromkeys(file.parent.parent for file in newest_first):
         row = rows.read(folder)

@@ -34,6 +34,7 @@ NUM_TRIES, TRY_S = 5, 0.05  # somebody may only look whether the lock is held
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
 LARGEST_MARKER_BYTES = 2**16
+SNAPSHOTS = "snapshots"  # the folder
 SNAPSHOT_NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
 
 
@@ -55,7 +56,7 @@ NAMES = {
         "result.json",
         "native.log",
         "native.*.log",
-        "snapshots",
+        SNAPSHOTS,
         "model",
         "disturbed-*.json*",
         "fidelity",
@@ -354,7 +355,13 @@ def holds_sweep(folder: Path) -> bool:
 
 
 def has_snapshots(folder: Path) -> bool:
-    return any(SNAPSHOT_NAME.fullmatch(path.name) and path.is_file() for path in folder.glob("snapshots/step_*.pt"))
+    return bool(snapshots_in(folder / SNAPSHOTS))
+
+
+def snapshots_in(folder: Path) -> list[Path]:
+    """The newest first. What else has such a name, a folder, a link to nothing or a pipe, is none of ours."""
+    found = (path for path in folder.glob("step_*.pt") if SNAPSHOT_NAME.fullmatch(path.name) and path.is_file())
+    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 HOLDS = {Kind.RUN: holds_run, Kind.SWEEP: holds_sweep}

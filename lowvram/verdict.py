@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lowvram.process.client import Ending
-from lowvram.process.launch import native_log
+from lowvram.process.native_log import native_log
 from lowvram.results.row import Status
 
 MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")

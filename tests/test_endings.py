@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import resource
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._utils import ExceptionWrapper
 
 from lowvram.endings import ending
 
@@ -53,6 +59,66 @@ def test_what_onednn_does_not_tell_is_memory_under_a_cap(
     """Else it may be a bug."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
     assert ending(RuntimeError("could not create a primitive"))["status"] == status
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("num_writes", [0, 2, 5])
+def test_a_disk_that_fails_is_named(number: int, num_writes: int) -> None:
+    """Torch's writer makes errors of its own of what a file raises, but for the first."""
+
+    class Failing(io.BytesIO):
+        left = num_writes
+
+        def write(self, data: Any) -> int:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(number, os.strerror(number))
+            return super().write(data)
+
+    def write() -> None:
+        torch.save({"a": torch.ones(9), "b": 1}, Failing())
+
+    with pytest.raises((OSError, RuntimeError)) as failed:
+        write()
+    what = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
+    assert ending(failed.value) == {"status": "error", "reason": f"{what}, in the set-up"}
+
+
+def test_the_disk_is_not_blamed_for_what_was_raised_on_its_account() -> None:
+    error = ValueError("no labels")
+    error.__context__ = PermissionError(errno.EACCES, "Permission denied")
+    assert ending(error)["reason"] == "ValueError: no labels"
+
+
+class Broken(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_whose_text_cannot_be_had() -> None:
+    broken = Broken()
+    broken.__cause__ = broken  # nor does a ring of causes hide it
+    assert ending(broken)["reason"] == "Broken: its message can't be had, as that raises RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("sample 3\nis bad"), "sample 3"),
+        (ValueError(), "no message"),
+        (KeyError("label"), "'label'"),
+        (Broken(), "<exception str() failed>"),
+    ],
+    ids=["lines", "silent", "key", "broken"],
+)
+def test_what_a_worker_has_died_of_is_the_reason(error: Exception, text: str) -> None:
+    try:
+        raise error
+    except Exception:
+        told = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises((type(error), RuntimeError)) as failed:
+        told.reraise()
+    assert ending(failed.value)["reason"] == f"{type(error).__name__}: {text} (in a worker of the loader)"
 
 
 def test_an_error_that_is_none_of_memory() -> None:

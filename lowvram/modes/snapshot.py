@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from lowvram.config import CONSTANTS, BadInput, Incompatible
 from lowvram.core.ranks import first_goes_first, rank
-from lowvram.run_folder import SNAPSHOT_NAME
+from lowvram.durable import remove_leftovers, settle, unfinished
+from lowvram.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
 from lowvram.secret import REFUSED
 
 FORMED_BY = {  # the groups that give a part of a snapshot its form
@@ -30,18 +32,16 @@ class Snapshots:
         self.folder, self.keep = folder, keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write beside, hash, rename; then forget all but the newest `keep`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        beside = self.folder / "unfinished.tmp"
-        try:
+        """Write beside, hash, and move to its place, all on the disk; then forget all but the newest `keep`."""
+        made_folders(self.folder)
+        remove_leftovers(self.folder)
+        with unfinished(self.folder / f"step_{step:08d}.pt") as beside:
             with beside.open("wb") as file:
                 torch.save(state, file)
             path = self.folder / f"step_{step:08d}.{fingerprint(beside)}.pt"
-            beside.rename(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-        for old in self.newest_first()[self.keep :]:
+            settle(beside, path)
+        others = [old for old in snapshots_in(self.folder) if old != path]
+        for old in others[self.keep - 1 :]:
             old.unlink()
         return path
 
@@ -60,7 +60,9 @@ class Snapshots:
             return self._load(check)
 
     def _load(self, check: Check) -> dict[str, Any] | None:
-        paths = self.newest_first()
+        paths = snapshots_in(self.folder)
+        for foreign in sorted(set(self.folder.glob("step_*.pt")) - set(paths)):
+            print(f"{foreign} is passed over: it is no file, or has no hash in its name, so no snapshot of this run")
         sound = next(filter(is_sound, paths), None)
         if sound is None and paths:
             allowed = f"a run with a sound snapshot: all {len(paths)} of this one are damaged, their bytes don't match"
@@ -77,14 +79,16 @@ class Snapshots:
         print(f"continuing from {sound}")
         return state
 
-    def newest_first(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*.pt"), reverse=True)
-
 
 def is_sound(path: Path) -> bool:
     """Whether a snapshot's bytes are those that were saved."""
     match = SNAPSHOT_NAME.fullmatch(path.name)
-    return match is not None and fingerprint(path) == match[2]
+    try:
+        return match is not None and fingerprint(path) == match[2]
+    except OSError as error:
+        if error.errno == errno.EIO:  # they can't be had any more
+            return False
+        raise
 
 
 def fingerprint(path: Path) -> str:

@@ -25,6 +25,7 @@ from lowvram.modes.journal import Journal
 from lowvram.modes.last_acts import last_acts
 from lowvram.modes.session import Session
 from lowvram.modes.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
+from lowvram.run_folder import SNAPSHOTS
 
 EXPORTED = "model"
 SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
@@ -67,7 +68,7 @@ class TrainingRun:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.journal = Journal(session.events)
-        self.snapshots = Snapshots(session.folder / "snapshots", session.settings.snapshot.keep)
+        self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowvram.config import BadInput, Incompatible
 from lowvram.core.rig import Part
 from lowvram.data.spec import DataSpec
+from lowvram.endings import message
 from lowvram.planner.cuda import played
 from lowvram.planner.precedents import Precedents
 from lowvram.planner.target import Target
@@ -77,7 +78,7 @@ def reason(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     told = [frame for frame in frames if not frame.filename.startswith(MACHINERY)] or frames
     place = f'{"/".join(Path(told[-1].filename).parts[-3:])}:{told[-1].lineno}: "{told[-1].line}"'
-    first_line = (str(error).strip().splitlines() or [""])[0]
+    first_line = (message(error).strip().splitlines() or [""])[0]
     names = [kind.__name__ for kind in type(error).__mro__]
     if "DataDependentOutputException" in names or "DynamicOutputShapeException" in names:
         return f"{place} depends on the values of a tensor, and a plan has none ({first_line})"

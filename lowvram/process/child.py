@@ -38,9 +38,9 @@ from lowvram.planner.paper import CantPlan
 from lowvram.planner.store import Store
 from lowvram.process.crew import STOPS, Place
 from lowvram.process.frames import encoded, frames
-from lowvram.process.launch import native_log
 from lowvram.process.limits import lift
 from lowvram.process.meeting import Meeting
+from lowvram.process.native_log import native_log
 from lowvram.process.patience import Patience
 from lowvram.process.ways import way_of
 from lowvram.reference import reference_of

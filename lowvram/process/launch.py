@@ -55,8 +55,3 @@ def aside(launch: Launch | None) -> Iterator[Path | None]:
 def as_request(launch: Launch | None) -> dict[str, Any] | None:
     """For the child."""
     return None if launch is None else dict(vars(launch))
-
-
-def native_log(rank: int) -> str:
-    """The file in a point's folder that holds what a rank's native code says on its way out."""
-    return f"native.{rank}.log" if rank else "native.log"

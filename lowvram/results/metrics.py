@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TextIO, final
 
 from lowvram.durable import write_text
 from lowvram.results.metric_lines import FILE_NAME, Lines, Values, read_lines, to_line
+from lowvram.run_folder import is_same_file
 
 DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines were left out
 
@@ -54,15 +56,25 @@ class Metrics:
         self._file.flush()
 
     def commit(self) -> None:
-        """All lines are on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        """All lines are on the disk.
+
+        Raises:
+            FileNotFoundError: somebody has removed them.
+        """
+        if self._file is None:
+            return
+        os.fsync(self._file.fileno())
+        if not is_same_file(self._file.fileno(), self._path):
+            raise FileNotFoundError(errno.ENOENT, "its file was removed by somebody", str(self._path))
 
     def close(self) -> None:
         if self._file is not None:
-            self.commit()
-            self._file.close()
-            self._file = None
+            file = self._file
+            try:
+                self.commit()
+            finally:
+                self._file = None
+                file.close()
 
     def _rewrite(self, rows: Iterable[Values]) -> None:
         write_text(self._path, "".join(map(to_line, rows)))

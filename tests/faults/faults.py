@@ -19,6 +19,7 @@ import functools
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -99,6 +100,24 @@ def fault_fill_disk(folder: Path) -> None:
     with (folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(2**16)):
             assert file.tell() < LARGEST_DISK_BYTES
+
+
+def fault_remove_folder(folder: Path) -> None:
+    """As somebody who tidies up."""
+    shutil.rmtree(folder)
+
+
+def fault_silent_message(folder: Path) -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    raise Broken
+
+
+def fault_native_noise(folder: Path) -> None:
+    """Of a library, without end."""
+    os.write(2, b"begin\n" + b"." * 2**22 + b"\nend\n")
 
 
 def fault_slow(folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 import torch
 
 from lowvram.config import BadInput, Incompatible
+from lowvram.durable import unfinished_name
 from lowvram.modes import snapshot as snapshot_module
 from lowvram.modes.snapshot import Snapshots, check_form, fingerprint, has_form, random_state, set_random_state
+from lowvram.run_folder import has_snapshots, snapshots_in
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -63,8 +68,8 @@ def test_a_damaged_one_is_told_of_and_the_one_before_is_used(
     assert f"continuing from {paths[1]}" in said
     # What is damaged is no snapshot any more, so a run that goes on keeps its own.
     later = snapshots.save(3, state_of(3))
-    assert later in snapshots.newest_first()
-    assert [path.name[5:13] for path in snapshots.newest_first()] == ["00000003", "00000002", "00000001"][:keep]
+    assert later in snapshots_in(tmp_path)
+    assert [path.name[5:13] for path in snapshots_in(tmp_path)] == ["00000003", "00000002", "00000001"][:keep]
     assert paths[-1].with_suffix(".damaged").exists()
 
 
@@ -147,14 +152,88 @@ def test_one_that_cannot_be_finished_leaves_the_others(tmp_path: Path, monkeypat
     assert names(tmp_path) == before
 
 
-def test_what_a_killed_run_left_half_is_never_loaded(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_half_is_never_loaded_and_goes_with_the_next(tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, keep=2)
     snapshots.save(1, state_of(1))
-    (tmp_path / "unfinished.tmp").write_bytes(b"half of it")
-    (tmp_path / "step_00000009.pt").write_bytes(b"without a hash")
+    half = unfinished_name(tmp_path / "step_00000002.pt")
+    half.write_bytes(b"half of it")
     found = snapshots.load()
     assert found is not None
     assert found["step"] == 1
+    assert half.exists()
+    snapshots.save(3, state_of(3))
+    assert not half.exists()
+
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_what_only_has_the_name_of_one_is_passed_over_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object]
+) -> None:
+    """Nor does it push out the one that is sound."""
+    folder = tmp_path / "snapshots"
+    snapshots = Snapshots(folder, keep=1)
+    snapshots.save(1, state_of(1))
+    strange = [folder / f"step_00000009.{'0' * 16}.pt", folder / "step_00000008.pt"]
+    for path in strange:
+        make(path)
+    newest = snapshots.save(2, state_of(2))
+    found = snapshots.load()
+    assert found is not None
+    assert found["step"] == 2
+    said = capsys.readouterr().out
+    assert all(f"{path} is passed over" in said for path in strange)
+    assert set(folder.iterdir()) == {newest, *strange}
+    newest.unlink()
+    assert not has_snapshots(tmp_path)
+    assert snapshots.load() is None
+
+
+def test_one_that_the_disk_does_not_give_back_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    paths = [snapshots.save(step, state_of(step)) for step in (1, 2)]
+
+    def failing(path: Path) -> str:
+        if path == paths[1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return fingerprint(path)
+
+    monkeypatch.setattr(snapshot_module, "fingerprint", failing)
+    found = snapshots.load()
+    assert found is not None
+    assert found["step"] == 1
+
+
+def test_the_one_before_goes_when_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes, then the name, then its folder; a disk that can't keep them leaves the one before."""
+    snapshots = Snapshots(tmp_path, keep=1)
+    first, fsync = snapshots.save(1, state_of(1)), os.fsync
+    flushed: list[str] = []
+
+    def noted(fd: int) -> None:
+        assert first.exists()
+        flushed.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        fsync(fd)
+
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        snapshots.save(2, state_of(2))
+    assert names(tmp_path) == [first.name]
+    monkeypatch.setattr(os, "fsync", noted)
+    second = snapshots.save(2, state_of(2))
+    assert names(tmp_path) == [second.name]
+    assert len(flushed) == 2
+    assert flushed[0].endswith(".unfinished")
+    assert flushed[1] == str(tmp_path)
 
 
 class Trap:

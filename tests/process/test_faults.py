@@ -19,6 +19,7 @@ import pytest
 
 from lowvram.lengths import LONGEST_LINE, LONGEST_REASON
 from lowvram.process.client import Server
+from lowvram.process.native_log import LARGEST_BYTES
 from lowvram.results.row import KINDS, Status
 from tests.calls import TINY, Outcome, Running, begin, children, history, killed_at_last, wait_until
 
@@ -300,6 +301,32 @@ def test_the_exit_code_of_a_sweep(call: Call, words: str) -> None:
     outcome = call("-m", *TINY, "device=cpu", "seed=1,2", *words.split())
     assert outcome.code == code, outcome.said()
     assert list(outcome.statuses.values()) == statuses
+
+
+@pytest.mark.parametrize("mode", ["train", "measure"])
+def test_a_folder_that_is_removed_meanwhile_is_an_error(call: Call, tmp_path: Path, mode: str) -> None:
+    """Nothing of the run is there: it must not look as if it were."""
+    outcome = call(*TINY, f"mode={mode}", "name=remove_folder", f"hydra.run.dir={tmp_path / 'run'}")
+    assert outcome.code == 1, outcome.said()
+    file = tmp_path / "run" / "metrics.jsonl"
+    assert f"error: its file was removed by somebody while writing {file}" in outcome.out
+    assert "Traceback" not in outcome.err
+
+
+def test_an_error_without_a_text_is_named(call: Call) -> None:
+    row = call(*TINY, "name=silent_message").row
+    assert row["status"] == "error"
+    assert row["reason"] == "Broken: its message can't be had, as that raises RuntimeError"
+
+
+def test_native_noise_is_cut(call: Call) -> None:
+    outcome = call(*TINY, "name=native_noise")
+    assert outcome.row["status"] == "ok"
+    log = (outcome.folder / "native.log").read_text()
+    assert len(log) < LARGEST_BYTES
+    assert log.startswith("begin\n")
+    assert "lowvram has cut" in log
+    assert log.endswith("\nend\n")
 
 
 def test_a_line_without_end_is_cut(call: Call) -> None:

@@ -11,8 +11,9 @@ import torch
 from lowvram.config import BadInput
 from lowvram.knobs.sharding import DDP, Unsharded
 from lowvram.process.crew import Place
-from lowvram.process.launch import Launch, aside, launch_from, native_log
+from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.process.meeting import Meeting
+from lowvram.process.native_log import native_log
 from lowvram.process.ways import Called, Calling, Launched, Way
 from tests.laboratory import CPU
 

@@ -1,0 +1,59 @@
+"""What native code says on its way out: a file for each rank, of a bounded size. Imports no torch.
+
+The file is a process's stderr, so that a crash can still write there. The parent looks after its size: of what is too
+long the beginning and the end stay.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+LARGEST_BYTES = 2**20
+KEPT_BYTES = 2**18  # of the beginning, and as many of the end
+LOOK_S = 1.0
+
+
+def native_log(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"native.{rank}.log" if rank else "native.log"
+
+
+@final
+class NativeLogs:
+    """Those of one point, while its processes append to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_cut: dict[Path, int] = {}  # bytes
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Cut them if it is time to."""
+        if time.monotonic() >= self._next_look:
+            self.cut()
+            self._next_look = time.monotonic() + LOOK_S
+
+    def cut(self) -> None:
+        """Cut those that are too long."""
+        for path in (*self._folder.glob("native.log"), *self._folder.glob("native.*.log")):
+            with suppress(OSError):  # a point doesn't end for its log
+                fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    self._cut(path, fd)
+                finally:
+                    os.close(fd)
+
+    def _cut(self, path: Path, fd: int) -> None:
+        """What is appended meanwhile comes after the rest, or is lost with the middle."""
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_size <= LARGEST_BYTES:
+            return
+        end = os.pread(fd, KEPT_BYTES, about.st_size - KEPT_BYTES)
+        self._num_cut[path] = self._num_cut.get(path, 0) + about.st_size - 2 * KEPT_BYTES
+        os.ftruncate(fd, KEPT_BYTES)
+        os.write(fd, f"\n... lowvram has cut {self._num_cut[path]:,} bytes here ...\n".encode() + end)
