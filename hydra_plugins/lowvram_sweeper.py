@@ -3,39 +3,70 @@ lowvram/hydra_hooks.py; how points are listed and named, in lowvram/sweeper.py."
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast, final
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
 
 from lowvram import hydra_hooks, sweeper
+from lowvram.coming import Coming
 
 
 class PointSweeper(BasicSweeper):
-    """conf/hydra/sweeper/lowvram.yaml: Hydra's basic sweeper, but with lists of points beside grids, and a mistake in
-    any point is told before the first. It writes nothing into the sweep's folder: the program does."""
+    """conf/hydra/sweeper/lowvram.yaml: Hydra's basic sweeper, but with lists of points beside grids, and no point is
+    composed twice. It writes nothing into the sweep's folder: the program does."""
 
     def __init__(self, max_batch_size: int | None, params: Any = None, points: Any = None) -> None:
         super().__init__(max_batch_size, params)
         self.points = points
 
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """As Hydra's, for a launcher that composes each point with `ComposesOnce`."""
+        self.loader = ComposesOnce(hydra_context.config_loader)
+        context = HydraContext(config_loader=cast(ConfigLoader, self.loader), callbacks=hydra_context.callbacks)
+        super().setup(hydra_context=context, task_function=task_function, config=config)
+
     def sweep(self, arguments: list[str]) -> None:
-        """Check and launch all points, in batches of `max_batch_size`."""
+        """Launch all points, in batches of `max_batch_size`. Mistakes in options are told before the first of them."""
         assert self.config is not None
-        assert self.hydra_context is not None
         assert self.launcher is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        compose = partial(self.loader.look, self.config)
+        parser = OverridesParser.create(config_loader=cast(ConfigLoader, self.loader))
         typed = parser.parse_overrides([*self._parse_config(), *arguments])
         num_launched = 0
         for grid in self.split_arguments(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
-            self.validate_batch_is_legal(batch)
+            hydra_hooks.begin_batch(Coming(batch, num_launched, compose))
             self.launcher.launch(batch, initial_job_idx=num_launched)
             num_launched += len(batch)
 
-    def validate_batch_is_legal(self, batch: hydra_hooks.Batch) -> None:
-        """Compose and check every point of the sweep; raises what the first mistake is."""
-        assert self.hydra_context is not None
-        assert self.config is not None
-        compose = self.hydra_context.config_loader.load_sweep_config
-        hydra_hooks.check_sweep([compose(self.config, list(overrides)) for overrides in batch], batch)
+
+@final
+class ComposesOnce:
+    """Hydra's loader; but what `look` has composed is not composed again when its turn comes."""
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self._loader = loader
+        self._looked_at: dict[tuple[str, ...], DictConfig] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ComposesOnce, (self._loader,)  # a launcher may hand it to other processes
+
+    def look(self, config: DictConfig, words: Sequence[str]) -> DictConfig:
+        """A point before its turn."""
+        key = tuple(words)
+        if key not in self._looked_at:
+            self._looked_at[key] = self._loader.load_sweep_config(config, list(words))
+        return self._looked_at[key]
+
+    def load_sweep_config(self, config: DictConfig, words: list[str]) -> DictConfig:
+        """A point whose turn it is."""
+        return self._looked_at.pop(tuple(words), None) or self._loader.load_sweep_config(config, words)

@@ -21,19 +21,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lowvram import hydra_hooks, identity, inline, sweeper
+from lowvram import hydra_hooks, identity, inline
+from lowvram.coming import Coming
 from lowvram.composed import chosen, config_path, container, output_folder, plain
 from lowvram.fidelity import check_fresh
 from lowvram.folders import Folders
 from lowvram.hydra_notes import check_left_to_us, notes_of, write_notes
 from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
-from lowvram.planning import Plans, beside, is_plan, request_for
+from lowvram.planning import Plans, beside, is_plan, request_of
 from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Event, Server
 from lowvram.process.launch import Launch, aside, launch_from
 from lowvram.process.orders import Orders
 from lowvram.results import report, table, wandb_sweep
 from lowvram.results import row as rows
+from lowvram.results.live_table import LiveTable
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import (
     command_line,
@@ -81,7 +83,7 @@ def run_program(program: Program, wants_traceback: bool) -> int:
         sys.stdout.flush()
         return code
     except MISTAKES as error:
-        program.folders.undo()
+        program.give_up()
         if wants_traceback:
             raise
         tell(sentence(error), sys.stderr)
@@ -104,11 +106,11 @@ class Program:
         self.server, self.progress = Server(), progress_for(sys.stdout)
         self.rows: list[Row] = []
         self.kept: set[str] = set()  # ids of points that an earlier call has finished
-        self.swept: list[str] = []  # the keys that differ between the points of a sweep
+        self.coming: Coming | None = None  # points of a sweep
         self.last: Point | None = None
         self.mistake: Exception | None = None
         self.error: BaseException | None = None  # of a point that ran in this process
-        self.folders = Folders()
+        self.folders, self.table = Folders(), LiveTable()
         self.num_signals = 0
         self.plans = Plans(self.server, self.progress, self.stop_signals)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -159,7 +161,7 @@ class Program:
         """Before Hydra makes the folder of a single run: check what can be checked by now, and take the folder."""
         with self.mistakes_end_it():
             HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may ask for it
-            self.checked(config)
+            self.check(config)
             self.folders.begin_run(Path(config.hydra.run.dir), config.resume)
 
     def begin_sweep(self, config: DictConfig) -> None:
@@ -172,21 +174,22 @@ class Program:
             hydra_hooks.check_plugins(config.hydra)
             self.folders.begin_sweep(config)
 
-    def check_sweep(self, configs: list[DictConfig], batch: hydra_hooks.Batch) -> None:
-        """Before the first point of a sweep: build the objects of all of them, in a child that does nothing else."""
-        self.swept = sweeper.swept_keys(batch)
+    def begin_batch(self, coming: Coming) -> None:
+        """Before the first point of a sweep: build the objects of those that stand for all, in a child of their own."""
+        self.coming = self.plans.coming = coming
         refused: list[str] = []
 
         def on_event(event: Event) -> None:
             if event["event"] == "row" and event["fields"]["status"] != Status.OK:
                 refused.append(event["fields"]["reason"])
 
+        self.server.start()  # it imports while Hydra composes
+        configs = coming.to_check()
         for config in configs:
             check_root(config)
             check_own(config)
         inline.check_sweep(configs)
-        requests = [request_for(plain(config), chosen(config.hydra.runtime.choices)) for config in configs]
-        check = {"check": [request["config"] for request in requests]}
+        check = {"check": [request_of(config)["config"] for config in configs]}
         self.server.run(check, on_event, Orders(None, self.stop_signals))
         if self.num_signals:
             raise KeyboardInterrupt
@@ -194,7 +197,6 @@ class Program:
             raise Refused(refused[0])
         self.folders.check_points(configs)
         self.folders.note_sweep(configs[0])
-        self.plans.expect(requests, [sweeper.name_of(words, self.swept) for words in batch])
 
     def stop_signals(self) -> int:
         """How often somebody asked to stop so far."""
@@ -206,13 +208,23 @@ class Program:
         if self.num_signals:
             self.forget(point)
             raise KeyboardInterrupt
+        mistake: Exception | None = None
+        try:
+            self.check(config)
+        except MISTAKES as error:
+            if not point.sweep:
+                raise
+            mistake = error  # the sweep goes on without it
         with suppress(Held) if point.sweep else nullcontext():  # another program runs it: others may be free
-            self.run_in_its_folder(point)
+            self.run_in_its_folder(point, mistake)
         if self.num_signals:
             raise KeyboardInterrupt
 
-    def run_in_its_folder(self, point: Point) -> None:
+    def run_in_its_folder(self, point: Point, mistake: Exception | None) -> None:
         """Run a point whose results nobody has yet.
+
+        Args:
+            mistake: for which it can't run.
 
         Raises:
             Held: another program runs it now.
@@ -226,7 +238,7 @@ class Program:
             point = replace(point, locks=self.folders.locks, is_resumed=has_snapshots(point.folder))
             if not point.is_resumed:  # else once it is known that it goes on
                 write_notes(point.folder, point.notes)
-            row = self.row_inline(point) if is_inline(point.config) else self.row_of(point)
+            row = self.row_of(point) if mistake is None else self.row_refused(point, sentence(mistake))
             if row is None:
                 self.forget(point)
             else:
@@ -236,6 +248,8 @@ class Program:
 
     def row_of(self, point: Point) -> Row | None:
         """Whatever its mode asks for. None: somebody asked to stop before anything was known."""
+        if is_inline(point.config):
+            return self.row_inline(point)
         if is_plan(point.choices):
             return self.plans.row(point)
         if is_search(point.choices):
@@ -245,8 +259,15 @@ class Program:
             return Searches(self.server, self.progress, self.stop_signals, self.plans.again).row(point, words)
         return self.run_point(point)
 
+    def row_refused(self, point: Point, reason: str) -> Row:
+        """Of a point that can't run; the words of those before it could all be had."""
+        row = rows.merge(point.first_row(), {"status": Status.INCOMPATIBLE.value, "reason": reason})
+        rows.write(point.folder, row)
+        self.tell_point(point, row)
+        return row
+
     def row_inline(self, point: Point) -> Row | None:
-        """The same, in this process."""
+        """In this process."""
         row, self.error = inline.row_inline(point, self.stop_signals)
         if row is not None and point.sweep:
             self.tell_point(point, row)
@@ -262,47 +283,41 @@ class Program:
         return row
 
     def make_point(self, config: DictConfig) -> Point:
-        """What Hydra composed, as a point. Raises BadInput for what the root doesn't know."""
+        """What Hydra composed, as a point."""
         about, folder = HydraConfig.get(), output_folder()
         is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
-        values, choices = self.checked(config)
+        values = {**plain(config), **({"logger": UNRECORDED} if self.aside else {})}
         command = shlex.join(["python", "train.py", *words_without_secrets(words)])
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
+        index = about.job.num if is_sweep else earlier["index"]
         return Point(
             id=identity.point_id(_root_=config),
-            name=sweeper.name_of(words, self.swept) or earlier["name"],
-            index=about.job.num if is_sweep else earlier["index"],
+            name=self.coming.name(index) if self.coming else earlier["name"],
+            index=index,
             folder=folder,
             config=values,
-            choices=choices,
+            choices=chosen(about.runtime.choices),
             sweep=folder.parent.name if is_sweep else None,
             provenance=identity.provenance(values["seed"], command),
             launch=self.launch,
             notes=notes_of(config),
         )
 
-    def checked(self, config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-        """The configuration as plain values, and the option of each group.
-
-        Raises:
-            BadInput: what can be told without building anything.
-        """
+    def check(self, config: DictConfig) -> None:
+        """Raises BadInput for what can be told without building anything."""
         about = HydraConfig.get()
         check_root(config)
         check_own(config)
-        choices = chosen(about.runtime.choices)
-        values = plain(config) | ({"logger": UNRECORDED} if self.aside else {})
+        values, choices = plain(config), chosen(about.runtime.choices)
         check_fresh(values, self.launch)
         check_left_to_us(about)
         if is_inline(values):
             inline.check_alone(choices, self.launch)
-        return values, choices
 
     def tell_point(self, point: Point, row: Row) -> None:
         """After a point of a sweep: one line, and the table as far as it goes."""
         self.progress.say(": ".join(filter(None, [point.name, row["status"], row["reason"]])))
-        with suppress(OSError):  # a full disk costs the table, not the points to come
-            table.save(point.folder.parent, table.collect(point.folder.parent))
+        self.table.save(point.folder.parent)
 
     def close(self) -> int:
         """Print what was found; returns the exit code."""
@@ -323,6 +338,13 @@ class Program:
         if self.num_signals or others:
             return EXIT_INTERRUPTED
         return rows.exit_code(self.rows, sweep=bool(self.last.sweep))
+
+    def give_up(self) -> None:
+        """After a mistake: what was found by then is kept."""
+        if self.rows and self.last is not None and self.last.sweep:
+            self.close_sweep(self.last.folder.parent, self.last.config["logger"])
+        else:
+            self.folders.undo()
 
     def tell_failure(self, row: Row) -> None:
         """Under torchrun, of a rank that can't tell the one that records."""

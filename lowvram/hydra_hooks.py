@@ -5,7 +5,6 @@ The classes that Hydra makes are `Start` (conf/hydra/default.yaml) and hydra_plu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hydra.core.plugins import Plugins
@@ -14,9 +13,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
+from lowvram.coming import Coming
 from lowvram.config import require
-
-Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
 
 class Program(Protocol):
@@ -29,8 +27,8 @@ class Program(Protocol):
     def begin_sweep(self, config: DictConfig) -> None:
         """Before a sweep's points are composed: take its folder."""
 
-    def check_sweep(self, configs: list[DictConfig], batch: Batch) -> None:
-        """Before the first point of a batch starts: raises what the first mistake in any of them is."""
+    def begin_batch(self, coming: Coming) -> None:
+        """Before the first point of a batch starts: raises what the first mistake in those is that stand for all."""
 
 
 _programs: list[Program] = []
@@ -67,7 +65,7 @@ def check_plugins(hydra: DictConfig) -> None:
     require(params is None or isinstance(params, DictConfig), "hydra.sweeper.params", params, allowed)
 
 
-def check_sweep(configs: list[DictConfig], batch: Batch) -> None:
-    """Raises what the first mistake in any point is."""
+def begin_batch(coming: Coming) -> None:
+    """Raises what the first mistake in those points is that stand for all."""
     for program in _programs:
-        program.check_sweep(configs, batch)
+        program.begin_batch(coming)

@@ -1,11 +1,18 @@
-"""Plans, in the parent: all those of a sweep come from one child, before anything runs. Imports no torch."""
+"""Plans, in the parent: those of the next points of a sweep come from one child, which makes them faster than one child
+each would. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from omegaconf import DictConfig
+
+from lowvram.coming import Coming
+from lowvram.composed import chosen, plain
+from lowvram.mistakes import MISTAKES
 from lowvram.point import CHILDS_OWN, Point
 from lowvram.process.client import Event, Server
 from lowvram.process.inline import Inline
@@ -14,8 +21,10 @@ from lowvram.process.orders import Orders
 from lowvram.results import row as rows
 from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import Progress
+from lowvram.settings import check_root
 
 MODE = "plan"  # conf/mode/plan.yaml
+FIRST_AHEAD, MOST_AHEAD = 8, 64  # points that are planned at once: few at first, so that a sweep starts soon
 FAR_OFF = 1.25  # what needs so many times its budget is told before it runs, and can be skipped
 Planned = dict[str, Any]  # the part of a row that the child knows
 Request = dict[str, Any]
@@ -32,6 +41,11 @@ def request_for(config: Mapping[str, Any], choices: dict[str, str], launch: Laun
     return {"config": {key: config[key] for key in CHILDS_OWN}, "choices": choices, **about}
 
 
+def request_of(config: DictConfig) -> Request:
+    """The same, of what Hydra has composed."""
+    return request_for(plain(config), chosen(config.hydra.runtime.choices))
+
+
 @final
 @dataclass
 class Plans:
@@ -40,13 +54,9 @@ class Plans:
     server: Server | Inline
     progress: Progress
     stop_signals: Callable[[], int]
-    expected: Mapping[int, Request] = field(default_factory=dict)  # of a sweep, by the place of the point
-    names: Sequence[str] = ()  # the same
-    told: dict[int, Planned] = field(default_factory=dict)
-
-    def expect(self, requests: Sequence[Request], names: Sequence[str]) -> None:
-        """A sweep will come to these points."""
-        self.expected, self.names = dict(enumerate(requests)), names
+    coming: Coming | None = None  # points of a sweep
+    num_ahead: int = FIRST_AHEAD
+    told: dict[int, Planned] = field(default_factory=dict)  # by the point's index
 
     def row(self, point: Point) -> Row | None:
         """Leave the row of a point that is only planned. None: somebody asked to stop before it was known."""
@@ -69,13 +79,25 @@ class Plans:
         return row
 
     def of(self, point: Point) -> Planned | None:
-        """What is planned of a point, with all others that are expected. None: somebody asked to stop before."""
+        """What is planned of a point, with the next ones of a sweep. None: somebody asked to stop before."""
         if point.index not in self.told:
-            later = {place: request for place, request in self.expected.items() if place >= point.index}
-            asked = later or {point.index: request_for(point.config, point.choices, point.launch)}
+            asked = {point.index: request_for(point.config, point.choices, point.launch)}
+            if self.coming is not None:
+                asked |= self._next(self.coming, point.index)
+            self.told.clear()
             self.ask(asked)
             self._warn([place for place, point in asked.items() if point["is_real"] and place in self.told])
         return self.told.get(point.index)
+
+    def _next(self, coming: Coming, index: int) -> dict[int, Request]:
+        """What to ask of the points after the one with `index`, up to one with a mistake: that is told at its turn."""
+        asked: dict[int, Request] = {}
+        with suppress(*MISTAKES):
+            for later, config in coming.next(index + 1, self.num_ahead - 1):
+                check_root(config)
+                asked[later] = request_of(config)
+        self.num_ahead = min(2 * self.num_ahead, MOST_AHEAD)
+        return asked
 
     def again(self, point: Point) -> Mapping[str, Any] | None:
         """The plan of a point whose configuration isn't what it was when it was planned."""
@@ -111,7 +133,7 @@ class Plans:
         """Of points that are to run and can't fit by far."""
         plans = {place: self.told[place].get("plan") for place in places}
         texts = [
-            f"{self.names[place] if self.names else 'it'} needs {needed_text(plan)}"
+            f"{self.coming.name(place) if self.coming else 'it'} needs {needed_text(plan)}"
             for place, plan in plans.items()
             if plan and is_far_off(plan)
         ]

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowvram.config import BadInput
-from lowvram.hydra_hooks import Batch
 from lowvram.identity import point_name
+
+Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
 _names: dict[frozenset[str], str] = {}  # of points that a list names, by their words
 

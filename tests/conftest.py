@@ -104,8 +104,9 @@ class Borrowed:
     disturbs: None = None
     is_fresh: bool = True
 
-    def stop(self) -> None:
-        pass
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 @pytest.fixture(scope="session")

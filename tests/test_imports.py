@@ -31,14 +31,14 @@ MAY_IMPORT = {
 # The parent's modules: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = {
     "lowvram": (
-        "cli composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline lengths "
-        "manifest mistakes planning point recording remeasuring resume run_folder runs searching secret settings "
-        "start sweeper table verdict winner"
+        "cli coming composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline "
+        "lengths manifest mistakes planning point recording remeasuring resume run_folder runs searching secret "
+        "settings start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
-        "accuracy advice band columns curves differences doubts evidence metric_lines metrics planned report row shown "
-        "table terminal wandb"
+        "accuracy advice band columns curves differences doubts evidence live_table metric_lines metrics planned "
+        "report row shown table terminal wandb"
     ),
     "lowvram.process": "client crew events frames inline launch native_log orders patience server",
 }

@@ -72,7 +72,7 @@ def test_a_refused_sweep_leaves_a_folder_as_it_was(call: Call, tmp_path: Path, t
         assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("moment", ["begin_run", "make_point", "checked"])
+@pytest.mark.parametrize("moment", ["begin_run", "make_point", "check"])
 def test_an_interrupt_before_the_start_leaves_a_folder_as_it_was(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thesis: Path, moment: str
 ) -> None:
