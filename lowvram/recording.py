@@ -16,7 +16,7 @@ from lowvram.durable import write_bytes
 from lowvram.growing import with_parts
 from lowvram.hydra_notes import write_notes
 from lowvram.process.client import Ending, Event
-from lowvram.process.launch import native_log
+from lowvram.process.native_log import native_log
 from lowvram.process.orders import Orders
 from lowvram.remeasuring import is_due, put_back, set_aside
 from lowvram.results import row as rows
