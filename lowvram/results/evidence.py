@@ -105,7 +105,7 @@ def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool)
     """One point, for every figure."""
     row = entry.row
     speed, per_sample = samples_per_s(row), _tokens_per_sample(row) if has_tokens else 1.0
-    batch_size = row["config"].get("train", {}).get("batch_size")
+    batch_size = (row["config"].get("train") or {}).get("batch_size")
     kinds = row["memory"]["by_kind"] or (row["plan"] or {}).get("by_kind" if _is_plan(row) else "")
     return {
         "name": table.label(row),

@@ -10,18 +10,23 @@ import copy
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lowvram.durable import write_text
+from lowvram.lengths import shortened
+from lowvram.results.shown import shown
+from lowvram.results.sound import fault
 from lowvram.secret import without_secrets
 
 Row = dict[str, Any]
 
 SCHEMA = 1
 FILE_NAME = "result.json"
+LONGEST_FAULT = 400  # characters of what is wrong with a file
 GIB = 2**30
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
@@ -112,15 +117,43 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: str | os.PathLike[str]) -> Row | None:
-    """The row of a point's folder; None when there is none, or when the file isn't a whole row."""
+    """The row of a point's folder; None when there is none, or when the file isn't a whole row, which is said once."""
+    path = Path(folder) / FILE_NAME
     try:
-        text = (Path(folder) / FILE_NAME).read_text(encoding="utf-8")
-        stored = json.loads(text, parse_constant=lambda _: None)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return parsed(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        why = "it is a folder"
+    except (ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, NoRow) else "it is no JSON"
+    if path.absolute() not in _told:
+        _told.add(path.absolute())
+        print(shown(f"{path} doesn't count, as it is no row of lowvram's: {why}"), file=sys.stderr)
+    return None
+
+
+_told: set[Path] = set()  # files that are no rows
+
+
+class NoRow(ValueError):
+    """What is wrong with it."""
+
+
+def parsed(text: str) -> Row:
+    """A row that was written as JSON.
+
+    Raises:
+        ValueError: it is none; a NoRow says why.
+    """
+    stored = json.loads(text, parse_constant=lambda _: None)
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        return None
-    return _merged(empty_row(), stored)
+        found = stored.get("schema") if isinstance(stored, dict) else None
+        raise NoRow(f"schema={found!r}: must be {SCHEMA}")
+    row = _merged(empty_row(), stored)
+    if wrong := fault(row, empty_row(), tuple(Status)):
+        raise NoRow(shortened(wrong, LONGEST_FAULT))
+    return row
 
 
 def write(folder: str | os.PathLike[str], row: Row, name: str = FILE_NAME) -> None:
@@ -184,7 +217,8 @@ def attempts_text(row: Row) -> str | None:
     fewer = [str(attempt["parts"]) for attempt in row["attempts"] or ()]
     if not fewer:
         return None
-    return f"accum.parts={row['config']['accum']['parts']}, after running out of memory with {', '.join(fewer)}"
+    parts = (row["config"].get("accum") or {}).get("parts")
+    return f"accum.parts={parts}, after running out of memory with {', '.join(fewer)}"
 
 
 def reruns_text(row: Row) -> str | None:

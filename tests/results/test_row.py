@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,9 @@ from lowvram.results.row import (
     to_json,
     write,
 )
+from lowvram.results.sound import KINDS, NUMBER, TEXT, TRUTH
 
+RERUN = ("step_ms_p50", "reason", "status", "disturbed")
 SECTIONS = {
     "model": "parameters trainable blocks",
     "memory": "peak_bytes source steady_peak_bytes reserved_bytes fragmentation_bytes inactive_split_bytes "
@@ -69,14 +72,19 @@ def full_row():
     """A row with a value of its own under every key of the schema."""
     row = empty_row()
     number = iter(range(1, 1000))
+
+    def made(path: str) -> Any:
+        kind = KINDS.get(path, NUMBER)
+        plain = {NUMBER: next(number) / 7, TEXT: f"{path} ü {next(number)}", TRUTH: True}
+        return plain.get(kind, {"activations": 123})
+
     for key, value in row.items():
         if isinstance(value, dict):
-            row[key] = {name: next(number) / 7 for name in value} or {"ckpt": "every2"}
+            row[key] = {name: made(f"{key}.{name}") for name in value} or {"ckpt": "every2"}
         elif key != "schema":
-            row[key] = f"{key} ü {next(number)}"
-    row["memory"]["by_kind_max"] = {"activations": 123}
-    row["ranks"] = [{"rank": 0, "peak_bytes": 5}]
-    return row
+            row[key] = made(key)
+    lists = {"ranks": {"rank": 0, "peak_bytes": 5}, "attempts": {"parts": 2}, "reruns": dict.fromkeys(RERUN)}
+    return row | {"status": "ok"} | {key: [item] for key, item in lists.items()}
 
 
 def test_every_key_of_the_schema_is_there_and_null():
