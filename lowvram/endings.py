@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from lowvram.config import BadInput, Incompatible
 from lowvram.lengths import LONGEST_REASON, shortened
+from lowvram.manifest import InTheWay
 from lowvram.secret import text_without_secrets
 
 OUT_OF_MEMORY_WORDS = (
@@ -29,13 +31,14 @@ DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT
 TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
+SAVING = ("saving a snapshot", "saving the weights")
 PHASES = {  # the innermost of these functions of ours on the stack names the phase
     "update": "the update",
     "backward": "the backward pass",
     "one_after_another": "the forward pass",
     "evaluate": "the evaluation",
-    "save": "saving a snapshot",
-    "export": "saving the weights",
+    "save": SAVING[0],
+    "export": SAVING[1],
     "materialise": "building the model",
 }
 
@@ -71,6 +74,8 @@ def full_ending(error: BaseException) -> dict[str, Any]:
         return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
     if isinstance(error, SystemExit):
         return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
+    if isinstance(error, InTheWay):
+        return {"status": "error", "reason": text}
     if trouble := disk_trouble(error):
         where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
         return {"status": "error", "reason": f"{trouble}, in {phase(error.__traceback__)}{where}"}
@@ -129,6 +134,15 @@ def disk_trouble(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in DISK_TROUBLES:
             return os.strerror(cause.errno)
     return None
+
+
+def says_all(error: BaseException, folder: str) -> bool:
+    """Whether nobody needs to see where `error` was raised: files of the run itself, in `folder`, can't be written."""
+    if isinstance(error, InTheWay):
+        return True
+    name = error.filename if isinstance(error, OSError) else None
+    is_ours = isinstance(name, str) and Path(name).is_relative_to(folder)
+    return disk_trouble(error) is not None and (is_ours or phase(error.__traceback__) in SAVING)
 
 
 def is_of_a_peer(error: BaseException) -> bool:

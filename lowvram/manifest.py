@@ -153,6 +153,10 @@ def ours_in(folder: Path, names: Iterable[str]) -> Files:
     return ours
 
 
-def in_the_way(path: Path, run: Path) -> FileExistsError:
+class InTheWay(FileExistsError):
+    """The user's file has the name of one of ours."""
+
+
+def in_the_way(path: Path, run: Path) -> InTheWay:
     what = f"{path} is in the way of what lowvram exports, and isn't as lowvram wrote it there ({NAME} tells)"
-    return FileExistsError(f"{what}: move it elsewhere, then go on with resume={run}")
+    return InTheWay(f"{what}: move it elsewhere, then go on with resume={run}")

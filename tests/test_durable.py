@@ -91,3 +91,16 @@ def test_what_the_dead_have_left_goes_and_nothing_else(tmp_path: Path) -> None:
     remove_leftovers(tmp_path)
     assert names(tmp_path) == [".a.0123456789abcdeg.unfinished", ".a.unfinished", "a", "unfinished"]
     remove_leftovers(tmp_path / "none")
+
+
+def test_the_first_error_is_told_where_nothing_can_be_removed_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path / "a", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    write_text(tmp_path / "b", "whole")
+    assert (tmp_path / "b").read_text() == "whole"

@@ -7,6 +7,7 @@ import io
 import os
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._utils import ExceptionWrapper
 
-from lowvram.endings import ending
+from lowvram.endings import ending, says_all
+from lowvram.manifest import in_the_way
 
 OUT_OF_MEMORY = {
     "Python": MemoryError(),
@@ -126,3 +128,14 @@ def test_an_error_that_is_none_of_memory() -> None:
         "status": "error",
         "reason": "RuntimeError: a thread has died",
     }
+
+
+def test_where_an_error_of_the_run_s_own_files_was_raised_is_not_told(tmp_path: Path) -> None:
+    full = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "run" / "metrics.jsonl"))
+    assert says_all(full, str(tmp_path / "run"))
+    assert not says_all(full, str(tmp_path / "another"))  # a file of the user's: by code of the user's, maybe
+    assert not says_all(OSError(errno.EIO, os.strerror(errno.EIO)), str(tmp_path))
+    assert not says_all(ValueError("x"), str(tmp_path))
+    way = in_the_way(tmp_path / "run" / "model" / "config.json", tmp_path / "run")
+    assert says_all(way, "/")
+    assert ending(way)["reason"].startswith(f"{tmp_path}/run/model/config.json is in the way")

@@ -24,7 +24,7 @@ from lowvram import job
 from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
-from lowvram.endings import Interrupted, ending, is_of_a_peer
+from lowvram.endings import Interrupted, ending, is_of_a_peer, says_all
 from lowvram.knobs.allocator import Default, Tight
 from lowvram.lengths import LONGEST_LINE, cut
 from lowvram.modes.fidelity import Fidelity
@@ -169,7 +169,7 @@ def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
         fields, of_a_peer = ending(error), is_of_a_peer(error)
         cause = meeting.cause_elsewhere(fields, of_a_peer)
         fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
-        if fields["status"] == "error":
+        if fields["status"] == "error" and not says_all(error, request.get("folder", "/")):
             about |= {"trace": text_without_secrets(traceback.format_exc())}
     stop.settle()
     lift()
