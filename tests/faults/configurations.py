@@ -1,0 +1,147 @@
+"""Random configurations of all groups' options, and mistakes in them: no traceback, the exit code of the contract, a
+row or one sentence."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from lowvram.results.row import Status
+from tests.calls import TINY, TINY_RESNET
+from tests.cli.test_bad_input import MISTAKES
+from tests.faults.hostile import HOSTILE
+from tests.faults.lab import Ended, Lab, Trial, tail
+from tests.faults.scenarios import RUN, Scenario
+from tests.faults.telling import Draw, Told
+
+NOTHING = Scenario("nothing", (), RUN)
+SIMPLE = ("adapter", "precision", "ckpt", "compile", "optimizer", "stepping", "logits", "offload", "accum", "schedule")
+RARE = 0.08  # options that start more processes, or compile
+VALUES: dict[str, Sequence[object]] = {
+    "train.batch_size": (4, 8, 1, 6),
+    "train.steps": (1, 2, 3),
+    "train.eval_every": ("null", 1, 2),
+    "train.log_every": (1, 2, 5),
+    "snapshot.every_steps": ("null", 1, 2),
+    "snapshot.keep": (1, 2),
+    "measure.steps": (1, 2),
+    "measure.warmup_steps": (0, 1),
+    "measure.reruns": (0, 1),
+    "measure.largest_tensors": ("true", "false"),
+    "stepping.clip": (1.0, 0.001),
+    "optimizer.lr": (0.1, 1e-9, 1e4),
+    "optimizer.weight_decay": (0.0, 0.5),
+    "data.eval_samples": (1, 4, 7),
+    "export.merge": ("true", "false"),
+    "vram": ("null", "3MiB", "12MiB", "40MiB", "1GiB"),
+    "seed": (0, 1, 4294967295),
+    "timeout_s": ("null", 0.05, 60),
+    "name": ("null", "mine"),
+    "device": ("cpu", "auto"),
+    "plan.skip": ("true", "false"),
+    "plan.host": ("null", "1MiB", "32GiB"),
+}
+OF_THE_MODEL = {
+    TINY: {
+        "model.num_layers": (1, 2, 3),
+        "model.dropout": (0.0, 0.5),
+        "model.tied_embeddings": ("true", "false"),
+        "model.num_kv_heads": ("null", 1, 2),
+        "model.embedding_width": ("null", 8),
+        "model.positions": ("learned", "rotary"),
+        "data.sequence_length": (1, 8, 16, 129),
+    },
+    TINY_RESNET: {
+        "model.norm": ("batch", "group", "frozen"),
+        "model.block": ("basic", "bottleneck"),
+        "model.channels_last": ("true", "false"),
+        "model.dropout": (0.0, 0.5),
+        "data.image_size": (8, 16, 17),
+    },
+}
+
+
+def trial(lab: Lab, draw: Draw) -> Told:
+    random, number = draw.random, draw.number
+    words = configuration(random)
+    wanted: Sequence[str] | None = None
+    if number % 4 == 3:
+        table = mistakes()
+        mistake, wanted = table[draw.in_turn(number // 4, len(table)) - 1]
+        words = [*(words if random.random() < 0.5 else TINY), *mistake]
+    trial = lab.trial(NOTHING, is_planted=False)
+    ended = lab.run([*words, *([] if wanted is not None else [f"hydra.run.dir={RUN}"])], trial.work)
+    told = Told(shlex.join(words), [*ended.problems, *trial.held(), *trial.foreign.changed()])
+    told.problems += unlike_contract(trial, ended) if wanted is None else unlike_refusal(trial, ended, wanted)
+    told.about += f" -> {ended.code}"
+    return told
+
+
+@cache
+def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
+    """Words that are refused, and what is said of them."""
+    everyday = [(tuple(shlex.split(words)), parts) for words, parts in MISTAKES.items()]
+    return [*everyday, *HOSTILE.items()]
+
+
+def configuration(random: Random) -> list[str]:
+    """Words of a point that is quickly made."""
+    from lowvram.options import options_of
+
+    base = random.choice((TINY, TINY, TINY_RESNET))
+    words = [*base, f"mode={random.choice(('train', 'train', 'measure', 'plan'))}"]
+    for group in SIMPLE:
+        if random.random() < (RARE if group == "compile" else 0.3):
+            words.append(f"{group}={random.choice(options_of(group))}")
+    if random.random() < RARE:
+        words.append(f"sharding={random.choice(('ddp', 'fsdp'))} sharding.ranks={random.choice((1, 2))}")
+    if random.random() < RARE:
+        words.append("loader=workers loader.num_workers=1")
+    elif base is TINY and random.random() < 0.15:
+        words.append(f"loader={random.choice(('bucketed', 'packed'))}")
+    values = {**VALUES, **OF_THE_MODEL[base]}
+    for key in random.sample(sorted(values), random.randint(0, 6)):
+        words.append(f"{key}={random.choice(values[key])}")
+    return " ".join(words).split()
+
+
+def unlike_contract(trial: Trial, ended: Ended) -> list[str]:
+    """What is wrong with the end of a configuration: docs/command_line.md."""
+    folder = trial.work / RUN
+    if ended.code == 3:
+        return refused(folder, ended)
+    row = row_of(folder)
+    if row is None:
+        return [f"exit code {ended.code} without a row: {tail(ended.said)}"]
+    status = Status(row["status"])
+    problems = [] if status.exit_single == ended.code else [f"exit code {ended.code} for {status.value}"]
+    if status == Status.ERROR:
+        problems.append(f"an error: {row['reason']}")
+    return problems
+
+
+def row_of(folder: Path) -> dict[str, str] | None:
+    path = folder / "result.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def refused(folder: Path, ended: Ended) -> list[str]:
+    problems = [f"refused, and {folder.name} is there"] if folder.exists() else []
+    lines = [line for line in ended.said.splitlines() if line]
+    return problems if len(lines) == 1 else [*problems, f"no one sentence: {tail(ended.said)}"]
+
+
+def unlike_refusal(trial: Trial, ended: Ended, wanted: Sequence[str]) -> list[str]:
+    """What is wrong with the answer to a mistake."""
+    if ended.code != 3:
+        return [f"exit code {ended.code}, not refused: {tail(ended.said)}"]
+    at, problems = 0, refused(trial.work / "outputs" / "run", ended)
+    for part in wanted:
+        at = ended.said.find(part, at)
+        if at < 0:
+            return [*problems, f"{part!r} isn't said: {tail(ended.said)}"]
+    return problems

@@ -1,0 +1,140 @@
+"""Damage: a bit, a piece or the end of a file that is read back is wrong, or the file is another run's of that name.
+
+Whoever reads it notices, in a sentence, or what comes out is as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from tests.faults.lab import Lab, Trial
+from tests.faults.results import Results, differences
+from tests.faults.scenarios import BY_NAME, Scenario
+from tests.faults.telling import Draw, Told
+
+READERS = ("resume", "sweep again", "load", "table", "plan again", "resume every", "load", "resume", "fidelity again")
+UNREAD = re.compile(r"native.*\.log$|report\.html$|table\.(md|csv)$|multirun\.yaml$")  # by lowvram
+NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|not whole|is no |hash", re.IGNORECASE)
+
+
+def trial(lab: Lab, draw: Draw) -> Told:
+    readers = draw.among([BY_NAME[name] for name in READERS])
+    random, scenario = draw.random, readers[draw.number % len(readers)]
+    wanted = undamaged(lab, scenario)
+    trial = lab.trial(scenario, is_planted=random.random() < 0.5)
+    cache = with_cache(lab, scenario, trial)
+    path = random.choice(readable(trial, cache))
+    name = random.choice(list(DAMAGES))
+    about = DAMAGES[name](path, random)
+    trial.foreign.plant_among_ours(trial.work / scenario.folder)
+    told = Told(f"{scenario.name}: {path.relative_to(trial.folder)}: {about}")
+    ended = lab.run(scenario.words, trial.work, environment={"LOWVRAM_CACHE": str(cache)})
+    told.problems += ended.problems + trial.foreign.changed() + trial.held()
+    if ended.code == 0:
+        wrong = differences(wanted, found(trial, scenario, ended.said))
+        told.problems += [one for one in wrong if not is_told(one, ended.said)]
+        told.about += " (noticed)" if wrong and not told.problems else ""
+    elif not ended.said.strip():
+        told.problems.append(f"exit code {ended.code} without a word")
+    else:
+        told.about += f" (exit code {ended.code}: {ended.said.strip()[-300:]})"
+    return told
+
+
+def is_told(difference: str, said: str) -> bool:
+    """Damaged lines and files may go, or be put aside, where that is said; figures may never differ."""
+    return bool(re.search("file|/metrics", difference) and NOTICED.search(said))
+
+
+def undamaged(lab: Lab, scenario: Scenario) -> Results:
+    """What comes out of the reader: files, or for some what it says."""
+    if scenario.words[0] != "@load":
+        return lab.undisturbed(scenario)[0]
+    if scenario.name not in lab.said:
+        lab.said[scenario.name] = lab.run(scenario.words, lab.prepared(scenario)).said
+    return {"said": lab.said[scenario.name]}
+
+
+def found(trial: Trial, scenario: Scenario, said: str) -> Results:
+    return {"said": said} if scenario.words[0] == "@load" else trial.results()
+
+
+def with_cache(lab: Lab, scenario: Scenario, trial: Trial) -> Path:
+    """The cache of plans; a copy that may be damaged where that is what is read."""
+    if scenario.folder != "cache":
+        return lab.shared / "cache"
+    return Path(shutil.copytree(lab.shared / "cache", trial.folder / "cache"))
+
+
+def readable(trial: Trial, cache: Path) -> list[Path]:
+    """Files that the program may read back. Small ones first are as likely as large ones."""
+    around = cache if cache.is_relative_to(trial.folder) else trial.work
+    files = (path for path in sorted(around.glob("**/*")) if path.is_file() and not path.is_symlink())
+    return [path for path in files if path not in trial.foreign.paths and not UNREAD.search(path.name)]
+
+
+def write(path: Path, data: bytes) -> None:
+    """In place, with the times that it had: nothing tells of it but the bytes."""
+    about = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def flip(path: Path, random: Random) -> str:
+    data = bytearray(path.read_bytes())
+    if not data:
+        return "empty already"
+    at, bit = random.randrange(len(data)), random.randrange(8)
+    data[at] ^= 1 << bit
+    write(path, bytes(data))
+    return f"bit {bit} of byte {at} flipped"
+
+
+def flip_digit(path: Path, random: Random) -> str:
+    """A digit becomes another one: what text formats take."""
+    data = bytearray(path.read_bytes())
+    digits = [at for at, byte in enumerate(data) if byte in b"0123456789"]
+    if not digits:
+        return flip(path, random)
+    at = random.choice(digits)
+    data[at] = ord(str((int(chr(data[at])) + random.randint(1, 9)) % 10))
+    write(path, bytes(data))
+    return f"the digit at byte {at} changed: ...{bytes(data[max(0, at - 30) : at + 10])!r}"
+
+
+def cut(path: Path, random: Random, share: Callable[[Random], float] = Random.random) -> str:
+    data = path.read_bytes()
+    size = int(len(data) * share(random))
+    write(path, data[:size])
+    return f"cut to {size} of {len(data)} bytes"
+
+
+def blank(path: Path, random: Random) -> str:
+    """A block that was never written, as after a power cut."""
+    data = bytearray(path.read_bytes())
+    start = random.randrange(len(data) + 1)
+    end = min(len(data), start + random.choice((1, 16, 512, 4096)))
+    data[start:end] = bytes(end - start)
+    write(path, bytes(data))
+    return f"bytes {start} to {end} are zero"
+
+
+def strange(path: Path, random: Random) -> str:
+    write(path, random.choice((b"[]", b"null", b"{}", b"\xff\xfe\0", b"hello\n", b'{"schema": 1}', b"[1,2" * 100)))
+    return "another content"
+
+
+DAMAGES: dict[str, Callable[[Path, Random], str]] = {
+    "flip": flip,
+    "digit": flip_digit,
+    "cut": cut,
+    "empty": partial(cut, share=lambda _: 0.0),
+    "blank": blank,
+    "strange": strange,
+}

@@ -1,0 +1,99 @@
+"""What a program has left that must be the same however often it was disturbed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lowvram.results.row import read
+from tests.calls import history
+
+Results = dict[str, Any]
+HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.pt$")
+DIFFERENT = re.compile(r"(.*/)?(native\.log|\.lowvram|table\.md|wandb.*)$")  # by name: there or not
+TOLD = ("id", "name", "index", "status", "loss", "eval", "model")  # of a row
+PLANNED = ("allocated_bytes", "least_vram_bytes", "by_kind", "fits")
+
+
+def results(work: Path, foreign: Iterable[Path] = ()) -> Results:
+    """Of all runs below a folder: losses, metrics, weights, steps of snapshots; the rows of sweeps; names of files."""
+    found: Results = {}
+    for path in sorted(work.glob("**/result.json")):
+        found[f"run {path.parent.relative_to(work)}"] = of_run(path.parent)
+    for path in sorted(work.glob("**/rows.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found[f"sweep {path.parent.relative_to(work)}"] = [about(row) for row in rows]
+    found["files"] = names(work, set(foreign))
+    return found
+
+
+def without_choice(found: Results) -> Results:
+    """Of points that are chosen by their speed: how many there are, and how they ended."""
+    ends = [run.get("status") for key, run in found.items() if key.startswith("run ")]
+    return {"ends": sorted(map(str, ends)), "files": len(found["files"])}
+
+
+def of_run(folder: Path) -> Results:
+    row = read(folder)
+    if row is None:
+        return {"row": "no whole row"}
+    weights = folder / "model" / "model.safetensors"
+    return {
+        **about(row),
+        "metrics": lines_of(folder),
+        "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None,
+    }
+
+
+def lines_of(folder: Path) -> Any:
+    try:
+        return history(folder) if (folder / "metrics.jsonl").exists() else None
+    except ValueError:
+        return "damaged"
+
+
+def about(row: Any) -> Results:
+    fidelity = {key: value for key, value in (row["fidelity"] or {}).items() if not key.endswith("_s")}
+    plan = {key: (row["plan"] or {}).get(key) for key in PLANNED}
+    return {key: row[key] for key in TOLD} | {"fidelity": fidelity, "plan": plan}
+
+
+def names(work: Path, foreign: set[Path]) -> list[str]:
+    """Of all files, without the hashes in them."""
+    files = (path for path in work.glob("**/*") if not path.is_dir() and path not in foreign)
+    shown = {HASHED.sub(r"\1.pt", str(path.relative_to(work))) for path in files}
+    return sorted(name for name in shown if not DIFFERENT.match(name))
+
+
+def differences(wanted: Any, found: Any, where: str = "") -> list[str]:
+    """Where two results differ, in words."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        keys = sorted({*wanted, *found}, key=str)
+        return [
+            told
+            for key in keys
+            for told in differences(wanted.get(key, "absent"), found.get(key, "absent"), f"{where}/{key}")
+        ]
+    if where == "/files" and isinstance(found, list):
+        missing, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+        return [f"missing file {name}" for name in missing] + [f"left over file {name}" for name in more]
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) != len(found):
+        return [f"{where}: {len(found)} instead of {len(wanted)}: {short([keys_of(one) for one in found])}"]
+    if isinstance(wanted, list) and isinstance(found, list):
+        pairs = enumerate(zip(wanted, found, strict=True))
+        return [told for index, (one, other) in pairs for told in differences(one, other, f"{where}/{index}")]
+    return [] if wanted == found else [f"{where}: {short(found)} instead of {short(wanted)}"]
+
+
+def keys_of(line: Any) -> Any:
+    """Of a line of metrics: its step and what it tells."""
+    return (line["step"], *sorted(set(line) - {"step"})[:1]) if isinstance(line, dict) and "step" in line else line
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 300 else f"{text[:300]}..."

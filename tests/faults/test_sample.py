@@ -1,0 +1,79 @@
+"""A sample of the fault suite in every run of the tests, and a campaign of some size in `scripts/test all`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults import campaign, shim
+from tests.faults.configurations import mistakes
+from tests.faults.foreign import Foreign
+from tests.faults.results import differences
+from tests.faults.telling import Draw
+
+SMALL = "only=train,load"  # one program that is undisturbed first, and its readers
+needs_compiler = pytest.mark.skipif(shim.compiler() is None, reason="needs a C compiler (cc): the shim is compiled")
+
+
+def made(tmp_path: Path, *words: str) -> dict[str, dict[str, int]]:
+    """A campaign: its table; fails with what its trials say."""
+    out = tmp_path / "campaign.json"
+    campaign.main([*words, f"out={out}"])
+    told = json.loads(out.read_text())
+    assert not told["failed"], "\n".join(campaign.describe(one, campaign.wanted(words)) for one in told["failed"])
+    return told["kinds"]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_sample_of_all_kinds(tmp_path: Path) -> None:
+    kinds = made(tmp_path, "kills=1", "writes=2", "flips=3", "configurations=4", "workers=1", SMALL)
+    assert [row["trials"] for row in kinds.values()] == [1, 2, 3, 4]
+
+
+@needs_compiler
+@pytest.mark.campaign
+def test_a_campaign(tmp_path: Path) -> None:
+    made(tmp_path, "kills=100", "writes=100", "flips=100", "configurations=200", "seed=1")
+
+
+def test_the_words_of_a_campaign() -> None:
+    what = campaign.wanted(["kills=2", "flips=1", "seed=5"])
+    assert (what.seed, what.jobs()) == (5, [("kills", 0), ("flips", 0), ("kills", 1)])
+    assert campaign.wanted(["replay=kills:7"]).jobs() == [("kills", 7)]
+    with pytest.raises(SystemExit, match="kils=1: no such word"):
+        campaign.wanted(["kils=1"])
+
+
+def test_every_call_has_its_turn() -> None:
+    numbers = [Draw("writes", 0, 3).in_turn(number, 50) for number in range(50)]
+    assert sorted(numbers) == list(range(1, 51))
+    assert numbers != sorted(numbers)
+
+
+def test_what_happens_to_foreign_files_is_seen(tmp_path: Path) -> None:
+    foreign = Foreign(tmp_path)
+    foreign.plant(tmp_path, ("a", "b", "c", "d"), out=tmp_path / "nowhere")
+    assert foreign.changed() == []
+    (tmp_path / "a").unlink()
+    (tmp_path / "b").touch()
+    (tmp_path / "c").chmod(0o600)
+    assert foreign.changed() == ["the user's a was removed", "the user's b was changed", "the user's c was changed"]
+
+
+def test_what_differs_is_seen() -> None:
+    wanted = {"files": ["a", "b"], "run": {"loss": 1.0, "metrics": [{"step": 1}, {"step": 2}]}}
+    assert differences(wanted, wanted) == []
+    found = {"files": ["a", ".a.tmp"], "run": {"loss": 2.0, "metrics": [{"step": 1}, {"step": 1}, {"step": 2}]}}
+    assert differences(wanted, found) == [
+        "missing file b",
+        "left over file .a.tmp",
+        "/run/loss: 2.0 instead of 1.0",
+        "/run/metrics: 3 instead of 2: [(1,), (1,), (2,)]",
+    ]
+
+
+def test_mistakes_are_many() -> None:
+    assert len(mistakes()) > 100
