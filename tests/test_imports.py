@@ -40,7 +40,7 @@ TORCH_FREE = {
         "accuracy advice band columns curves differences doubts evidence live_table metric_lines metrics planned "
         "report row shown sound table terminal wandb"
     ),
-    "lowvram.process": "client crew events frames inline launch native_log orders patience server",
+    "lowvram.process": "client crew descendants events frames inline launch native_log orders patience server",
 }
 PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
 

@@ -9,17 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowvram.process.crew import ACKNOWLEDGED, KILL, STOPS
+from lowvram.process.crew import ACKNOWLEDGED, KILL, ORPHAN_GRACE_S, STOPS
+from lowvram.process.descendants import is_stopped, kill_all
 from lowvram.process.events import Event, EventReaders, Listener
 
 LARGEST_ANSWER_BYTES = 2**16
 POLL_S = 0.1  # how soon a signal or a time-out is passed on
+STOPPED_GRACE_S = 5.0  # from an order to the end of a server that stands still, as after Ctrl-Z
+KILL_GRACE_S = 30.0  # from KILL to the end of one that doesn't answer: the kernel frees much memory first
+STOP_GRACE_S = ORPHAN_GRACE_S + 5.0  # how long a server may take to end its child and itself
 Ending = dict[str, Any]  # of one rank: see Crew.ended
 
 
@@ -56,9 +61,13 @@ class Server:
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            if not self._is_ready:
-                self._process.kill()  # still importing: there is nothing to save
-            self._process.wait()
+            if not self._is_ready or is_stopped(self._process.pid):  # still importing: there is nothing to save
+                kill_all(self._process.pid)
+            try:
+                self._process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                kill_all(self._process.pid)
+                self._process.wait()
         self._process = self._socket = None
 
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
@@ -80,7 +89,8 @@ class Server:
                 locked, so that the lock lasts as long as any of them.
 
         Returns:
-            How each rank ended, in the order of their ends; None if the server itself died.
+            How each rank ended, in the order of their ends; None if the server itself died, or was killed with all its
+            children because it didn't pass on an order.
         """
         self.start()
         ended = None
@@ -118,6 +128,11 @@ class Server:
         assert self._socket is not None
         return self._socket
 
+    @property
+    def _pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def _wait_ready(self, order: Callable[[], bytes | None]) -> bool:
         while not self._is_ready:
             if order() is not None:
@@ -129,11 +144,15 @@ class Server:
         return True
 
     def _follow(self, events: EventReaders, order: Callable[[], bytes | None]) -> list[Ending] | None:
+        given: dict[bytes, float] = {}  # when each order was
         while True:
             ready = select.select([self._connection, *events.open_files()], [], [], POLL_S)[0]
             try:
                 if told := order():
+                    given[told] = time.monotonic()
                     self._connection.send(told)
+                if self._is_deaf(given):
+                    kill_all(self._pid)
                 answer = self._receive(events) if self._connection in ready else None
             except OSError:
                 answer = b""  # the server is dead
@@ -142,6 +161,13 @@ class Server:
                 return json.loads(answer)["ended"] if answer else None
             if ready:
                 events.read()
+
+    def _is_deaf(self, given: Mapping[bytes, float]) -> bool:
+        """Whether the server had time enough to pass on the orders that were given."""
+        now = time.monotonic()
+        if now - given.get(KILL, now) > KILL_GRACE_S:
+            return True
+        return now - min(given.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
 
     def _receive(self, events: EventReaders) -> bytes | None:
         """The answer; None for the events of one more rank, which are followed from now on."""

@@ -16,9 +16,9 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from lowvram.process.descendants import is_stopped
 from lowvram.start import EXIT_INTERRUPTED
 
 TERM, KILL = b"term", b"kill"
@@ -165,8 +165,3 @@ class Crew:
         if not message:
             self.parent_is_there = False
             self._end_within(ORPHAN_GRACE_S)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process stands still because of a signal."""
-    return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()

@@ -20,9 +20,9 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from lowvram.process.crew import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, Crew, prctl
+from lowvram.process.descendants import children
 
 PRELOAD = (
     "torch",
@@ -78,17 +78,13 @@ def serve(parent: socket.socket) -> bool:
 def sweep_strays() -> int:
     """End what the child left behind (loader workers, compilers); all of it was handed to us as the subreaper."""
     num_killed = 0
-    while pids := children():
+    while pids := children(os.getpid()):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:
             os.waitpid(pid, 0)
         num_killed += len(pids)
     return num_killed
-
-
-def children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from lowvram.point import CHILDS_OWN
+from lowvram.process import client
 from lowvram.process.client import Event, Server
-from lowvram.process.crew import KILL
+from lowvram.process.crew import KILL, TERM
 from tests.calls import TINY, Outcome, children, wait_until
 
 Call = Callable[..., Outcome]
@@ -83,6 +84,27 @@ def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
         shared_server.run(request_for("slow"), on_event, lambda: None)
     wait_until(lambda: not children(before), "the end of the child")
     assert run(shared_server, request_for("raise@1"))[1]["status"] == "error"
+
+
+@pytest.mark.parametrize("order", [TERM, KILL])
+def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_gets_another(
+    shared_server: Server, request_for: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch, order: bytes
+) -> None:
+    """As after `kill -STOP`: it passes nothing on, so a time limit and Ctrl-C would be in vain."""
+    monkeypatch.setattr(client, "STOPPED_GRACE_S", 0.3)
+    pid, found = pid_of(shared_server), list[int]()
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "metrics" and not found:
+            os.kill(pid, signal.SIGSTOP)
+            found.extend(children(pid))
+
+    orders = iter([order])
+    assert shared_server.run(request_for("slow"), on_event, lambda: next(orders, None) if found else None) is None
+    assert found
+    wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in (pid, *found)), "the end of all")
+    assert run(shared_server, request_for("raise@1"))[1]["status"] == "error"
+    assert pid_of(shared_server) != pid
 
 
 def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str], Request]) -> None:

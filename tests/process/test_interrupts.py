@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -90,6 +91,31 @@ def caught(pid: int) -> bool:
     """Whether a process has handlers of its own, not Python's, which is for SIGINT alone."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(status.partition("SigCgt:\t")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
+
+
+@pytest.mark.slow
+def test_a_time_limit_holds_though_the_process_that_starts_points_stands_still(start: Start) -> None:
+    """As after `kill -STOP`. The next point of a sweep has a new one."""
+    call = start("-m", *TINY, "seed=1,2", "name=1.slow", "train.steps=200", "timeout_s=4")
+    call.wait_for("seed1: started")
+    os.kill(call.server(), signal.SIGSTOP)
+    outcome = call.end()
+    assert outcome.code == 1, outcome.said()
+    assert outcome.statuses == {"seed1": "timeout", "seed2": "ok"}
+    assert outcome.rows["seed1"]["reason"] == "still running after timeout_s=4"
+    call.wait_until_gone(1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_holds_though_the_process_that_starts_points_stands_still(start: Start) -> None:
+    call = start(*LONG)
+    in_steps(call)
+    os.kill(call.server(), signal.SIGSTOP)
+    call.process.terminate()
+    outcome = call.end()
+    assert outcome.code == 75, outcome.said()
+    assert outcome.row["reason"] == "stopped before it could save"
+    call.wait_until_gone(1)
 
 
 @pytest.mark.slow
