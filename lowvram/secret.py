@@ -19,7 +19,7 @@ from urllib.parse import quote
 REFUSED = "<refused>"
 LEAST_LENGTH = 6  # of a value that is known again in a text
 LEAST_LENGTH_OF_LINES = 16  # of a value with several
-LONGEST_KEPT = 256  # characters of a text that is likely to come again
+LONGEST_KEPT = 2048  # characters of a text that is likely to come again
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _ALWAYS = frozenset(("password", "passwords", "passwd", "passphrase", "passcode", "secret", "secrets"))
@@ -55,6 +55,7 @@ _SHAPES = tuple(
 _REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")  # says where a value is, and not what it is
 _NOTHING = frozenset(("", "null", "none", "true", "false", "???", "…", REFUSED.lower()))
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
+_PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth", re.IGNORECASE)
 _KEY = re.compile(r"(?<![\w.-])(?P<key>[\w.-]*\w)(?P<quote>[\"']?)[ \t]*(?P<sign>[=:])[ \t]*")
 _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"
@@ -213,6 +214,8 @@ def _with_secret_refused(match: re.Match[str]) -> str:
 
 def _with_values_refused(text: str, is_config: bool) -> str:
     """`api_key=…`, `'api_key': …`"""
+    if not _PART_OF_KEYS.search(text):
+        return text
     pieces, done, at = list[str](), 0, 0
     while match := _KEY.search(text, at):
         at = match.end()

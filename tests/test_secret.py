@@ -77,6 +77,7 @@ def nothing_is_known() -> Iterator[None]:
 
 @pytest.mark.parametrize("key", SECRET_KEYS)
 def test_secrets_are_refused_wherever_they_are(tmp_path: Path, key: str) -> None:
+    assert words_without_secrets([f"a={{b: 1, {key}: hunter2}}"]) == [f"a={{b: 1, {key}: <refused>}}"]
     config = {"data": {key: "hunter2", "list": [{key: ["hunter2", 5]}], "deep": {key: {"a": "hunter2"}}}}
     write(tmp_path, merge(empty_row(), {"config": config}))
     assert "hunter2" not in (tmp_path / "result.json").read_text()
