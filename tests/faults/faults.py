@@ -103,8 +103,8 @@ def fault_fill_disk(folder: Path) -> None:
 
 
 def fault_remove_folder(folder: Path) -> None:
-    """As somebody who tidies up."""
-    shutil.rmtree(folder)
+    """As somebody who tidies up, at once as far as others see."""
+    shutil.rmtree(folder.rename(folder.with_name("removed")))
 
 
 def fault_silent_message(folder: Path) -> None:

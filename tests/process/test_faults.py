@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -308,8 +309,9 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(call: Call, tmp_path: Pa
     """Nothing of the run is there: it must not look as if it were."""
     outcome = call(*TINY, f"mode={mode}", "name=remove_folder", f"hydra.run.dir={tmp_path / 'run'}")
     assert outcome.code == 1, outcome.said()
-    file = tmp_path / "run" / "metrics.jsonl"
-    assert f"error: its file was removed by somebody while writing {file}" in outcome.out
+    early = "No such file or directory"  # the point's process is faster than its parent
+    said = rf"error: (its file was removed by somebody|{early}) while writing {tmp_path / 'run'}"
+    assert re.search(said, outcome.out), outcome.said()
     assert "Traceback" not in outcome.err
 
 
