@@ -150,6 +150,8 @@ class Claim:
             fd = self._open_marker()
             try:
                 self._before = os.pread(fd, LARGEST_MARKER_BYTES, 0)
+                if self.kind is Kind.SWEEP:
+                    self._tidy_alone(fd)
                 self._lock(fd)
                 if is_same_file(fd, self.marker):  # else whoever held it has just removed it
                     self._before = os.pread(fd, LARGEST_MARKER_BYTES, 0)
@@ -213,8 +215,17 @@ class Claim:
             allowed = f"a folder without {', '.join(taken)}, which lowvram would write: choose another one, or rename"
             raise BadInput(self._key, str(self.folder), f"{allowed} what is there")
 
+    def _tidy_alone(self, fd: int) -> None:
+        """What programs of this sweep left that died while they wrote, if none of them runs now."""
+        if read_marker(self._before).get("kind") != self.kind.value:
+            return
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_leftovers(self.folder)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
     def _tidy(self) -> None:
-        """What programs left here that died while they wrote. The points of a sweep tidy their own folders."""
+        """What programs left here that died while they wrote. Those of a sweep share its folder: see `_tidy_alone`."""
         if self.kind is Kind.RUN:
             for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
                 remove_leftovers(folder)

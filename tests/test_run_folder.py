@@ -93,6 +93,18 @@ def test_the_lock_lasts_as_long_as_anyone_who_keeps_it_open(tmp_path: Path) -> N
     taken(tmp_path).release()
 
 
+def test_what_the_dead_have_left_of_a_sweep_goes_when_nobody_else_is_in_it(tmp_path: Path) -> None:
+    first = Claim(tmp_path, Kind.SWEEP, "hydra.sweep.dir")
+    left = unfinished_name(tmp_path / "table.md")
+    left.touch()
+    second = Claim(tmp_path, Kind.SWEEP, "hydra.sweep.dir")
+    assert left.exists()  # the first may be writing it
+    first.release()
+    second.release()
+    Claim(tmp_path, Kind.SWEEP, "hydra.sweep.dir").release()
+    assert not left.exists()
+
+
 def test_a_lock_goes_with_its_process_however_that_dies(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as process:
         with pytest.raises(Held, match=f"process {process.pid} on"):
