@@ -42,8 +42,10 @@ class PointSweeper(BasicSweeper):
         for grid in self.split_arguments(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
             hydra_hooks.begin_batch(Coming(batch, num_launched, compose))
-            self.launcher.launch(batch, initial_job_idx=num_launched)
+            ended = self.launcher.launch(batch, initial_job_idx=num_launched)
             num_launched += len(batch)
+            for point in ended:
+                _ = point.return_value  # raises what the point has raised: Hydra alone would drop it
 
 
 @final

@@ -23,6 +23,7 @@ from lowvram.process.client import Event
 from lowvram.process.orders import Orders
 from lowvram.results.band import band, loss_gap
 from lowvram.results.row import Status, to_json
+from lowvram.results.sealed import opened, sealed
 from lowvram.results.terminal import Progress
 from lowvram.run_folder import remove_empty, remove_files
 from lowvram.settings import GROUPS, is_inline
@@ -186,15 +187,24 @@ class Reference:
         """With the seed of that number. All points of a sweep that have the same reference share them."""
         point, seed = self.comparison.point, (self.request["config"]["seed"] + number) % 2**63
         file = point.folder.parent / REFERENCES / f"{self.id(seed)}.json"
-        if point.sweep and file.exists():
-            losses = json.loads(file.read_text())["losses"]
-        else:
+        losses = self.kept(file) if point.sweep else None
+        if losses is None:
             losses = self.run(seed, self.comparison.num_steps, None).losses
-        if point.sweep and not file.exists():
-            file.parent.mkdir(exist_ok=True)
-            write_text(file, to_json({"losses": losses}))
+            if point.sweep:
+                file.parent.mkdir(exist_ok=True)
+                write_text(file, sealed(to_json({"losses": losses})))
         self.comparison.num_done += self.comparison.num_steps
         return losses
+
+    def kept(self, file: Path) -> list[float] | None:
+        """What another point has left; None if none has, or the file is damaged."""
+        try:
+            return json.loads(opened(file.read_text()))["losses"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError):
+            self.comparison.progress.say(f"{file} is damaged: the reference is run again")
+            return None
 
     def run(self, seed: int, num_steps: int, gradients: Path | None) -> Heard:
         """In more parts after it ran out of memory."""

@@ -38,7 +38,7 @@ TORCH_FREE = {
     "lowvram.planner": "allocator blocks devices hidden recorded replay",
     "lowvram.results": (
         "accuracy advice band columns curves differences doubts evidence live_table metric_lines metrics planned "
-        "report row shown sound table terminal wandb"
+        "report row sealed shown sound table terminal wandb"
     ),
     "lowvram.process": "client crew descendants events frames inline launch native_log orders patience server",
 }

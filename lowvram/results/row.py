@@ -18,6 +18,7 @@ from typing import Any
 
 from lowvram.durable import write_text
 from lowvram.lengths import shortened
+from lowvram.results.sealed import Damaged, opened, sealed
 from lowvram.results.shown import shown
 from lowvram.results.sound import fault
 from lowvram.secret import without_secrets
@@ -120,13 +121,13 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
     """The row of a point's folder; None when there is none, or when the file isn't a whole row, which is said once."""
     path = Path(folder) / FILE_NAME
     try:
-        return parsed(path.read_text(encoding="utf-8"))
+        return parsed(opened(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
         why = "it is a folder"
     except (ValueError, RecursionError) as error:
-        why = str(error) if isinstance(error, NoRow) else "it is no JSON"
+        why = str(error) if isinstance(error, NoRow | Damaged) else "it is no JSON"
     if path.absolute() not in _told:
         _told.add(path.absolute())
         print(shown(f"{path} doesn't count, as it is no row of lowvram's: {why}"), file=sys.stderr)
@@ -158,7 +159,7 @@ def parsed(text: str) -> Row:
 
 def write(folder: str | os.PathLike[str], row: Row, name: str = FILE_NAME) -> None:
     """Writes `result.json`, or another file, in one move."""
-    write_text(Path(folder) / name, to_json(row, indent=1) + "\n")
+    write_text(Path(folder) / name, sealed(to_json(row, indent=1), "\n "))
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lowvram.fidelity import check_fresh
+from lowvram.fidelity import Reference, check_fresh
 from lowvram.mistakes import Refused
 from lowvram.process.launch import Launch
 from lowvram.results.row import Row
+from lowvram.results.sealed import sealed
 from tests.calls import TINY, TINY_RESNET, Outcome, Running
 
 Call = Callable[..., Outcome]
@@ -148,3 +151,16 @@ def test_what_is_refused(call: Call, words: tuple[str, ...], sentence: str, tmp_
     outcome = call(*TINY, *words)
     assert outcome.sentence == sentence
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_reference_is_run_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    comparison: Any = SimpleNamespace(progress=SimpleNamespace(say=said.append))
+    reference, file = Reference(comparison, {}), tmp_path / "x.json"
+    assert (reference.kept(file), said) == (None, [])
+    file.write_text(sealed('{"losses": [1.5, 2.5]}'))
+    assert (reference.kept(file), said) == ([1.5, 2.5], [])
+    for text in (file.read_text().replace("1.5", "3.5"), file.read_text()[:15], "[]", "{}", ""):
+        file.write_text(text)
+        assert reference.kept(file) is None
+    assert said == [f"{file} is damaged: the reference is run again"] * 5

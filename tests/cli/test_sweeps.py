@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowvram import cli
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 
 Call = Callable[..., Outcome]
@@ -124,3 +125,14 @@ def test_one_point_of_a_sweep_is_resumed_alone(call: Call, words: tuple[str, ...
     assert again.statuses == {"adamw": "killed", "sgd": "ok"}
     row = read_row(sgd)
     assert (row["name"], row["index"], row["choices"]["optimizer"]) == ("sgd", 1, "sgd")
+
+
+def test_a_bug_in_the_program_ends_no_sweep_as_if_all_was_well(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra keeps what a point's job raises to itself."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cli, "run_point", fail)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        call("-m", *TINY, "seed=0,1")

@@ -40,7 +40,7 @@ VALUES: dict[str, Sequence[object]] = {
     "vram": ("null", "3MiB", "12MiB", "40MiB", "1GiB"),
     "seed": (0, 1, 4294967295),
     "timeout_s": ("null", 0.05, 60),
-    "name": ("null", "mine"),
+    "name": ("null", "M1ne"),
     "device": ("cpu", "auto"),
     "plan.skip": ("true", "false"),
     "plan.host": ("null", "1MiB", "32GiB"),

@@ -20,7 +20,8 @@ from tests.faults.telling import Draw, Told
 
 READERS = ("resume", "sweep again", "load", "table", "plan again", "resume every", "load", "resume", "fidelity again")
 UNREAD = re.compile(r"native.*\.log$|report\.html$|table\.(md|csv)$|multirun\.yaml$")  # by lowvram
-NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|not whole|is no |hash", re.IGNORECASE)
+NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|doesn't count|not whole|hash", re.IGNORECASE)
+GONE = re.compile(r"file|/metrics|/row: |: 'absent' instead|: \d+ instead of \d+: ")  # a difference that may be told
 
 
 def trial(lab: Lab, draw: Draw) -> Told:
@@ -32,12 +33,15 @@ def trial(lab: Lab, draw: Draw) -> Told:
     path = random.choice(readable(trial, cache))
     name = random.choice(list(DAMAGES))
     about = DAMAGES[name](path, random)
+    damaged = path.read_bytes()
     trial.foreign.plant_among_ours(trial.work / scenario.folder)
     told = Told(f"{scenario.name}: {path.relative_to(trial.folder)}: {about}")
     ended = lab.run(scenario.words, trial.work, environment={"LOWVRAM_CACHE": str(cache)})
     told.problems += ended.problems + trial.foreign.changed() + trial.held()
     if ended.code == 0:
         wrong = differences(wanted, found(trial, scenario, ended.said))
+        is_same = path.exists() and path.read_bytes() == damaged
+        wrong = [one for one in wrong if not (is_same and is_unread(one))]
         told.problems += [one for one in wrong if not is_told(one, ended.said)]
         told.about += " (noticed)" if wrong and not told.problems else ""
     elif not ended.said.strip():
@@ -47,9 +51,14 @@ def trial(lab: Lab, draw: Draw) -> Told:
     return told
 
 
+def is_unread(difference: str) -> bool:
+    """Whether it is the damage itself: a sweep doesn't read the metrics and the weights of finished points again."""
+    return "/metrics" in difference or "/weights" in difference
+
+
 def is_told(difference: str, said: str) -> bool:
-    """Damaged lines and files may go, or be put aside, where that is said; figures may never differ."""
-    return bool(re.search("file|/metrics", difference) and NOTICED.search(said))
+    """Damaged rows, lines and files may go, or be put aside, where that is said; figures may never differ."""
+    return bool(GONE.search(difference) and NOTICED.search(said))
 
 
 def undamaged(lab: Lab, scenario: Scenario) -> Results:

@@ -56,6 +56,5 @@ HOSTILE: Mapping[tuple[str, ...], Sequence[str]] = {
     ("--config-name=nope",): ["nope"],
     ("--config-dir=notes.txt",): ["notes.txt"],
     ("--config-path=/nope",): ["nope"],
-    ("-m",): [],
     ("-c", "jobs"): ["jobs"],
 }

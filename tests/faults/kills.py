@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from tests.faults.lab import Lab, Trial, tail
@@ -19,6 +20,7 @@ VICTIMS = {
 SLOW = ("search", "fidelity", "auto", "reruns")  # several seconds each: they come less often
 SCENARIOS = [scenario for scenario in ALL for _ in range(1 if scenario.name in SLOW else 4)]
 BY_TIME = 0.3  # of the kills; the others are at a call that changes a file
+UNPLANNED = re.compile(r"/plan/\w+: None instead of ")  # who would have planned it was killed, and the point ran
 MOST_KILLS = 2
 MOST_CALLS = 4  # of the command, until it is done
 
@@ -44,7 +46,8 @@ def trial(lab: Lab, draw: Draw) -> Told:
         trial.foreign.plant_among_ours(trial.work / scenario.folder)
         words = goes_on(scenario, words, trial)
     told.problems += finish(lab, trial, scenario, words)
-    told.problems += differences(wanted, trial.results()) if not told.problems else []
+    wrong = differences(wanted, trial.results()) if not told.problems else []
+    told.problems += [one for one in wrong if not UNPLANNED.search(one)]
     told.problems += trial.foreign.changed() + trial.held()
     return told
 

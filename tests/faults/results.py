@@ -14,8 +14,9 @@ from tests.calls import history
 
 Results = dict[str, Any]
 HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.pt$")
+LEFT = re.compile(r"unfinished|\.tmp|~$")
 DIFFERENT = re.compile(r"(.*/)?(native\.log|\.lowvram|table\.md|wandb.*)$")  # by name: there or not
-TOLD = ("id", "name", "index", "status", "loss", "eval", "model")  # of a row
+TOLD = ("id", "index", "status", "loss", "eval", "model")  # of a row
 PLANNED = ("allocated_bytes", "least_vram_bytes", "by_kind", "fits")
 
 
@@ -32,9 +33,10 @@ def results(work: Path, foreign: Iterable[Path] = ()) -> Results:
 
 
 def without_choice(found: Results) -> Results:
-    """Of points that are chosen by their speed: how many there are, and how they ended."""
-    ends = [run.get("status") for key, run in found.items() if key.startswith("run ")]
-    return {"ends": sorted(map(str, ends)), "files": len(found["files"])}
+    """Of points that are chosen by their speed: whether there are any, and what was left over."""
+    ends = {run.get("status") for key, run in found.items() if key.startswith("run ")}
+    left = [name for name in found["files"] if LEFT.search(name)]
+    return {"found": "ok" in ends, "left": left}
 
 
 def of_run(folder: Path) -> Results:
@@ -63,9 +65,15 @@ def about(row: Any) -> Results:
 
 
 def names(work: Path, foreign: set[Path]) -> list[str]:
-    """Of all files, without the hashes in them."""
-    files = (path for path in work.glob("**/*") if not path.is_dir() and path not in foreign)
-    shown = {HASHED.sub(r"\1.pt", str(path.relative_to(work))) for path in files}
+    """Of all files; of snapshots the newest one's, and how many there are: which come before depends on interrupts."""
+    files = [path for path in work.glob("**/*") if not path.is_dir() and path not in foreign]
+    snapshots: dict[Path, list[str]] = {}
+    for path in files:
+        if match := HASHED.fullmatch(path.name):
+            snapshots.setdefault(path.parent.relative_to(work), []).append(match[1])
+    shown = [str(path.relative_to(work)) for path in files if not HASHED.fullmatch(path.name)]
+    shown += [f"{folder}/{max(steps)}.pt" for folder, steps in snapshots.items()]
+    shown += [f"{folder}/{len(steps)} snapshots" for folder, steps in snapshots.items()]
     return sorted(name for name in shown if not DIFFERENT.match(name))
 
 

@@ -60,7 +60,7 @@ ALL = [
     swept("reruns", *MEASURING, "measure.reruns=1", "measure.steps=4", "name=stall@4"),
     swept("auto", *TRAINING, "train.batch_size=64", "data.sequence_length=128", "vram=24MiB", "accum=auto"),
     Scenario("search", ("-m", *SEARCHING, f"hydra.sweep.dir={SWEEP}"), SWEEP, is_timed=True),
-    Scenario("plan", (*PLANNING, f"hydra.run.dir={RUN}"), RUN),
+    swept("plan", *PLANNING),
 ]
 READING = [  # programs that read what an earlier one has left, for flips.py alone
     Scenario("sweep again", ("-m", *SHORT, "seed=0,1,2", f"hydra.sweep.dir={SWEEP}"), SWEEP, SWEPT),

@@ -77,7 +77,9 @@ def test_what_is_no_row_is_named_once_and_counts_as_none(
     value, expected = REPORTED[key]
     leave(tmp_path, [point(0, {}), point(1, {})])
     file = sorted(tmp_path.glob("*/result.json"))[0]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    stored = json.loads(file.read_text())
+    del stored["crc32"]  # as whoever edits one by hand
+    file.write_text(json.dumps(stored | {key: value}))
     look(tmp_path)
     assert len(table.collect(tmp_path)) == 1
     assert file.is_file()
