@@ -222,6 +222,7 @@ class Claim:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove_leftovers(self.folder)
+            remove_leftovers(self.folder / "references")
             fcntl.flock(fd, fcntl.LOCK_UN)
 
     def _tidy(self) -> None:
