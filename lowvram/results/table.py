@@ -45,7 +45,7 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        return len(self.columns[0].texts)
+        return len(self.columns[0].texts) if self.columns else 0
 
     @property
     def shown(self) -> list[Column]:

@@ -133,6 +133,8 @@ def campaign(what: Wanted) -> list[dict[str, Any]]:
     try:
         gather(len(workers), told, found, what)
     except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):  # another one would leave folders behind
+            signal.signal(number, signal.SIG_IGN)
         print("stopped: what was made so far", flush=True)
     finally:
         for worker in workers:

@@ -15,7 +15,9 @@ from tests.calls import history
 Results = dict[str, Any]
 HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.pt$")
 LEFT = re.compile(r"unfinished|\.tmp|~$")
-DIFFERENT = re.compile(r"(.*/)?(native\.log|\.lowvram|table\.md|wandb.*)$")  # by name: there or not
+DIFFERENT = re.compile(
+    r"(.*/)?(native\.log|\.lowvram|table\.md|wandb.*|disturbed-\d+\.jsonl?)$"
+)  # by name: there or not
 TOLD = ("id", "index", "status", "loss", "eval", "model")  # of a row
 PLANNED = ("allocated_bytes", "least_vram_bytes", "by_kind", "fits")
 

@@ -312,3 +312,10 @@ def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.Capt
         assert len(capsys.readouterr().err.splitlines()) == 1
     assert main([str(tmp_path / "full"), str(tmp_path / "nowhere")]) == 3
     assert main([str(tmp_path / "full"), str(tmp_path)]) == 0
+
+
+def test_a_sweep_without_a_row_that_could_be_written_has_an_empty_table(tmp_path: Path) -> None:
+    """Its disk was full; and what the table says isn't worth an error."""
+    save(tmp_path, [])
+    assert (tmp_path / "rows.jsonl").read_text() == ""
+    assert "ok" not in render([])
