@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -27,7 +28,7 @@ from lowvram.composed import chosen, config_path, container, output_folder, plai
 from lowvram.fidelity import check_fresh
 from lowvram.folders import Folders
 from lowvram.hydra_notes import check_left_to_us, notes_of, write_notes
-from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words
+from lowvram.mistakes import MISTAKES, Refused, sentence, sorted_words, unforeseen
 from lowvram.planning import Plans, beside, is_plan, request_of
 from lowvram.point import Point, check_own, run_point
 from lowvram.process.client import Event, Server
@@ -50,7 +51,7 @@ from lowvram.results.wandb import sync_command
 from lowvram.resume import moved, with_resumed
 from lowvram.run_folder import Held, has_snapshots
 from lowvram.searching import Searches, is_search
-from lowvram.secret import words_without_secrets
+from lowvram.secret import text_without_secrets, words_without_secrets
 from lowvram.settings import check_root, is_inline
 from lowvram.start import EXIT_INTERRUPTED
 
@@ -211,7 +212,7 @@ class Program:
         mistake: Exception | None = None
         try:
             self.check(config)
-        except MISTAKES as error:
+        except Exception as error:
             if not point.sweep:
                 raise
             mistake = error  # the sweep goes on without it
@@ -238,7 +239,7 @@ class Program:
             point = replace(point, locks=self.folders.locks, is_resumed=has_snapshots(point.folder))
             if not point.is_resumed:  # else once it is known that it goes on
                 write_notes(point.folder, point.notes)
-            row = self.row_of(point) if mistake is None else self.row_refused(point, sentence(mistake))
+            row = self.row_of_sweep(point, mistake) if point.sweep else self.row_of(point)
             if row is None:
                 self.forget(point)
             else:
@@ -259,9 +260,34 @@ class Program:
             return Searches(self.server, self.progress, self.stop_signals, self.plans.again).row(point, words)
         return self.run_point(point)
 
-    def row_refused(self, point: Point, reason: str) -> Row:
-        """Of a point that can't run; the words of those before it could all be had."""
-        row = rows.merge(point.first_row(), {"status": Status.INCOMPATIBLE.value, "reason": reason})
+    def row_of_sweep(self, point: Point, mistake: Exception | None) -> Row | None:
+        """The same of a point of a sweep, which goes on after one that can't run, and after a bug of ours.
+
+        Args:
+            mistake: what has been raised of the point already.
+        """
+        try:
+            if mistake is not None:
+                raise mistake
+            return self.row_of(point)
+        except MISTAKES as error:
+            if mistake is None:
+                raise
+            return self.leave_row(point, Status.INCOMPATIBLE, sentence(error))
+        except OSError:
+            raise
+        except Exception as error:
+            left = rows.read(point.folder)
+            if left is not None and rows.is_final(left):  # the point's result is no worse for it
+                raise
+            self.progress.stop()
+            for line in text_without_secrets(traceback.format_exc()).splitlines():
+                self.progress.say(line)
+            return self.leave_row(point, Status.ERROR, unforeseen(error))
+
+    def leave_row(self, point: Point, status: Status, reason: str) -> Row:
+        """Of a point that hasn't run; the words of those before it could all be had."""
+        row = rows.merge(point.first_row(), {"status": status.value, "reason": reason})
         rows.write(point.folder, row)
         self.tell_point(point, row)
         return row

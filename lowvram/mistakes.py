@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import shlex
+import traceback
 from collections.abc import Iterable
 
 from hydra._internal.utils import get_args_parser
@@ -13,7 +14,9 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from lowvram.config import BadInput
+from lowvram.lengths import LONGEST_REASON, shortened
 from lowvram.results.terminal import hydra_quoted
+from lowvram.secret import text_without_secrets
 from lowvram.settings import GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS
 
 
@@ -92,6 +95,12 @@ def sentence(error: Exception) -> str:
             return translate(match)
     text = " ".join(str(error).split("\n    ")[0].split())
     return f"{error.full_key}: {text}" if isinstance(error, OmegaConfBaseException) and error.full_key else text
+
+
+def unforeseen(error: Exception) -> str:
+    """The first line of an error that is no mistake of the command line."""
+    text = "".join(traceback.format_exception_only(error)).splitlines()[0]
+    return shortened(text_without_secrets(text), LONGEST_REASON)
 
 
 def sorted_words(words: list[str]) -> list[str]:
