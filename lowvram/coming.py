@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 
 from lowvram.sweeper import Batch, name_of, swept_keys
 
-NUM_CHECKED = 20  # before the first point; more of them would take seconds
+NUM_CHECKED = 16  # before the first point; more of them would take seconds
 Compose = Callable[[Sequence[str]], DictConfig]
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import configurations, flips, kills, warm, writes
+from tests.faults import composed_once, configurations, flips, kills, warm, writes
 from tests.faults.lab import Lab, cpu_s
 from tests.faults.shim import page_here
 from tests.faults.telling import Draw, Told
@@ -39,6 +39,7 @@ def main() -> None:
     warm.become_subreaper()
     warm.warm_up()
     lab = Lab(base, base.parent.parent, page)
+    composed_once.remember(lab.shared / "composed")
     with os.fdopen(os.dup(1), "w", buffering=1) as answers, contextlib.suppress(KeyboardInterrupt):
         print("ready", file=answers)
         for line in sys.stdin:
