@@ -34,7 +34,7 @@ from lowvram.core.step import step
 from lowvram.identity import device_name, git_state
 from lowvram.job import open_data
 from lowvram.planner.paper import example
-from lowvram.results.row import Row, Status, to_json
+from lowvram.results.row import Row, Status
 from lowvram.runs import Runs
 from lowvram.settings import KNOB_GROUPS, Settings, settings
 from scripts.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
@@ -80,7 +80,7 @@ class Book:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_torn = self.path.exists() and not f"\n{self.path.read_text()}".endswith("\n")
         with self.path.open("a") as file:
-            file.write(("\n" if is_torn else "") + to_json(line) + "\n")
+            file.write(("\n" if is_torn else "") + json.dumps(line) + "\n")
 
 
 def key_of(spec: Spec) -> str:
