@@ -177,8 +177,9 @@ def unknown_key(match: re.Match[str]) -> str:
     """Hydra could not override a key that isn't there."""
     key = match[1].lstrip("+~")
     last = key.rpartition(".")[2]
-    if last in ELSEWHERE:
-        return f"{key}: no such key; {ELSEWHERE[last]}"
+    hint = ELSEWHERE.get(last, key)
+    if key not in hint:  # else it is the right place, but with another option
+        return f"{key}: no such key; {hint}"
     section, _, _ = key.rpartition(".")
     if section in SECTIONS:
         return f"{key}: {section} has no such key, it knows {', '.join(SECTIONS[section].__dataclass_fields__)}"

@@ -49,6 +49,8 @@ MISTAKES = {
     "train=???": ["train='???': must be one option"],
     "optimizer.lr=nan": ["optimizer.lr=nan: must be"],
     "timeout_s=nan": ["timeout_s=nan: must be"],
+    "timeout_s=inf": ["timeout_s=inf: must be a number or null, not infinity"],
+    "data=imagefolder": ["data.sequence_length: data has no such key; `python train.py --cfg job` shows them all"],
     # ranges
     "ckpt=every1 ckpt.every=0": ["ckpt.every=0: must be at least 1"],
     "model.num_heads=5": ["model.num_heads=5: must be", "model.width=32"],

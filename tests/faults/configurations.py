@@ -72,7 +72,7 @@ def trial(lab: Lab, draw: Draw) -> Told:
     if number % 4 == 3:
         table = mistakes()
         mistake, wanted = table[draw.in_turn(number // 4, len(table)) - 1]
-        words = [*(words if random.random() < 0.5 else TINY), *mistake]
+        words = [*around(mistake, words if random.random() < 0.5 else TINY), *mistake]
     trial = lab.trial(NOTHING, is_planted=False)
     ended = lab.run([*words, *([] if wanted is not None else [f"hydra.run.dir={RUN}"])], trial.work)
     told = Told(shlex.join(words), [*ended.problems, *trial.held(), *trial.foreign.changed()])
@@ -86,6 +86,11 @@ def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
     """Words that are refused, and what is said of them."""
     everyday = [(tuple(shlex.split(words)), parts) for words, parts in MISTAKES.items()]
     return [*everyday, *HOSTILE.items()]
+
+
+def around(mistake: Sequence[str], words: Sequence[str]) -> Sequence[str]:
+    """The words beside a mistake: none for another model or other data, which don't know the values of those."""
+    return () if any(word.startswith(("model=", "data=")) for word in mistake) else words
 
 
 def configuration(random: Random) -> list[str]:
