@@ -195,7 +195,7 @@ class Claim:
     def _check(self, text: bytes, point: str | None) -> None:
         """What the marker says must go with what comes."""
         held = read_marker(text)
-        if text and "lowvram" not in held:  # empty: its maker was killed at once
+        if text.strip() and "lowvram" not in held:  # empty: its maker was killed at once
             allowed = (
                 f"a folder whose {MARKER} can be read: it is damaged or somebody else's; remove it if nothing runs"
             )
@@ -241,7 +241,8 @@ class Claim:
         self._rewrite(json.dumps(told | {"owner": owner and vars(owner)}).encode() + b"\n")
 
     def _rewrite(self, text: bytes) -> None:
-        os.pwrite(self.fd, text, 0)
+        """In one call, over all of an older text: whoever is killed before the next one leaves blanks at its end."""
+        os.pwrite(self.fd, text.ljust(os.fstat(self.fd).st_size), 0)
         os.ftruncate(self.fd, len(text))
 
     def release(self) -> None:

@@ -143,6 +143,18 @@ def test_a_marker_of_somebody_else_is_left_alone(tmp_path: Path, text: str) -> N
     assert (tmp_path / MARKER).read_text() == text
 
 
+def test_a_marker_can_be_read_whenever_its_writer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between the two calls that make it shorter, as who has run there is dead."""
+    claim = taken(tmp_path)
+    if os.fork() == 0:
+        monkeypatch.setattr(os, "ftruncate", lambda *_: os._exit(9))
+        claim.release()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+    os.close(claim.fd)
+    taken(tmp_path).release()
+
+
 def test_a_marker_whose_maker_was_killed_at_once_is_ours(tmp_path: Path) -> None:
     (tmp_path / MARKER).touch()
     taken(tmp_path).release()
