@@ -236,7 +236,8 @@ class Program:
                 self.kept.add(earlier["id"])
                 self.rows.append(earlier)
                 return
-            point = replace(point, locks=self.folders.locks, is_resumed=has_snapshots(point.folder))
+            held = {"locks": self.folders.locks, "run": self.folders.run}
+            point = replace(point, **held, is_resumed=has_snapshots(point.folder))
             if not point.is_resumed:  # else once it is known that it goes on
                 write_notes(point.folder, point.notes)
             row = self.row_of_sweep(point, mistake) if point.sweep else self.row_of(point)

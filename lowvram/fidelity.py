@@ -186,25 +186,29 @@ class Reference:
     def losses(self, number: int) -> list[float]:
         """With the seed of that number. All points of a sweep that have the same reference share them."""
         point, seed = self.comparison.point, (self.request["config"]["seed"] + number) % 2**63
-        file = point.folder.parent / REFERENCES / f"{self.id(seed)}.json"
+        name = self.id(seed)
+        file = point.folder.parent / REFERENCES / f"{name}.json"
         losses = self.kept(file) if point.sweep else None
         if losses is None:
             losses = self.run(seed, self.comparison.num_steps, None).losses
             if point.sweep:
                 file.parent.mkdir(exist_ok=True)
-                write_text(file, sealed(to_json({"losses": losses})))
+                write_text(file, sealed(to_json({"id": name, "losses": losses})))
         self.comparison.num_done += self.comparison.num_steps
         return losses
 
     def kept(self, file: Path) -> list[float] | None:
         """What another point has left; None if none has, or the file is damaged."""
         try:
-            return json.loads(opened(file.read_text()))["losses"]
+            told = json.loads(opened(file.read_text()))
+            if told["id"] == file.stem:
+                return told["losses"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError):
-            self.comparison.progress.say(f"{file} is damaged: the reference is run again")
-            return None
+            pass
+        self.comparison.progress.say(f"{file} is damaged, or another reference's: the reference is run again")
+        return None
 
     def run(self, seed: int, num_steps: int, gradients: Path | None) -> Heard:
         """In more parts after it ran out of memory."""

@@ -99,6 +99,12 @@ class Folders:
         claim = self.point or self.whole
         return () if claim is None else (claim.fd,)
 
+    @property
+    def run(self) -> str | None:
+        """What the run in the point's folder is called in its snapshots."""
+        claim = self.point or self.whole
+        return None if claim is None else claim.run
+
     def end_point(self) -> None:
         """The point of a sweep has ended; others may take its folder."""
         if self.point is not None:

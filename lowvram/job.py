@@ -61,7 +61,7 @@ def run(
     torch.manual_seed(settings.root.seed + ranks.rank())  # the samples of each rank get masks of their own
     events("ready", fields=ready_fields(device))
     folder, is_resumed = Path(request["folder"]), request["resume"]
-    about = (is_resumed, started, resident_bytes, chosen(request))
+    about = (is_resumed, started, resident_bytes, chosen(request), request.get("run"))
     session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
     told = settings.groups["mode"].run(session)
     choices, samples_per_s = request["choices"], whole_samples_per_s(session, told.get("throughput", {}))

@@ -76,6 +76,7 @@ class Point:
     attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see growing.py
     reruns: list[Measurement] | None = None  # that something has disturbed: see remeasuring.py
     notes: Notes = field(default_factory=dict)  # what was typed and composed, for `.hydra/`
+    run: str | None = None  # what it is called in its snapshots
     locks: Sequence[int] = ()  # descriptors that its processes keep open: see run_folder.py
 
     @property
@@ -96,6 +97,7 @@ class Point:
             "choices": self.choices,
             "folder": str(self.folder),
             "resume": self.is_resumed,
+            "run": self.run,
             "threads": len(os.sched_getaffinity(0)),
             "launch": as_request(self.launch),
         }

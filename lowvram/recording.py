@@ -140,16 +140,22 @@ class Recording:
         return True
 
     def _on_begin(
-        self, step: int, num_steps: int, setup_s: float, parts: int, more_parts: int | None, untold: list[Values]
+        self,
+        step: int,
+        num_steps: int,
+        setup_s: float,
+        parts: int,
+        more_parts: int | None,
+        untold: list[Values],
+        known: list[Values],
     ) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
         if self.point.is_resumed:  # its words may be others now; nothing can be refused any more
             write_notes(self.point.folder, self.point.notes)
-        found = self.metrics.begin(step, untold)
-        if found.num_damaged:
-            left_out = f"{found.num_damaged} damaged lines are left out, and stand in {DAMAGED} as they were"
-            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {left_out}")
+        found = self.metrics.begin(step, untold, known)
+        if wrong := found.wrong:
+            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and stand in {DAMAGED} as they were")
         self._start_recorder()
         for row in found.rows:
             self._log(row["step"], {name: value for name, value in row.items() if name != "step"})

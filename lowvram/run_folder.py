@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterable
@@ -130,11 +131,13 @@ class Claim:
         self.made = made_folders(self.folder)
         self._before = b""  # what the marker said
         self.is_new = False  # whether this program has made the marker
+        self.run: str | None = None  # what the run is called in its snapshots
         self.fd = -1
         try:
             self.fd = self._open()
             self._check(self._before, point)
             self._tidy()
+            self.run = self._named_run()
             self._tell(Owner.me(), point)
         except BaseException:
             self.undo()
@@ -231,12 +234,19 @@ class Claim:
             for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
                 remove_leftovers(folder)
 
+    def _named_run(self) -> str | None:
+        """Of the run that the folder holds; None if an early version, or nobody, has named it."""
+        named = read_marker(self._before).get("run")
+        is_new = self.kind is Kind.RUN and not has_snapshots(self.folder)
+        return named or (secrets.token_hex(8) if is_new else None)
+
     def _tell(self, owner: Owner | None, point: str | None) -> None:
         """Write into the marker who holds the lock; the file stays the same one, as its lock must."""
         told = {
             "lowvram": __version__,
             "kind": self.kind.value,
             "point": point or read_marker(self._before).get("point"),
+            "run": self.run,
         }
         self._rewrite(json.dumps(told | {"owner": owner and vars(owner)}).encode() + b"\n")
 
@@ -330,6 +340,14 @@ def read_marker(text: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
+
+
+def point_of(folder: Path) -> str | None:
+    """The point of a sweep that the marker of its folder names."""
+    try:
+        return read_marker((folder / MARKER).read_bytes()).get("point")
+    except OSError:
+        return None
 
 
 def owner_of(told: dict[str, Any]) -> Owner | None:

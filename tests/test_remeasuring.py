@@ -47,7 +47,7 @@ class Scripted:
     ) -> list[Ending]:
         measurement = self.left.pop(0)
         parts = {"parts": 1, "more_parts": None}
-        on_event({"event": "begin", "step": 0, "num_steps": 1, "setup_s": 0.0, "untold": [], **parts})
+        on_event({"event": "begin", "step": 0, "num_steps": 1, "setup_s": 0.0, "untold": [], "known": [], **parts})
         if isinstance(measurement, str):
             fields: dict[str, Any] = {"status": measurement, "reason": "planted"}
         else:

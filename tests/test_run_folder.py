@@ -155,6 +155,18 @@ def test_a_marker_can_be_read_whenever_its_writer_is_killed(tmp_path: Path, monk
     taken(tmp_path).release()
 
 
+def test_a_run_has_a_name_of_its_own_that_stays(tmp_path: Path) -> None:
+    first = taken(tmp_path / "a")
+    first.release()
+    again, other = taken(tmp_path / "a"), taken(tmp_path / "b")
+    assert first.run == again.run != other.run
+    assert again.run is not None
+    early = tmp_path / "c" / "snapshots" / "step_00000001.0123456789abcdef.pt"
+    early.parent.mkdir(parents=True)
+    early.touch()
+    assert taken(tmp_path / "c").run is None
+
+
 def test_a_marker_whose_maker_was_killed_at_once_is_ours(tmp_path: Path) -> None:
     (tmp_path / MARKER).touch()
     taken(tmp_path).release()

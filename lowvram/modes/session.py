@@ -58,17 +58,33 @@ class Session:
     started: float  # time.monotonic() when the child began
     resident_bytes: int  # of the process, before it did anything
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
+    run: str | None = None  # what its snapshots are known by
 
-    def begin(self, step: int, num_steps: int, untold: Sequence[Mapping[str, Any]] = ()) -> None:
+    def begin(
+        self,
+        step: int,
+        num_steps: int,
+        untold: Sequence[Mapping[str, Any]] = (),
+        known: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """All is set up, and nothing can be refused any more: the steps come.
 
         Args:
             untold: rows of `metrics.jsonl` up to `step` that may be missing there.
+            known: of some rows up to `step` what they say, if they are there.
         """
         print(f"data: {self.data.description}")
         accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // num_ranks()
         parts = {"parts": accum.parts, "more_parts": accum.more_parts(num_samples)}
-        self.events("begin", step=step, num_steps=num_steps, setup_s=self.age_s(), untold=list(untold), **parts)
+        self.events(
+            "begin",
+            step=step,
+            num_steps=num_steps,
+            setup_s=self.age_s(),
+            untold=list(untold),
+            known=list(known),
+            **parts,
+        )
 
     def batches(self, first_step: int) -> Waited:
         """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowvram.config import CONSTANTS, BadInput, Incompatible
 from lowvram.core.ranks import first_goes_first, rank
 from lowvram.durable import remove_leftovers, settle, unfinished
-from lowvram.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
+from lowvram.run_folder import MARKER, SNAPSHOT_NAME, made_folders, snapshots_in
 from lowvram.secret import REFUSED
 
 FORMED_BY = {  # the groups that give a part of a snapshot its form
@@ -26,10 +26,14 @@ Check = Callable[[dict[str, Any]], None]
 
 @final
 class Snapshots:
-    """The snapshots of one run, in `folder`. A file's name carries its step and the hash of its bytes."""
+    """The snapshots of one run, in `folder`. A file's name carries its step and the hash of its bytes.
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    Args:
+        run: what the run is called in each of them; None: it isn't known, and all count.
+    """
+
+    def __init__(self, folder: Path, keep: int, run: str | None = None) -> None:
+        self.folder, self.keep, self.run = folder, keep, run
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write beside, hash, and move to its place, all on the disk; then forget all but the newest `keep`."""
@@ -37,7 +41,7 @@ class Snapshots:
         remove_leftovers(self.folder)
         with unfinished(self.folder / f"step_{step:08d}.pt") as beside:
             with beside.open("wb") as file:
-                torch.save(state, file)
+                torch.save(state | {"run": self.run}, file)
             path = self.folder / f"step_{step:08d}.{fingerprint(beside)}.pt"
             settle(beside, path)
         others = [old for old in snapshots_in(self.folder) if old != path]
@@ -46,7 +50,8 @@ class Snapshots:
         return path
 
     def load(self, check: Check = lambda state: None) -> dict[str, Any] | None:
-        """The newest sound snapshot, on the CPU; damaged ones are named aloud. None if there is none at all.
+        """The newest sound snapshot, on the CPU; damaged ones, and another run's, are named aloud. None if there is
+        none at all.
 
         All ranks load it, and must.
 
@@ -54,7 +59,7 @@ class Snapshots:
             check: raises what is wrong with a state, before anything is said or done.
 
         Raises:
-            BadInput: all of them are damaged.
+            BadInput: all of them are damaged, or another run's.
         """
         with first_goes_first():
             return self._load(check)
@@ -63,21 +68,46 @@ class Snapshots:
         paths = snapshots_in(self.folder)
         for foreign in sorted(set(self.folder.glob("step_*.pt")) - set(paths)):
             print(f"{foreign} is passed over: it is no file, or has no hash in its name, so no snapshot of this run")
-        sound = next(filter(is_sound, paths), None)
-        if sound is None and paths:
-            allowed = f"a run with a sound snapshot: all {len(paths)} of this one are damaged, their bytes don't match"
-            mend = "start again without resume= (a point of a sweep: remove its folder)"
-            raise BadInput("resume", str(self.folder.parent), f"{allowed} their hashes; {mend}")
-        if sound is None:
-            return None
-        state = torch.load(sound, map_location="cpu", weights_only=True)
-        check(state)
-        for path in paths[: paths.index(sound)]:
-            aside = path.with_suffix(".damaged")  # no snapshot any more: it must not count among those that are kept
-            path.rename(aside)
-            print(f"{path} is damaged (its bytes don't match its hash), now {aside.name}: going back to the one before")
-        print(f"continuing from {sound}")
-        return state
+        aside: dict[Path, str] = {}  # and what is wrong with it
+        for path in paths:
+            state = torch.load(path, map_location="cpu", weights_only=True) if is_sound(path) else None
+            if state is not None and self._is_ours(state):
+                check(state)
+                put_aside(aside)
+                print(f"continuing from {path}")
+                return state
+            aside[path] = "damaged (its bytes don't match its hash)" if state is None else "another run's"
+        if aside:
+            raise self._nothing_left(list(aside.values()))
+        return None
+
+    def _is_ours(self, state: dict[str, Any]) -> bool:
+        """An early version of lowvram has noted no run."""
+        return self.run is None or state.get("run") in (None, self.run)
+
+    def _nothing_left(self, wrong: list[str]) -> BadInput:
+        """Of all snapshots something is wrong."""
+        allowed = f"a run with a sound snapshot: all {len(wrong)} of this one are damaged, their bytes don't match"
+        mend = "start again without resume= (a point of a sweep: remove its folder)"
+        if num_foreign := wrong.count("another run's"):
+            allowed = (
+                f"a run with a sound snapshot of its own: {num_foreign} of {len(wrong)} here are another run's, as"
+            )
+            allowed += f" {MARKER} beside them says, and the others damaged; remove that file if you have put them here"
+            return BadInput("resume", str(self.folder.parent), f"{allowed}, or {mend}")
+        return BadInput("resume", str(self.folder.parent), f"{allowed} their hashes; {mend}")
+
+
+def put_aside(paths: dict[Path, str]) -> None:
+    """They are no snapshots any more: they must not count among those that are kept.
+
+    Args:
+        paths: each with what is wrong with it.
+    """
+    for path, wrong in paths.items():
+        aside = path.with_suffix(".damaged")
+        path.rename(aside)
+        print(f"{path} is {wrong}, now {aside.name}: going back to the one before")
 
 
 def is_sound(path: Path) -> bool:

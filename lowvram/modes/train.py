@@ -68,9 +68,10 @@ class TrainingRun:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.journal = Journal(session.events)
-        self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep)
+        self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep, session.run)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
+        self.last_loss_step = 0
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
         self.num_targets = torch.tensor(0)  # of the last step
@@ -86,7 +87,9 @@ class TrainingRun:
         """The last thing before the first step, after all that draws random numbers."""
         if self.random is not None:
             set_random_state(self.random)
-        self.session.begin(self.step, self.session.settings.train.steps, self.journal.unconfirmed)
+        known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
+        rows = [{"step": step, "loss/train": loss} for step, loss in known]
+        self.session.begin(self.step, self.session.settings.train.steps, self.journal.unconfirmed, rows)
         self.logged_at = time.monotonic()
 
     def count(self, loss: Tensor, update: Update, batch: Part) -> None:
@@ -98,7 +101,7 @@ class TrainingRun:
         self.num_targets = self.session.problem.num_targets(batch)
         self.fillings.append(self.session.problem.filling(batch))
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
-            self.last_loss = loss.item()
+            self.last_loss, self.last_loss_step = loss.item(), self.step
             self.first_loss = self.last_loss if self.step == 1 else self.first_loss
             self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
 
@@ -137,6 +140,7 @@ class TrainingRun:
             "num_applied": self.num_applied,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
+            "last_loss_step": self.last_loss_step,
             "random": of_all(random_state()),
             **self.formed_state(),
         }
@@ -159,6 +163,7 @@ class TrainingRun:
         self.step = self.saved_step = self.logged_step = state["step"]
         self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+        self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
         self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
 
     def export(self) -> None:

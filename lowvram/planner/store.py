@@ -52,7 +52,7 @@ class Store:
             return None
         try:
             columns: dict[str, Any] = torch.load(self.folder / key, weights_only=True)
-            return Trace(**columns)
+            return Trace(**columns) if columns.pop("key") == key else None
         except Exception:  # it isn't there, was cut short, or is of another kind
             return None
 
@@ -61,7 +61,7 @@ class Store:
         if key is None:
             return
         columns = {field.name: getattr(trace, field.name) for field in fields(trace)}
-        written_whole(self.folder / key, lambda file: torch.save(columns, file))
+        written_whole(self.folder / key, lambda file: torch.save(columns | {"key": key}, file))
 
 
 def key_of(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> str | None:

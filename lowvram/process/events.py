@@ -19,7 +19,15 @@ Listener = Callable[[Event], None]
 NUMBER = int | float
 READ_BYTES = 2**16
 EVENTS: Mapping[str, Fields] = {
-    "begin": {"step": int, "num_steps": int, "setup_s": NUMBER, "parts": int, "more_parts": int | None, "untold": list},
+    "begin": {
+        "step": int,
+        "num_steps": int,
+        "setup_s": NUMBER,
+        "parts": int,
+        "more_parts": int | None,
+        "untold": list,
+        "known": list,
+    },
     "commit": {},  # answered when all that was told before is on disk
     "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},
     "found": {"ranking": list, "account": list},

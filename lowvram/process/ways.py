@@ -135,7 +135,7 @@ class Launched(Way):
     def share(self, store: Store, request: Request) -> None:
         config = {key: value for key, value in request["config"].items() if key not in PARENT_ONLY}
         if self.rank == 0:
-            shared = {"config": config, "folder": request["folder"], "resume": request["resume"]}
+            shared = {"config": config, **{name: request.get(name) for name in ("folder", "resume", "run")}}
             store.set("request", json.dumps(shared))
         shared = json.loads(store.get("request"))
         if shared.pop("config") != config:

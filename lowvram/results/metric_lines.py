@@ -30,6 +30,14 @@ class Lines:
 
     rows: list[Values]  # `step` and the values, without the checksum
     num_damaged: int  # lines that can't be read
+    is_foreign: bool = False  # they were another run's
+
+    @property
+    def wrong(self) -> str | None:
+        """What was done about them."""
+        if self.is_foreign:
+            return "its lines are another run's: all are left out"
+        return f"{self.num_damaged} damaged lines are left out" if self.num_damaged else None
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -24,26 +24,28 @@ class Metrics:
         self._file: TextIO | None = None
         self._last_kinds = set[Any]()  # of the rows of the step after which the point began: one may come again
 
-    def begin(self, step: int, untold: Sequence[Values]) -> Lines:
+    def begin(self, step: int, untold: Sequence[Values], known: Sequence[Values] = ()) -> Lines:
         """The steps after `step` come; what was written of such ones is void.
 
         Args:
             untold: rows up to `step` that an earlier process of the point may not have found a reader for.
+            known: what some of the rows say, if they are there: those of another run say something else.
 
         Returns:
-            Those of them that were indeed missing, and how many lines of the file were damaged.
+            Those of them that were indeed missing, and what was wrong with the file.
         """
         self.close()
         before = read_lines(self._path)
-        if before.num_damaged:
+        is_foreign = any(row[name] != one[name] for row, one, name in told_twice(before.rows, known))
+        if before.num_damaged or is_foreign:
             self._path.replace(self._path.with_name(DAMAGED))
-        kept = [row for row in before.rows if row["step"] <= step]
-        known = set(map(kind, kept))
-        missing = [row for row in untold if kind(row) not in known]
+        kept = [] if is_foreign else [row for row in before.rows if row["step"] <= step]
+        there = set(map(kind, kept))
+        missing = [row for row in untold if kind(row) not in there]
         rows = sorted([*kept, *missing], key=lambda row: row["step"])
         self._last_kinds = {kind(row) for row in rows if row["step"] == step}
         self._rewrite(rows)
-        return Lines(missing, before.num_damaged)
+        return Lines(missing, before.num_damaged, is_foreign)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line."""
@@ -79,6 +81,15 @@ class Metrics:
     def _rewrite(self, rows: Iterable[Values]) -> None:
         write_text(self._path, "".join(map(to_line, rows)))
         self._file = self._path.open("a", encoding="utf-8")
+
+
+def told_twice(rows: Iterable[Values], known: Sequence[Values]) -> Iterator[tuple[Values, Values, str]]:
+    """Each row whose step is known, what is known of it, and the name of a value in both."""
+    by_step = {one["step"]: one for one in known}
+    for row in rows:
+        one = by_step.get(row["step"], {})
+        for name in (one.keys() & row.keys()) - {"step"}:
+            yield row, one, name
 
 
 def kind(row: Values) -> Any:

@@ -26,6 +26,7 @@ from lowvram.results.columns import (
 )
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
 from lowvram.results.shown import cell, shown
+from lowvram.run_folder import point_of
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
@@ -65,7 +66,23 @@ def collect_with_folders(folder: str | Path) -> list[tuple[Path, Row]]:
     folder = Path(folder)
     points = [path.parent for path in folder.glob(f"*/{FILE_NAME}")] or [folder]
     found = [(point, row) for point in points if (row := read(point)) is not None]
+    for point, row in found:
+        tell_exchanged(point, row)
     return sorted(found, key=lambda one: (one[1]["index"] is None, one[1]["index"] or 0, label(one[1])))
+
+
+def tell_exchanged(folder: Path, row: Row) -> None:
+    """Warn, once, of a row of another point than the one that a sweep has run in the folder."""
+    point = point_of(folder)
+    if point not in (None, row["id"]) and folder.absolute() not in _told:
+        _told.add(folder.absolute())
+        text = (
+            f"{folder / FILE_NAME} is the row of another point than the sweep's: exchanged, or resumed with other words"
+        )
+        print(shown(f"warning: {text}"), file=sys.stderr)
+
+
+_told: set[Path] = set()  # folders whose row is another point's
 
 
 def label(row: Row) -> str:

@@ -158,9 +158,10 @@ def test_a_damaged_reference_is_run_again(tmp_path: Path) -> None:
     comparison: Any = SimpleNamespace(progress=SimpleNamespace(say=said.append))
     reference, file = Reference(comparison, {}), tmp_path / "x.json"
     assert (reference.kept(file), said) == (None, [])
-    file.write_text(sealed('{"losses": [1.5, 2.5]}'))
+    file.write_text(sealed('{"id": "x", "losses": [1.5, 2.5]}'))
     assert (reference.kept(file), said) == ([1.5, 2.5], [])
-    for text in (file.read_text().replace("1.5", "3.5"), file.read_text()[:15], "[]", "{}", ""):
+    another = sealed('{"id": "y", "losses": [1.5, 2.5]}')
+    for text in (file.read_text().replace("1.5", "3.5"), file.read_text()[:15], "[]", "{}", "", another):
         file.write_text(text)
         assert reference.kept(file) is None
-    assert said == [f"{file} is damaged: the reference is run again"] * 5
+    assert said == [f"{file} is damaged, or another reference's: the reference is run again"] * 6

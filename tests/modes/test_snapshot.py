@@ -84,6 +84,34 @@ def test_nothing_but_damaged_ones_is_refused(tmp_path: Path) -> None:
     assert names(snapshots.folder) == before
 
 
+def test_another_runs_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = Snapshots(tmp_path, keep=9, run="a"), Snapshots(tmp_path, keep=9, run="b")
+    mine.save(1, state_of(1))
+    path = other.save(2, state_of(2))
+    found = mine.load()
+    assert found is not None
+    assert found["step"] == 1
+    assert f"{path} is another run's, now {path.stem}.damaged: going back to the one before" in capsys.readouterr().out
+    assert path.with_suffix(".damaged").exists()
+
+
+@pytest.mark.parametrize("names", [("a", None), (None, "b")])
+def test_a_run_that_nobody_has_named_takes_any(tmp_path: Path, names: tuple[str | None, str | None]) -> None:
+    saved, loaded = (Snapshots(tmp_path, keep=2, run=name) for name in names)
+    saved.save(1, state_of(1))
+    assert loaded.load() is not None
+
+
+def test_nothing_but_another_runs_is_refused(tmp_path: Path) -> None:
+    mine, other = (Snapshots(tmp_path / "snapshots", keep=2, run=name) for name in "ab")
+    other.save(1, state_of(1))
+    other.save(2, state_of(2)).write_bytes(b"junk")
+    before = names(mine.folder)
+    with pytest.raises(BadInput, match=r"snapshot of its own: 1 of 2 here are another run's, as \.lowvram .* remove"):
+        mine.load()
+    assert names(mine.folder) == before
+
+
 def test_a_state_that_is_refused_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshots = Snapshots(tmp_path, keep=2)
     for step in (1, 2):

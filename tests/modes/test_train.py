@@ -122,6 +122,17 @@ def test_a_snapshot_carries_the_rows_that_nobody_has_confirmed(make_session: Mak
     assert fields["untold"] == ([] if is_heard else rows)
 
 
+def test_a_run_that_goes_on_tells_what_it_knows_of_its_rows(make_session: MakeSession) -> None:
+    """Its first loss, and the last one before the snapshot: rows of another run say something else."""
+    told = Told(stop_at=4)
+    with pytest.raises(Interrupted):
+        Train().run(make_session(told=told, log_every=2))
+    again = Told()
+    Train().run(make_session(told=again, is_resumed=True))
+    known = [{"step": step, "loss/train": loss} for step, loss in losses(told) if step in (1, 4)]
+    assert [fields["known"] for event, fields in again.events if event == "begin"] == [known]
+
+
 def test_many_rows_are_confirmed_in_between() -> None:
     journal = Journal(Told())
     for step in range(1, MOST_UNCONFIRMED + 3):

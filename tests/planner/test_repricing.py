@@ -181,6 +181,16 @@ def test_what_was_cut_short_is_traced_anew(tmp_path: Path, num_traced: Callable[
         assert num_traced() == 2
 
 
+def test_a_trace_of_something_else_does_not_count(tmp_path: Path, num_traced: Callable[[], int]) -> None:
+    whole = Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 8).trace
+    (file,) = tmp_path.iterdir()
+    Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 4)
+    (other,) = set(tmp_path.iterdir()) - {file}
+    other.replace(file)
+    assert Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 8).trace.sums() == whole.sums()
+    assert num_traced() == 3
+
+
 def test_a_store_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file" / "folder")

@@ -109,3 +109,26 @@ def test_an_evaluation_that_is_made_again_is_there_once(file: Path) -> None:
     metrics.write(4, {"loss/eval": 0.125})
     metrics.close()
     assert read_lines(file).rows == [*ROWS, {"step": 3, "loss/eval": 0.25}, {"step": 4, "loss/eval": 0.125}]
+
+
+def test_the_lines_of_another_run_are_put_aside(tmp_path: Path, file: Path) -> None:
+    """What a snapshot knows of its own doesn't match."""
+    write(tmp_path, ROWS)
+    before = file.read_bytes()
+    metrics = Metrics(tmp_path)
+    known = [{"step": 1, "loss/train": 1 / 3}, {"step": 2, "loss/train": 0.7}]
+    found = metrics.begin(2, ROWS[1:2], known)
+    metrics.close()
+    assert found == Lines(ROWS[1:2], 0, is_foreign=True)
+    assert found.wrong == "its lines are another run's: all are left out"
+    assert read_lines(file) == Lines(ROWS[1:2], 0)
+    assert (tmp_path / DAMAGED).read_bytes() == before
+
+
+def test_the_lines_of_the_run_itself_stay(tmp_path: Path, file: Path) -> None:
+    write(tmp_path, [*ROWS, LAST])
+    metrics = Metrics(tmp_path)
+    known = [{"step": 1, "loss/train": 1 / 3}, {"step": 3, "loss/train": 1.0}, {"step": 9, "loss/train": 5.0}]
+    assert metrics.begin(3, [], known) == Lines([], 0)
+    metrics.close()
+    assert read_lines(file) == Lines([*ROWS, LAST], 0)

@@ -13,6 +13,7 @@ import pytest
 
 from lowvram.results.row import GIB, MIB, Row, empty_row, merge, write
 from lowvram.results.table import Table, build, collect, main, render, save, to_csv, to_markdown
+from lowvram.run_folder import MARKER
 
 
 def point(name: str, peak_gib: float | None = 1.0, **fields: Any) -> Row:
@@ -45,6 +46,17 @@ def test_rows_come_in_the_order_of_the_points(tmp_path: Path):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder, merge(point(folder), {"index": index}))
     assert [row["name"] for row in collect(tmp_path)] == ["d", "b", "a", "c"]
+
+
+def test_a_row_of_another_point_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for folder, marked in {"a": "id-a", "b": "id-b", "c": None}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / MARKER).write_text(json.dumps({"lowvram": "1", "point": marked}))
+        write(tmp_path / folder, point("a"))
+    for _ in range(2):
+        assert len(collect(tmp_path)) == 3
+    told = f"warning: {tmp_path / 'b' / 'result.json'} is the row of another point than the sweep's"
+    assert capsys.readouterr().err == f"{told}: exchanged, or resumed with other words\n"
 
 
 def test_only_the_points_of_this_sweep_are_collected(tmp_path: Path):
