@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -49,8 +50,17 @@ def of_run(folder: Path) -> Results:
     return {
         **about(row),
         "metrics": lines_of(folder),
-        "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None,
+        "weights": hash_of(weights.read_bytes()) if weights.exists() else None,
     }
+
+
+def hash_of(weights: bytes) -> str:
+    """Of the tensors. Of two words in the header of the file, the library that writes it tosses which comes first."""
+    size = int.from_bytes(weights[:8], "little")
+    header, tensors = weights[8 : 8 + size], weights[8 + size :]
+    with contextlib.suppress(ValueError):  # it is damaged: other bytes are another file
+        header = json.dumps(json.loads(header), sort_keys=True).encode()
+    return hashlib.sha256(header + tensors).hexdigest()
 
 
 def lines_of(folder: Path) -> Any:
