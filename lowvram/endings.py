@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from lowvram.config import BadInput, Incompatible
 from lowvram.lengths import LONGEST_REASON, shortened
@@ -29,6 +30,7 @@ OUT_OF_MEMORY_WORDS = (
 UNTOLD = "could not create a primitive"  # all that oneDNN says, whether it is out of memory or has a bug
 DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
 TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
+OF_SAFETENSORS = re.compile(r"I/O error.*\(os error (\d+)\)")
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 SAVING = ("saving a snapshot", "saving the weights")
@@ -131,9 +133,17 @@ def disk_trouble(error: BaseException) -> str | None:
         return "the disk is full"
     is_wrapped = TORCHS_WRITER in message(error)
     for cause in causes if is_wrapped else causes[:1]:
-        if isinstance(cause, OSError) and cause.errno in DISK_TROUBLES:
-            return os.strerror(cause.errno)
+        if error_number(cause) in DISK_TROUBLES:
+            return os.strerror(error_number(cause))
     return None
+
+
+def error_number(error: BaseException) -> int:
+    """The errno of an error of the system, which safetensors has only in its text; 0: it has none."""
+    if isinstance(error, SafetensorError):
+        match = OF_SAFETENSORS.search(message(error))
+        return int(match[1]) if match else 0
+    return (error.errno or 0) if isinstance(error, OSError) else 0
 
 
 def says_all(error: BaseException, folder: str) -> bool:

@@ -19,6 +19,7 @@ from lowvram.process.native_log import native_log
 from lowvram.results.row import Status
 
 MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")
+MEMORY_WORDS += ("memory allocation of",)  # Rust's, such as of safetensors
 PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRemoteError")  # in a native log
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._utils import ExceptionWrapper
 
-from lowvram.endings import ending, says_all
+from lowvram.endings import ending, error_number, says_all
 from lowvram.manifest import in_the_way
 
 OUT_OF_MEMORY = {
@@ -84,6 +86,15 @@ def test_a_disk_that_fails_is_named(number: int, num_writes: int) -> None:
         write()
     what = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
     assert ending(failed.value) == {"status": "error", "reason": f"{what}, in the set-up"}
+
+
+def test_safetensors_tells_in_words_what_the_disk_has(tmp_path: Path) -> None:
+    with pytest.raises(SafetensorError) as raised:
+        save_file({"weight": torch.ones(1)}, str(tmp_path / "nowhere" / "model.safetensors"))
+    assert error_number(raised.value) == errno.ENOENT
+    text = "Error while serializing: I/O error: Input/output error (os error 5) at path '.tmp'"
+    assert ending(SafetensorError(text))["reason"].startswith("Input/output error, in ")
+    assert ending(SafetensorError("Error while deserializing header"))["reason"].startswith("SafetensorError: ")
 
 
 def test_the_disk_is_not_blamed_for_what_was_raised_on_its_account() -> None:

@@ -114,8 +114,9 @@ def test_a_watchdog_that_ends_a_rank_tells_of_another(judge: Any, tmp_path: Path
     assert judge([aborted, ended(1)], {1: RAISED})[1] == "rank 1: ValueError: broken"
 
 
-def test_native_logs_are_those_of_the_rank(judge: Any, tmp_path: Path) -> None:
-    (tmp_path / "native.2.log").write_text("what():  std::bad_alloc")
+@pytest.mark.parametrize("text", ["what():  std::bad_alloc", "memory allocation of 1048576 bytes failed"])
+def test_native_logs_are_those_of_the_rank(judge: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "native.2.log").write_text(text)
     status, reason = judge([ended(2, signal.SIGABRT), ended(0)], {0: CUT_OFF})
     assert (status, reason) == ("oom", "rank 2: out of memory in native code (see native.2.log)")
 

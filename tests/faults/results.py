@@ -66,7 +66,7 @@ def hash_of(weights: bytes) -> str:
 def lines_of(folder: Path) -> Any:
     try:
         return history(folder) if (folder / "metrics.jsonl").exists() else None
-    except ValueError:
+    except (ValueError, AttributeError):  # no JSON, or no keys and values
         return "damaged"
 
 
