@@ -105,8 +105,8 @@ class Plans:
         self.ask({point.index: request_for(point.config, point.choices, point.launch)})
         return beside(self.told.get(point.index))
 
-    def ask(self, points: Mapping[int, Request]) -> None:
-        """Have all of them planned."""
+    def ask(self, points: Mapping[int, Request], is_again: bool = False) -> None:
+        """Have all of them planned; once more if somebody has ended the process that plans."""
         places, ending = list(points), Planned()
 
         def on_event(event: Event) -> None:
@@ -125,7 +125,10 @@ class Plans:
         orders = Orders(time_for(points.values()), self.stop_signals)
         self.server.run({"plan": list(points.values())}, on_event, orders)
         self.progress.stop()
-        if not self.stop_signals():
+        left = {place: point for place, point in points.items() if place not in self.told}
+        if left and not (ending or is_again or self.stop_signals() or orders.is_timed_out):
+            self.ask(left, is_again=True)
+        elif not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}
             self.told = dict.fromkeys(places, unknown) | self.told
 

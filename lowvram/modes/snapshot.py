@@ -44,10 +44,18 @@ class Snapshots:
                 torch.save(state | {"run": self.run}, file)
             path = self.folder / f"step_{step:08d}.{fingerprint(beside)}.pt"
             settle(beside, path)
-        others = [old for old in snapshots_in(self.folder) if old != path]
-        for old in others[self.keep - 1 :]:
-            old.unlink()
+        self.forget_older(path)
         return path
+
+    def forget_older(self, newest: Path | None = None) -> None:
+        """All but the newest `keep`: also what a program that was killed before that has left.
+
+        Args:
+            newest: one that counts as such, whatever its step.
+        """
+        others = [old for old in snapshots_in(self.folder) if old != newest]
+        for old in others[self.keep - (newest is not None) :]:
+            old.unlink()
 
     def load(self, check: Check = lambda state: None) -> dict[str, Any] | None:
         """The newest sound snapshot, on the CPU; damaged ones, and another run's, are named aloud. None if there is

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lowvram.core.ranks import of_all
+from lowvram.core.ranks import of_all, rank
 from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import Waited
@@ -132,6 +132,8 @@ class TrainingRun:
             if state is not None:
                 self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
             self.saved_step = self.step
+        elif rank() == 0:
+            self.snapshots.forget_older()
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on. The data's position is the step: its order is a function of the seed."""

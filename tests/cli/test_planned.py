@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from lowvram.planning import beside, is_far_off, time_for
+from lowvram.planning import Plans, beside, is_far_off, time_for
+from lowvram.results.terminal import QuietProgress
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 
 Call = Callable[..., Outcome]
@@ -96,3 +99,35 @@ def test_planning_takes_no_longer_than_running_may() -> None:
     assert time_for([point(True, 3.0), point(True, 4.0)]) == 7.0
     assert time_for([point(True, 3.0), point(True, None)]) is None
     assert time_for([point(False, 3.0)]) is None
+
+
+class Dying:
+    """A fork server whose planning process dies after the first point, so many times."""
+
+    def __init__(self, num_deaths: int) -> None:
+        self.num_deaths, self.asked = num_deaths, list[int]()
+
+    def run(self, request: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
+        self.asked.append(len(request["plan"]))
+        for index in range(1 if len(self.asked) <= self.num_deaths else self.asked[-1]):
+            on_event(
+                {
+                    "event": "planned",
+                    "index": index,
+                    "fields": {"status": "ok", "plan": {"of": request["plan"][index]["of"]}},
+                }
+            )
+
+
+@pytest.mark.parametrize(("num_deaths", "asked", "known"), [(0, [3], "abc"), (1, [3, 2], "abc"), (2, [3, 2], "ab")])
+def test_what_was_planned_by_a_process_that_was_killed_is_planned_once_more(
+    num_deaths: int, asked: list[int], known: str
+) -> None:
+    server: Any = Dying(num_deaths)
+    plans = Plans(server, QuietProgress(io.StringIO()), lambda: 0)
+    plans.ask(
+        {place: {"of": name, "is_real": False, "config": {"timeout_s": None}} for place, name in enumerate("abc")}
+    )
+    assert server.asked == asked
+    assert "".join(told["plan"]["of"] for _, told in sorted(plans.told.items()) if told["status"] == "ok") == known
+    assert {told["status"] for told in plans.told.values()} == ({"ok"} if known == "abc" else {"ok", "killed"})

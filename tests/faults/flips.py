@@ -62,8 +62,8 @@ def trial(lab: Lab, draw: Draw) -> Told:
 
 
 def is_unread(difference: str) -> bool:
-    """Whether it is the damage itself: a sweep doesn't read the metrics and the weights of finished points again."""
-    return "/metrics" in difference or "/weights" in difference
+    """Whether it is the damage itself: a sweep doesn't read what finished points have beside their rows again."""
+    return "/metrics" in difference or "/weights" in difference or difference.endswith("(damaged)")
 
 
 def is_told(difference: str, said: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lowvram.modes.snapshot import is_sound
 from lowvram.results.row import read
 from tests.calls import history
 
@@ -19,7 +20,7 @@ LEFT = re.compile(r"unfinished|\.tmp|~$")
 DIFFERENT = re.compile(
     r"(.*/)?(native\.log|\.lowvram|table\.md|wandb.*|disturbed-\d+\.jsonl?)$"
 )  # by name: there or not
-TOLD = ("id", "index", "status", "loss", "eval", "model")  # of a row
+TOLD = ("id", "index", "status", "reason", "choices", "loss", "eval", "model", "semantics_changed")  # of a row
 PLANNED = ("allocated_bytes", "least_vram_bytes", "by_kind", "fits")
 
 
@@ -79,11 +80,14 @@ def about(row: Any) -> Results:
 def names(work: Path, foreign: set[Path]) -> list[str]:
     """Of all files; of snapshots the newest one's, and how many there are: which come before depends on interrupts."""
     files = [path for path in work.glob("**/*") if not path.is_dir() and path not in foreign]
+    shown: list[str] = []
     snapshots: dict[Path, list[str]] = {}
     for path in files:
-        if match := HASHED.fullmatch(path.name):
+        match = HASHED.fullmatch(path.name)
+        if match:
             snapshots.setdefault(path.parent.relative_to(work), []).append(match[1])
-    shown = [str(path.relative_to(work)) for path in files if not HASHED.fullmatch(path.name)]
+        if not match or not is_sound(path):
+            shown.append(f"{path.relative_to(work)}{' (damaged)' if match else ''}")
     shown += [f"{folder}/{max(steps)}.pt" for folder, steps in snapshots.items()]
     shown += [f"{folder}/{len(steps)} snapshots" for folder, steps in snapshots.items()]
     return sorted(name for name in shown if not DIFFERENT.match(name))

@@ -44,6 +44,13 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     assert [name.partition(".")[0] for name in names(tmp_path)] == ["step_00000009", "step_00000010"]
 
 
+def test_what_was_to_go_when_a_program_was_killed_goes_with_the_next(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        Snapshots(tmp_path, keep=4).save(step, state_of(step))
+    Snapshots(tmp_path, keep=2).forget_older()
+    assert [name.partition(".")[0] for name in names(tmp_path)] == ["step_00000003", "step_00000004"]
+
+
 DAMAGE = {
     "cut": lambda data: data[:-1],
     "empty": lambda data: b"",

@@ -142,8 +142,13 @@ def test_many_rows_are_confirmed_in_between() -> None:
 
 def test_a_finished_run_that_is_resumed_only_finishes(make_session: MakeSession) -> None:
     row = Train().run(make_session())
-    told = Told()
+    told, session = Told(), make_session(told=Told())
+    folder = session.folder / "snapshots"
+    (last,) = folder.iterdir()
+    for number in (1, 2):  # that a killed program was about to remove
+        (folder / f"step_0000000{number}.0123456789abcdef.pt").touch()
     again = Train().run(make_session(told=told, is_resumed=True))
+    assert sorted(path.name[:13] for path in folder.iterdir()) == ["step_00000002", last.name[:13]]
     assert losses(told) == []
     assert again["loss"] == row["loss"]
     assert again["time"]["steps"] == 0
