@@ -316,7 +316,7 @@ class Program:
         values = {**plain(config), **({"logger": UNRECORDED} if self.aside else {})}
         command = shlex.join(["python", "train.py", *words_without_secrets(words)])
         earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
-        index = about.job.num if is_sweep else earlier["index"]
+        index = about.job.num if is_sweep else earlier["index"] or 0
         return Point(
             id=identity.point_id(_root_=config),
             name=self.coming.name(index) if self.coming else earlier["name"],

@@ -93,7 +93,7 @@ def flush_folder(folder: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """What programs that died have left in a folder. For whoever knows that nobody writes there now."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

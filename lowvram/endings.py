@@ -27,7 +27,8 @@ OUT_OF_MEMORY_WORDS = (
     "thread creation failed",
     "can't start new thread",
 )
-UNTOLD = "could not create a primitive"  # all that oneDNN says, whether it is out of memory or has a bug
+# All that oneDNN, or Python while it imports something, says: whether it is out of memory or has a bug.
+UNTOLD = ("could not create a primitive", "error return without exception set")
 DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
 TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
 OF_SAFETENSORS = re.compile(r"I/O error.*\(os error (\d+)\)")
@@ -117,7 +118,7 @@ def says_out_of_memory(error: BaseException) -> bool:
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    return is_refused or says_so or (message(error) == UNTOLD and is_capped())
+    return is_refused or says_so or (message(error) in UNTOLD and is_capped())
 
 
 def is_capped() -> bool:

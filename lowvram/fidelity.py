@@ -150,7 +150,11 @@ class Comparison:
         return self.hear(request | {"folder": str(self.folder), "resume": False, "fidelity": about})
 
     def hear(self, request: Request) -> Heard:
-        """What a child tells until its end."""
+        """What a child tells until its end; once more if it was killed, which says nothing of the training."""
+        heard = self.hear_once(request)
+        return self.hear_once(request) if heard.status == Status.KILLED and not self.stop_signals() else heard
+
+    def hear_once(self, request: Request) -> Heard:
         heard = Heard(lambda step: self.progress.update(self.num_done + step, {}))
         orders = Orders(self.point.config["timeout_s"], self.stop_signals)
         around = Circumstances(self.folder, orders, num_oom_kills())

@@ -177,8 +177,8 @@ def unknown_key(match: re.Match[str]) -> str:
     """Hydra could not override a key that isn't there."""
     key = match[1].lstrip("+~")
     last = key.rpartition(".")[2]
-    hint = ELSEWHERE.get(last, key)
-    if key not in hint:  # else it is the right place, but with another option
+    hint = ELSEWHERE.get(last)
+    if hint and not ("." in key and key in hint):  # else the place is right, but not the option
         return f"{key}: no such key; {hint}"
     section, _, _ = key.rpartition(".")
     if section in SECTIONS:

@@ -70,6 +70,7 @@ NAMES = {
 }
 
 
+POINT = re.compile(r"[0-9a-f]{16}")  # the folder of a search's probe
 FOLDERS = (".hydra", "snapshots", "model", "fidelity", "experiment")  # of a run, in which files are written whole
 
 
@@ -231,8 +232,10 @@ class Claim:
     def _tidy(self) -> None:
         """What programs left here that died while they wrote. Those of a sweep share its folder: see `_tidy_alone`."""
         if self.kind is Kind.RUN:
-            for folder in (self.folder, *(self.folder / name for name in FOLDERS)):
-                remove_leftovers(folder)
+            probes = [path for path in self.folder.iterdir() if POINT.fullmatch(path.name)]
+            for folder in (self.folder, *(self.folder / name for name in FOLDERS), *probes):
+                if not folder.is_symlink():
+                    remove_leftovers(folder)
 
     def _named_run(self) -> str | None:
         """Of the run that the folder holds; None if an early version, or nobody, has named it."""

@@ -56,7 +56,7 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")  # says where a value is, 
 _NOTHING = frozenset(("", "null", "none", "true", "false", "???", "…", REFUSED.lower()))
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
 _PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth", re.IGNORECASE)
-_KEY = re.compile(r"(?<![\w.-])(?P<key>[\w.-]*\w)(?P<quote>[\"']?)[ \t]*(?P<sign>[=:])[ \t]*")
+_KEY = re.compile(r"(?<![\w./-])(?P<key>[\w.-]*\w)(?P<quote>[\"']?)[ \t]*(?P<sign>[=:])[ \t]*")
 _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"
 

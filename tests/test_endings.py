@@ -63,6 +63,7 @@ def test_what_onednn_does_not_tell_is_memory_under_a_cap(
     """Else it may be a bug."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
     assert ending(RuntimeError("could not create a primitive"))["status"] == status
+    assert ending(SystemError("error return without exception set"))["status"] == status
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ENOSPC])

@@ -51,17 +51,24 @@ def test_a_folder_is_taken_once_and_given_back(tmp_path: Path) -> None:
 def test_what_the_dead_have_left_goes_when_the_folder_is_taken(tmp_path: Path) -> None:
     taken(tmp_path).release()
     (tmp_path / "model").mkdir()
-    left = [unfinished_name(tmp_path / name) for name in ("result.json", "model/files.json", "model")]
-    for path in left[:2]:
+    probe = "0123456789abcdef"
+    (tmp_path / probe).mkdir()
+    (tmp_path / "another").mkdir()
+    kept = unfinished_name(tmp_path / "another" / "result.json")  # a run in there may be alive
+    kept.touch()
+    names = ("result.json", "model/files.json", f"{probe}/result.json", "model")
+    left = [unfinished_name(tmp_path / name) for name in names]
+    for path in left[:-1]:
         path.touch()
-    left[2].mkdir()
-    (left[2] / "model.safetensors").touch()
+    left[-1].mkdir()
+    (left[-1] / "model.safetensors").touch()
     (tmp_path / ".mine.unfinished").touch()
     claim = taken(tmp_path)
     with pytest.raises(Held):
         taken(tmp_path)
     assert not any(path.exists() for path in left)
     assert (tmp_path / ".mine.unfinished").exists()
+    assert kept.exists()
     left[0].touch()  # somebody writes
     with pytest.raises(Held):
         taken(tmp_path)

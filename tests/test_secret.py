@@ -49,6 +49,7 @@ SECRET_TEXTS = {
     'api_key: "hunter 2" and': "api_key: <refused> and",
 }
 EVERYDAY_TEXTS = [
+    "plan.device=/etc/passwd: must be one of cpu, rtx3060",
     "an unknown key: batch", "wrong password: try again", "must be key=value", "num_tokens=5, max_tokens: 6", "s3://bucket@1/x",
     "task-ababababababababababab", "the bearer of news", "key=64 and token=null", "Basic functionality is missing",
     "password=${oc.env:X}", "https://host/a@b", "a3" * 20, "https://me:${oc.env:PASS}@host",

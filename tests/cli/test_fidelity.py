@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.fidelity import Reference, check_fresh
+from lowvram.fidelity import Comparison, Reference, check_fresh
 from lowvram.mistakes import Refused
 from lowvram.process.launch import Launch
 from lowvram.results.row import Row
@@ -126,6 +126,18 @@ def test_ctrl_c_meanwhile(start: Callable[..., Running], call: Call) -> None:
     again = call(*sweep, f"hydra.sweep.dir={outcome.folder.parent}")
     assert again.row["status"] == "ok"
     assert error(again.row) == 0
+
+
+def test_a_reference_that_was_killed_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By somebody else, or by the kernel: that says nothing of the training."""
+    statuses = ["killed", "ok"]
+    comparison = Comparison.__new__(Comparison)
+    comparison.stop_signals = lambda: 0
+    monkeypatch.setattr(Comparison, "hear_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
+    assert comparison.hear({}).status == "ok"
+    statuses += ["killed", "ok"]
+    comparison.stop_signals = lambda: 1
+    assert comparison.hear({}).status == "killed"
 
 
 def test_torchrun_is_refused() -> None:

@@ -72,7 +72,10 @@ def trial(lab: Lab, draw: Draw) -> Told:
     if number % 4 == 3:
         table = mistakes()
         mistake, wanted = table[draw.in_turn(number // 4, len(table)) - 1]
-        words = [*around(mistake, words if random.random() < 0.5 else TINY), *mistake]
+        if random.random() < 0.5:
+            words, wanted = [*words, *mistake], ()  # of two mistakes the other may be told
+        else:
+            words = [*around(mistake), *mistake]
     trial = lab.trial(NOTHING, is_planted=False)
     ended = lab.run([*words, *([] if wanted is not None else [f"hydra.run.dir={RUN}"])], trial.work)
     told = Told(shlex.join(words), [*ended.problems, *trial.held(), *trial.foreign.changed()])
@@ -88,9 +91,10 @@ def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
     return [*everyday, *HOSTILE.items()]
 
 
-def around(mistake: Sequence[str], words: Sequence[str]) -> Sequence[str]:
+def around(mistake: tuple[str, ...]) -> Sequence[str]:
     """The words beside a mistake: none for another model or other data, which don't know the values of those."""
-    return () if any(word.startswith(("model=", "data=")) for word in mistake) else words
+    is_other = mistake in HOSTILE and any(word.startswith(("model=", "data=")) for word in mistake)
+    return () if is_other else TINY
 
 
 def configuration(random: Random) -> list[str]:
