@@ -28,6 +28,7 @@ HASH = re.compile(r"\.[0-9a-f]{16}\.pt$")
 SHARED = ("references", "traces")  # folders whose files are named by what is in them
 EXCHANGED = 0.25  # of the trials
 GONE = re.compile(r"file|/metrics|/row: |: 'absent' instead|: \d+ instead of \d+: ")  # a difference that may be told
+OTHER_WORDS = re.compile(r"^going on with other values: .+, ", re.MULTILINE)  # than steps, of which more are wanted
 
 
 def trial(lab: Lab, draw: Draw) -> Told:
@@ -67,8 +68,10 @@ def is_unread(difference: str) -> bool:
 
 
 def is_told(difference: str, said: str) -> bool:
-    """Damaged rows, lines and files may go, or be put aside, where that is said; figures may never differ."""
-    return bool(GONE.search(difference) and NOTICED.search(said))
+    """Damaged rows, lines and files may go, or be put aside, where that is said, and a run with other words than those
+    of its snapshot is another; figures may never differ."""
+    is_other_run = "/id: " in difference and OTHER_WORDS.search(said)
+    return bool(is_other_run or (GONE.search(difference) and NOTICED.search(said)))
 
 
 def undamaged(lab: Lab, scenario: Scenario) -> Results:
