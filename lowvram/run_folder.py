@@ -28,9 +28,9 @@ from typing import Any, final
 from lowvram import __version__
 from lowvram.config import BadInput
 from lowvram.durable import flush_folder, remove_leftovers
+from lowvram.marker import MARKER, read_marker
 from lowvram.results import row as rows
 
-MARKER = ".lowvram"
 NUM_TRIES, TRY_S = 5, 0.05  # somebody may only look whether the lock is held
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
@@ -334,23 +334,6 @@ def is_same_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def read_marker(text: bytes) -> dict[str, Any]:
-    """What a marker says; nothing if it can't be read."""
-    try:
-        told = json.loads(text)
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def point_of(folder: Path) -> str | None:
-    """The point of a sweep that the marker of its folder names."""
-    try:
-        return read_marker((folder / MARKER).read_bytes()).get("point")
-    except OSError:
-        return None
 
 
 def owner_of(told: dict[str, Any]) -> Owner | None:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "lowvram": (
         "cli coming composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline "
-        "lengths manifest mistakes planning point recording remeasuring resume run_folder runs searching secret "
+        "lengths manifest marker mistakes planning point recording remeasuring resume run_folder runs searching secret "
         "settings start sweeper table verdict winner"
     ),
     "lowvram.planner": "allocator blocks devices hidden recorded replay",

@@ -16,7 +16,8 @@ import pytest
 
 from lowvram.config import BadInput
 from lowvram.durable import unfinished_name
-from lowvram.run_folder import MARKER, Claim, Held, Kind, Owner, is_running, made_folders
+from lowvram.marker import MARKER
+from lowvram.run_folder import Claim, Held, Kind, Owner, is_running, made_folders
 
 
 def taken(folder: Path, **about: Any) -> Claim:

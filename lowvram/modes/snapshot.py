@@ -14,7 +14,8 @@ from torch import Tensor
 from lowvram.config import CONSTANTS, BadInput, Incompatible
 from lowvram.core.ranks import first_goes_first, rank
 from lowvram.durable import remove_leftovers, settle, unfinished
-from lowvram.run_folder import MARKER, SNAPSHOT_NAME, made_folders, snapshots_in
+from lowvram.marker import MARKER
+from lowvram.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
 from lowvram.secret import REFUSED
 
 FORMED_BY = {  # the groups that give a part of a snapshot its form

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lowvram.durable import write_text
+from lowvram.marker import point_of
 from lowvram.results.columns import (
     Column,
     number_column,
@@ -26,7 +27,6 @@ from lowvram.results.columns import (
 )
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
 from lowvram.results.shown import cell, shown
-from lowvram.run_folder import point_of
 
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
