@@ -27,8 +27,8 @@ OUT_OF_MEMORY_WORDS = (
     "thread creation failed",
     "can't start new thread",
 )
-# All that oneDNN, or Python while it imports something, says: whether it is out of memory or has a bug.
-UNTOLD = ("could not create a primitive", "error return without exception set")
+# All that oneDNN, Python while it imports something, or C++ that can't start a thread says, for want of memory or not.
+UNTOLD = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
 DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
 TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
 OF_SAFETENSORS = re.compile(r"I/O error.*\(os error (\d+)\)")

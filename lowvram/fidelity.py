@@ -157,12 +157,10 @@ class Comparison:
     def hear_once(self, request: Request) -> Heard:
         heard = Heard(lambda step: self.progress.update(self.num_done + step, {}))
         orders = Orders(self.point.config["timeout_s"], self.stop_signals)
-        around = Circumstances(self.folder, orders, num_oom_kills())
+        around = Circumstances(self.folder, orders, num_oom_kills(), self.point.config["vram"])
         ended = self.server.run(request, heard.on_event, orders, self.point.locks)
         end = verdict(ended, heard.told, around, self.point.config["sharding"]["timeout_s"])
         heard.status, heard.reason = end.status, end.reason
-        if orders.is_timed_out and end.status != Status.OK:
-            heard.status, heard.reason = Status.TIMEOUT, orders.how_late
         return heard
 
     def check(self, heard: Heard, who: str, hint: str = "") -> None:

@@ -145,7 +145,7 @@ def run_point(
         while True:
             if recording.point.attempts:
                 recording.add({"plan": plan_again(recording.point)})
-            around = Circumstances(point.folder, orders, num_oom_kills())
+            around = Circumstances(point.folder, orders, num_oom_kills(), point.config["vram"])
             watch = Watch(orders, NativeLogs(point.folder))
             ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
             watch.logs.cut()

@@ -101,8 +101,7 @@ class Recording:
         if end.status == Status.ERROR and blamed is not None:
             for line in blamed.trace.splitlines():
                 self.progress.say(line)
-        is_late = around.orders.is_timed_out and end.status != Status.OK
-        self.end(*((Status.TIMEOUT, around.orders.how_late) if is_late else (end.status, end.reason)))
+        self.end(end.status, end.reason)
 
     def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
         """What each rank held; the point's memory is that of the rank that held most."""

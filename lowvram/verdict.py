@@ -65,6 +65,7 @@ class Circumstances:
     folder: Path
     orders: Orders
     num_oom_kills_before: int
+    vram: str | None = None  # as it was typed
 
 
 def verdict(
@@ -77,6 +78,15 @@ def verdict(
         told: by rank; those that died silently are missing.
         timeout_s: how long a rank waits for another.
     """
+    end = of_ranks(ended, told, around, timeout_s)
+    is_late = around.orders.is_timed_out and not around.orders.is_stopped and end.status is not Status.OK
+    return replace(end, status=Status.TIMEOUT, reason=around.orders.how_late) if is_late else end
+
+
+def of_ranks(
+    ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
+) -> Verdict:
+    """The same, however late it was."""
     if ended is None:
         return said(*min(told.items())) if told else Verdict(0, *how_all_died(around.orders))
     ranks = [rank_verdict(ending, told.get(ending["rank"]), around) for ending in ended]
@@ -147,7 +157,8 @@ def last_words(rank: int, status: int, log: str, around: Circumstances) -> tuple
         return Status.OOM, f"out of memory in native code (see {native_log(rank)})"
     if number is None:
         return Status.ERROR, f"the process ended by itself with exit code {os.WEXITSTATUS(status)}"
-    return Status.ERROR, f"the process died of {signal.Signals(number).name} (see {native_log(rank)})"
+    hint = f"; on a CPU native code may crash where vram={around.vram} gives it no memory" if around.vram else ""
+    return Status.ERROR, f"the process died of {signal.Signals(number).name} (see {native_log(rank)}){hint}"
 
 
 def how_all_died(orders: Orders) -> tuple[Status, str]:

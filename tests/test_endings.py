@@ -57,13 +57,14 @@ def test_the_compiler_has_found_no_memory(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(("soft", "status"), [(2**30, "oom"), (resource.RLIM_INFINITY, "error")])
-def test_what_onednn_does_not_tell_is_memory_under_a_cap(
+def test_what_libraries_do_not_tell_is_memory_under_a_cap(
     monkeypatch: pytest.MonkeyPatch, soft: int, status: str
 ) -> None:
     """Else it may be a bug."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
     assert ending(RuntimeError("could not create a primitive"))["status"] == status
     assert ending(SystemError("error return without exception set"))["status"] == status
+    assert ending(RuntimeError(os.strerror(errno.EAGAIN)))["status"] == status  # a thread of gloo's, std::system_error
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ENOSPC])

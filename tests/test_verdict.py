@@ -38,8 +38,10 @@ def killed(rank: int, ended_by: str | None = None, is_stopped: bool = False) -> 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Any:
-    def judge(ends: list[Ending] | None, told: dict[int, Told], orders: Orders | None = None) -> tuple[str, str | None]:
-        around = Circumstances(tmp_path, orders or Orders(), num_oom_kills())
+    def judge(
+        ends: list[Ending] | None, told: dict[int, Told], orders: Orders | None = None, vram: str | None = None
+    ) -> tuple[str, str | None]:
+        around = Circumstances(tmp_path, orders or Orders(), num_oom_kills(), vram)
         end: Verdict = verdict(ends, told, around, 45.0)
         return end.status.value, end.reason
 
@@ -50,6 +52,22 @@ def test_one_rank_is_not_named(judge: Any) -> None:
     assert judge([ended(0)], {0: RAISED}) == ("error", "ValueError: broken")
     assert judge([killed(0)], {}) == ("killed", "the process died of SIGKILL")
     assert judge([ended(0, 0)], {0: OK}) == ("ok", None)
+
+
+def test_a_cap_may_be_why_native_code_has_crashed(judge: Any) -> None:
+    crashed = [ended(0, signal.SIGSEGV)]
+    assert judge(crashed, {}) == ("error", "the process died of SIGSEGV (see native.log)")
+    hint = "; on a CPU native code may crash where vram=12MiB gives it no memory"
+    assert judge(crashed, {}, vram="12MiB")[1] == f"the process died of SIGSEGV (see native.log){hint}"
+
+
+def test_whatever_fails_after_its_time_is_late_unless_somebody_stopped_it(judge: Any) -> None:
+    late = ("timeout", "still running after timeout_s=1")
+    assert judge([ended(0)], {0: RAISED}, Orders(is_timed_out=True)) == late
+    assert judge([killed(0)], {}, Orders(is_timed_out=True)) == late
+    assert judge([ended(0, 0)], {0: OK}, Orders(is_timed_out=True)) == ("ok", None)
+    both = Orders(is_timed_out=True, is_stopped=True)  # its snapshot took longer than was left
+    assert judge([ended(0)], {0: STOPPED}, both) == ("interrupted", "stopped in the set-up")
 
 
 def test_all_is_well_only_if_it_is_on_every_rank(judge: Any) -> None:
