@@ -24,7 +24,7 @@ from lowvram import job
 from lowvram.config import BadInput
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
-from lowvram.endings import Interrupted, ending, is_of_a_peer, says_all
+from lowvram.endings import Interrupted, ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
 from lowvram.knobs.allocator import Default, Tight
 from lowvram.lengths import LONGEST_LINE, cut
 from lowvram.modes.fidelity import Fidelity
@@ -140,12 +140,13 @@ class Stop(Patience):
             raise Interrupted
 
     def _on_unraisable(self, dropped: Any) -> None:
-        """Python drops what is raised in a destructor: an interrupt comes again, a moment later."""
-        if not isinstance(dropped.exc_value, Interrupted):
+        """Python drops what is raised in a destructor: an interrupt comes again, a moment later. That one got no memory
+        under the cap is part of what the point says of its end."""
+        if isinstance(dropped.exc_value, Interrupted):
+            self.requested = False
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        elif not (is_capped() and is_out_of_memory(dropped.exc_value)):
             sys.__unraisablehook__(dropped)
-            return
-        self.requested = False
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     def settle(self) -> None:
         """From here on no signal interrupts: the point has ended, and its row is on the way."""
