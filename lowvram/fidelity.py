@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from lowvram import __version__
-from lowvram.durable import write_text
+from lowvram.durable import remove_leftovers, write_text
 from lowvram.growing import with_parts
 from lowvram.identity import device_name, installed_version
 from lowvram.mistakes import Refused
@@ -122,6 +122,7 @@ class Comparison:
             found["reason"] = str(why)
         finally:
             remove_files([self.folder / GRADIENTS, *self.folder.glob("native.log"), *self.folder.glob("native.*.log")])
+            remove_leftovers(self.folder)  # of a child that was killed
             remove_empty([self.folder])
             self.progress.stop()
         return found

@@ -4,7 +4,7 @@ no configuration names: the parent (lowvram/fidelity.py) asks for it in processe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
@@ -19,6 +19,7 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.core.ranks import rank
 from lowvram.core.rig import Rig, Update
 from lowvram.core.shards import whole
+from lowvram.durable import unfinished_folder
 from lowvram.modes.fields import common
 from lowvram.modes.session import Session
 
@@ -102,13 +103,20 @@ class Fidelity:
         if self.file is None:
             return
         if self.is_reference:
-            save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, str(self.file))
+            save_whole(self.file, gradients)
             return
         with safe_open(str(self.file), framework="pt") as wanted:
             names = sorted({*gradients, *wanted.keys()})
             has = set(wanted.keys())
             pairs = ((gradients.get(name), wanted.get_tensor(name) if name in has else None) for name in names)
             session.events("compared", **compared(pairs)._asdict())
+
+
+def save_whole(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """In a folder first: safetensors writes beside, and leaves a file whose name nobody knows when it is killed."""
+    with unfinished_folder(file) as fresh:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(fresh / file.name))
+        (fresh / file.name).replace(file)
 
 
 def first_step(session: Session, num_steps: int, batch: Any) -> tuple[Tensor, Update]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core.knob import Knob
+from lowvram.durable import remove_leftovers
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
 from lowvram.modes import fidelity
@@ -99,3 +101,22 @@ def test_what_a_rank_holds_of_a_file_that_knows_more(tmp_path: Path) -> None:
     found = run(tmp_path / "wanted", False, adapter="freeze")
     assert 0.1 < found["compared"]["gradient_error"] < 1
     assert 0.1 < found["compared"]["gradient_cosine"] < 1
+
+
+def test_gradients_of_a_process_that_was_killed_leave_nothing_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors writes beside the file under a name of its own."""
+
+    def die(tensors: Any, path: str) -> None:
+        Path(path).with_name(".tmpCX68DU").write_bytes(b"half")
+        os._exit(0)
+
+    monkeypatch.setattr(fidelity, "save_file", die)
+    if not (pid := os.fork()):
+        fidelity.save_whole(tmp_path / "gradients.safetensors", {})
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list(tmp_path.iterdir()) != []
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
