@@ -154,8 +154,8 @@ class RootSettings:
     def __post_init__(self) -> None:
         require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")
         require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
-        allowed = "auto, cpu, cuda or cuda:N"
-        require(bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)), "device", self.device, allowed)
+        allowed = "auto, cpu, cuda or cuda:N, N being the number of a device"
+        require(bool(re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device)), "device", self.device, allowed)
         require(
             self.timeout_s is None or self.timeout_s > 0,
             "timeout_s",

@@ -74,7 +74,7 @@ def trial(lab: Lab, draw: Draw) -> Told:
         table = mistakes()
         mistake, wanted = table[draw.in_turn(number // 4, len(table)) - 1]
         if random.random() < 0.5:
-            words, wanted = [*words, *mistake], ()  # of two mistakes the other may be told
+            words, wanted = [*without_groups_of(mistake, words), *mistake], ()  # of two mistakes the other may be told
         else:
             words = [*around(mistake), *mistake]
     trial = lab.trial(NOTHING, is_planted=False)
@@ -90,6 +90,12 @@ def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
     """Words that are refused, and what is said of them."""
     everyday = [(tuple(shlex.split(words)), parts) for words, parts in MISTAKES.items()]
     return [*everyday, *HOSTILE.items()]
+
+
+def without_groups_of(mistake: tuple[str, ...], words: Sequence[str]) -> list[str]:
+    """Without options that know the key of a mistake: ckpt=every1 has the `every` that ckpt=none hasn't."""
+    groups = {word.partition(".")[0] for word in mistake} & set(SIMPLE)
+    return [word for word in words if word.partition("=")[0] not in groups]
 
 
 def around(mistake: tuple[str, ...]) -> Sequence[str]:
