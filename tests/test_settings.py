@@ -123,14 +123,14 @@ def test_a_key_of_a_section_is_typed_and_known() -> None:
         (lambda: RootSettings(**{**VALUES, "seed": 2**63}), "seed=9223372036854775808: must be between 0 and"),
         (lambda: RootSettings(**{**VALUES, "device": "gpu"}), "device='gpu': must be auto, cpu, cuda or cuda:N"),
         (lambda: RootSettings(**{**VALUES, "device": "cuda:"}), "device='cuda:': must be auto"),
-        (lambda: RootSettings(**{**VALUES, "device": "cuda:99999999999999999999"}), "cuda:N, N being the number of a"),
+        (lambda: RootSettings(**{**VALUES, "device": "cuda:12345"}), "device='cuda:12345': must be auto"),
         (lambda: RootSettings(**{**VALUES, "device": "cpu\n"}), "device='cpu\\n': must be auto"),
         (lambda: RootSettings(**{**VALUES, "timeout_s": 0.0}), "timeout_s=0.0: must be null or more than 0 seconds"),
         (lambda: RootSettings(**{**VALUES, "timeout_s": math.nan}), "timeout_s=nan: must be null or more than"),
         (lambda: RootSettings(**{**VALUES, "name": "../x"}), "name='../x': must be null or 1 to 100 letters"),
         (lambda: RootSettings(**{**VALUES, "vram": "8"}), "vram='8': must be null or a number above 0 with a unit"),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_values_out_of_range_are_named(make: Any, sentence: str) -> None:
     with pytest.raises(BadInput) as refused:
