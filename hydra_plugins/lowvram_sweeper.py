@@ -1,5 +1,5 @@
 """Hydra finds its plugins in this package, and nowhere else. What the sweeper tells the program is in
-lowvram/hydra_hooks.py; how points are listed and named, in lowvram/sweeper.py."""
+lowvram/cli/hydra_hooks.py; how points are listed and named, in lowvram/cli/sweep.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from lowvram import hydra_hooks, sweeper
-from lowvram.coming import Coming
+from lowvram.cli import hydra_hooks
+from lowvram.cli import sweep as sweeper
+from lowvram.cli.upcoming import Coming
 
 
 class PointSweeper(BasicSweeper):

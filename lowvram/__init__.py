@@ -5,11 +5,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from lowvram.api import Knob, Measured, Part, Rig, Task, assemble, knob, ledger, measure, plan, step, task
+from lowvram.config.version import __version__ as __version__
 
-__version__ = "0.1.0"
-__all__ = ["Knob", "Measured", "Part", "Rig", "Task", "assemble", "knob", "ledger", "measure", "plan", "step", "task"]
+if TYPE_CHECKING:
+    from lowvram.api import Knob, Measured, Part, Rig, Task, assemble, knob, ledger, load, measure, plan, step, task
+
+__all__ = [
+    "Knob",
+    "Measured",
+    "Part",
+    "Rig",
+    "Task",
+    "assemble",
+    "knob",
+    "ledger",
+    "load",
+    "measure",
+    "plan",
+    "step",
+    "task",
+]
 
 
 def __getattr__(name: str) -> Any:

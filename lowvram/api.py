@@ -21,24 +21,40 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lowvram.config import BadInput, build
-from lowvram.core import rig as core
+from lowvram.config.errors import BadInput
+from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
+from lowvram.config.schema import build
+from lowvram.core import assemble as core
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.step import step
 from lowvram.core.values import Fill
-from lowvram.models.foreign import logits_of
-from lowvram.models.survey import Survey, survey, without_memory
-from lowvram.modes.clock import clock_for, synchronise
-from lowvram.modes.fields import percentiles
-from lowvram.options import knob_of, neutral_options, node_of, options_of
-from lowvram.planner.devices import load_device
-from lowvram.planner.forecast import Place, needs
-from lowvram.planner.tracing import trace
+from lowvram.loops.export import load
+from lowvram.loops.fields import percentiles
+from lowvram.loops.profiling.clock import clock_for, synchronise
+from lowvram.models.block_finder import Survey, survey, without_memory
+from lowvram.models.third_party import logits_of
+from lowvram.planning.devices import load_device
+from lowvram.planning.estimate import Place, needs
+from lowvram.planning.trace.tracer import trace
 
-__all__ = ["Knob", "Measured", "Part", "Rig", "Task", "assemble", "knob", "ledger", "measure", "plan", "step", "task"]
+__all__ = [
+    "Knob",
+    "Measured",
+    "Part",
+    "Rig",
+    "Task",
+    "assemble",
+    "knob",
+    "ledger",
+    "load",
+    "measure",
+    "plan",
+    "step",
+    "task",
+]
 
 Criterion = Callable[[Any, Tensor], Tensor]  # outputs, targets -> the *sum* over the targets
 

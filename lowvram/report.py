@@ -2,8 +2,8 @@
 
 import sys
 
-from lowvram.results.report import main
-from lowvram.start import outlasting
+from lowvram.cli.start import outlasting
+from lowvram.results.report.report import main
 
 if __name__ == "__main__":
     outlasting()

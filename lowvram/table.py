@@ -2,8 +2,8 @@
 
 import sys
 
+from lowvram.cli.start import outlasting
 from lowvram.results.table import main
-from lowvram.start import outlasting
 
 if __name__ == "__main__":
     outlasting()

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor, nn
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
+from lowvram.config.importing import check_args, find
 from lowvram.core.rig import IGNORE, Part, Task
 from lowvram.core.values import Fill
 from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
-from lowvram.found import check_args, find
 
 
 class ModelConfig(Protocol):

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import torch
 
-from lowvram.identity import ROOT
-from lowvram.modes.snapshot import Snapshots
+from lowvram.config.identity import ROOT
+from lowvram.loops.snapshot import Snapshots
 from lowvram.results.metrics import Metrics
 from lowvram.results.row import empty_row, write
 

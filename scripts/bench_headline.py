@@ -28,9 +28,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lowvram.durable import write_text
-from lowvram.identity import CONF, ROOT, device_name
+from lowvram.config.identity import CONF, ROOT, device_name
 from lowvram.results import table
+from lowvram.results.files.durable import write_text
 from lowvram.results.row import Row, Status, size_text, to_json
 
 FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run

@@ -26,17 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowvram.config.registry import Option, all_options, knob_of, neutral_options
+from lowvram.config.settings import settings
+from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts, choose_device
 from lowvram.core.knob import Fact
-from lowvram.core.rig import Part, assemble
-from lowvram.export import load
-from lowvram.job import open_data
-from lowvram.modes.fidelity import compared
-from lowvram.options import Option, all_options, knob_of, neutral_options, why_not
+from lowvram.core.rig import Part
+from lowvram.fidelity.worker import compared
+from lowvram.loops.export import load
+from lowvram.loops.setup import open_data
 from lowvram.results.row import Row, Status, to_json
-from lowvram.runs import Runs
-from lowvram.settings import settings
 from scripts.bench_knobs_report import Line, table
+from scripts.benchmarks.runs import Runs
+from scripts.pairs import why_not
 
 RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowvram.options import Option, all_options, knob_of
+from lowvram.config.registry import Option, all_options, knob_of
 from lowvram.results.row import MIB, Status
 
 HEAD = """| option | peak | saves | other | process growth | time | gradient error |

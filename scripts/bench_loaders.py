@@ -25,15 +25,16 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config import build
-from lowvram.core.rig import Part, assemble
+from lowvram.config.identity import ROOT
+from lowvram.config.schema import build
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.documents import Documents, as_documents
 from lowvram.data.loader import Loader
 from lowvram.data.python_source import library_files
 from lowvram.data.source import Data
 from lowvram.data.tokenizer import Bytes
-from lowvram.identity import ROOT
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.transformer import TransformerConfig

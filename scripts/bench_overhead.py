@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lowvram.identity import ROOT
+from lowvram.config.identity import ROOT
 from lowvram.results.table import collect
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]

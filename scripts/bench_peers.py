@@ -26,7 +26,7 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
-from lowvram.identity import ROOT, device_name
+from lowvram.config.identity import ROOT, device_name
 from scripts.bench_headline import results_folder
 from scripts.contestants import BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE, Case, make_model, perform, shown, timed
 from scripts.peers import CONTESTANTS

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
-from lowvram.cli import chosen, plain
-from lowvram.identity import CONF, register_resolvers
-from lowvram.modes.plan import Planner
-from lowvram.planner.forecast import Fields
-from lowvram.settings import Settings, settings
+from lowvram.cli.main import chosen, plain
+from lowvram.config.identity import CONF, register_resolvers
+from lowvram.config.settings import Settings, settings
+from lowvram.planning.estimate import Fields
+from lowvram.planning.worker import Planner
 
 Point = tuple[Settings, dict[str, str]]  # and its choices
 COMMON = ["mode=plan", "data=synthetic", "plan.device=h100", "train.batch_size=8"]

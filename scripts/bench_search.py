@@ -29,12 +29,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, final
 
-from lowvram.identity import device_name, installed_version
-from lowvram.planner.calibration import num_threads
+from lowvram.config.identity import device_name, installed_version
+from lowvram.planning.time.calibration import num_threads
 from lowvram.results.row import Row, Status
 from lowvram.results.table import collect
-from lowvram.runs import Runs
 from scripts.bench_search_report import Plans, Point, Probe, Result, lines, lost
+from scripts.benchmarks.runs import Runs
 
 GRID = {
     "ckpt": ["none", "every1", "every2", "every3", "every4", "selective"],

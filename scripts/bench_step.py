@@ -23,12 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowvram.config import build
+from lowvram.config.identity import ROOT
+from lowvram.config.schema import build
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Part, Rig, assemble
+from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.identity import ROOT
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.knobs.optimizer import AdamW

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from lowvram.identity import ROOT
+from lowvram.config.identity import ROOT
 
 TINY = ["model.num_layers=1", "model.width=32", "model.num_heads=2", "data=synthetic", "data.sequence_length=16"]
 TINY += ["train.batch_size=4", "logger=none"]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowvram.identity import device_name
+from lowvram.config.identity import device_name
 from scripts.contestants import KEPT, Case, apart, make_model, perform, shown, timed
 from scripts.peers import CONTESTANTS
 

@@ -25,12 +25,13 @@ from pathlib import Path
 
 import torch
 
+from lowvram.config.identity import ROOT
+from lowvram.config.registry import all_options, knob_of, neutral_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
-from lowvram.identity import ROOT
-from lowvram.options import Row, all_options, all_pairs, covering_rows, knob_of, label, neutral_options, why_not
 from lowvram.results.metric_lines import FILE_NAME, read_lines
-from lowvram.runs import Runs
+from scripts.benchmarks.runs import Runs
+from scripts.pairs import Row, all_pairs, covering_rows, label, why_not
 
 PAGE = ROOT / "docs" / "compatibility.md"
 FLOOR = 1e-4  # relative: what rounding in another order may do to five steps of AdamW

@@ -23,10 +23,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, final
 
-from lowvram.identity import ROOT
+from lowvram.config.identity import ROOT
 
 if TYPE_CHECKING:
-    from lowvram.settings import Settings
+    from lowvram.config.settings import Settings
 
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}  # what was freed, by malloc
 BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE = "bf16", "checkpointing", "8bit", "micro1"
@@ -102,8 +102,8 @@ def make_model(case: Case, folder: Path) -> None:
 
 def settings_of(case: Case, folder: Path) -> Settings:
     """What our command line would train."""
-    from lowvram.runs import Runs
-    from lowvram.settings import settings
+    from lowvram.config.settings import settings
+    from scripts.benchmarks.runs import Runs
 
     with Runs(folder) as runs:
         return settings(runs.settings_of(case.overrides(folder)))
@@ -111,8 +111,8 @@ def settings_of(case: Case, folder: Path) -> Settings:
 
 def samples_of(case: Case, whole: Settings, num_steps: int) -> list[dict[str, Any]]:
     """What our loader reads in so many steps, in that order, as keywords of a model of transformers."""
-    from lowvram import job
     from lowvram.data.loader import batch_keys
+    from lowvram.worker import job
 
     data = job.open_data(whole)
     batches = islice(batch_keys(len(data.train), case.batch_size, whole.root.seed, 0), num_steps)
@@ -144,7 +144,7 @@ def now_s(case: Case) -> float:
 
 def ours(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
     """What the command line does in this process: seconds after each logged step, and the loss of each."""
-    from lowvram import cli
+    from lowvram.cli import main as cli
     from lowvram.results.metrics import Metrics
     from lowvram.results.row import read
 
@@ -169,8 +169,8 @@ def ours(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
 
 def resident_bytes() -> int:
     """Of this process, with all that it has imported; its peak begins here."""
-    from lowvram.modes.fields import status_bytes
-    from lowvram.process.child import write_proc
+    from lowvram.loops.fields import status_bytes
+    from lowvram.worker.main import write_proc
 
     write_proc("clear_refs", "5")
     return status_bytes("VmRSS")
@@ -180,7 +180,7 @@ def peak_bytes(case: Case, before: int) -> int:
     """On a card its allocator's, as in our rows; else by how much the process has grown at its peak."""
     import torch
 
-    from lowvram.modes.fields import status_bytes
+    from lowvram.loops.fields import status_bytes
 
     return status_bytes("VmHWM") - before if case.device == "cpu" else torch.cuda.max_memory_allocated()
 

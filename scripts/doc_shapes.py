@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lowvram.durable import write_text
-from lowvram.mistakes import Refused
+from lowvram.config.errors import Refused
 from lowvram.results.columns import value_at
+from lowvram.results.files.durable import write_text
 from lowvram.results.row import MIB, Row, Status
 from lowvram.results.table import label, render
 from scripts import bench_knobs_report

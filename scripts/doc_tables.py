@@ -27,10 +27,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowvram.durable import write_text
-from lowvram.identity import ROOT
-from lowvram.mistakes import Refused
+from lowvram.config.errors import Refused
+from lowvram.config.identity import ROOT
 from lowvram.results import table
+from lowvram.results.files.durable import write_text
 from scripts.doc_shapes import SHAPES, Place
 from scripts.technique_rows import stripped
 

@@ -27,16 +27,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
+from lowvram.config.identity import device_name, git_state
+from lowvram.config.settings import KNOB_GROUPS, Settings, settings
+from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
-from lowvram.core.rig import assemble
 from lowvram.core.step import step
-from lowvram.identity import device_name, git_state
-from lowvram.job import open_data
-from lowvram.planner.paper import example
+from lowvram.loops.setup import open_data
+from lowvram.planning.trace.fake import example
 from lowvram.results.row import Row, Status
-from lowvram.runs import Runs
-from lowvram.settings import KNOB_GROUPS, Settings, settings
+from scripts.benchmarks.runs import Runs
 from scripts.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
 from scripts.plan_accuracy_report import Line, Quantity, Report
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lowvram.results.accuracy import Errors, Pair, errors_of, verdicts_of
+from scripts.benchmarks.accuracy import Errors, Pair, errors_of, verdicts_of
 from scripts.plan_accuracy_points import FAMILIES, Spec
 
 SHARES = (0.9, 1.1, 1.25)  # budgets, as shares of what was measured

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from lowvram.config.settings import settings
 from lowvram.core.device import choose_device
-from lowvram.modes.plan import allocator_of
-from lowvram.runs import Runs
-from lowvram.settings import settings
+from lowvram.planning.worker import allocator_of
+from scripts.benchmarks.runs import Runs
 
 SWEPT = {"model": "transformer,resnet", "precision": "fp32,bf16", "ckpt": "none,every1", "accum": "none,x4,x16"}
 MEASURED = [
@@ -39,8 +39,8 @@ CALIBRATE = """
 import sys
 import torch
 from lowvram.knobs.allocator import Tight
-from lowvram.planner.calibration import Calibrations
-from lowvram.planner.gauge import calibrate
+from lowvram.planning.time.calibration import Calibrations
+from lowvram.planning.time.microbench import calibrate
 if sys.argv[2] == "tight":
     Tight().apply(None)
 Calibrations().get(torch.device(sys.argv[1]), sys.argv[2], calibrate)

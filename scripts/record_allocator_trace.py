@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowvram.config import build
-from lowvram.core.rig import Part, Rig, assemble
+from lowvram.config.identity import ROOT
+from lowvram.config.registry import knob_of, neutral_options, node_of
+from lowvram.config.schema import build
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.identity import ROOT
-from lowvram.options import knob_of, neutral_options, node_of
-from lowvram.planner.recorded import Recording, Sample, actions_of, first_difference, load_recording
-from lowvram.planner.replay import needs_of
+from lowvram.planning.memory.replay import needs_of
 from lowvram.tasks import Auto, Problem
+from scripts.benchmarks.recorded import Recording, Sample, actions_of, first_difference, load_recording
 
 CUDA = torch.device("cuda")
 NUM_STEPS = 2  # the first makes the optimizer's state

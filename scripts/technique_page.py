@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean
 
-from lowvram.options import knob_of, neutral_options
+from lowvram.config.registry import knob_of, neutral_options
 from lowvram.results.columns import value_at
 from lowvram.results.row import MIB, Row, Status
 from scripts.technique_claims import CLAIMS, NOT_MEASURED, Found, percent, sizes, times

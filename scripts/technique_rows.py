@@ -14,11 +14,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lowvram.durable import write_text
-from lowvram.identity import ROOT
-from lowvram.mistakes import Refused
+from lowvram.config.errors import Refused
+from lowvram.config.identity import ROOT
 from lowvram.results import table
-from lowvram.results.differences import baseline
+from lowvram.results.ablation import baseline
+from lowvram.results.files.durable import write_text
 from lowvram.results.row import Row, Status, empty_row, merge, to_json
 
 RESULTS = ROOT / "docs" / "results"

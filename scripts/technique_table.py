@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowvram.durable import write_text
-from lowvram.identity import ROOT
-from lowvram.mistakes import Refused
+from lowvram.config.errors import Refused
+from lowvram.config.identity import ROOT
+from lowvram.results.files.durable import write_text
 from scripts.technique_page import page
 from scripts.technique_rows import RESULTS, keep, sweeps
 

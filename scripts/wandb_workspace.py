@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowvram.defaults import neutral_options
-from lowvram.mistakes import Refused
+from lowvram.config.errors import Refused
+from lowvram.config.registry import neutral_options
 from lowvram.results.row import KINDS
-from lowvram.results.wandb_sweep import FIGURE, TABLE
+from lowvram.results.wandb.sweep import FIGURE, TABLE
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace

@@ -172,7 +172,9 @@ class Running:
 
     def _servers(self) -> list[int]:
         """The fork server, and what it has forked has the same command line: its parent is the program."""
-        return [pid for pid in children(self.process.pid) if "lowvram.process.server" in self.processes().get(pid, "")]
+        return [
+            pid for pid in children(self.process.pid) if "lowvram.launch.fork_server" in self.processes().get(pid, "")
+        ]
 
     def child(self) -> int:
         """The pid of the point's process, once it is there."""

@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowvram import cli, identity
+from lowvram.cli import main as cli
+from lowvram.config import identity
 from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 from lowvram.knobs.optimizer import low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step
-from lowvram.process.client import Server
+from lowvram.launch.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 from tests.laboratory import compiler_as_before
 

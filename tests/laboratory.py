@@ -15,11 +15,13 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
+from lowvram.config.registry import all_options, knob_of, neutral_options, options_of
+from lowvram.core.assemble import assemble
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Part, Rig, Task, Update, assemble
+from lowvram.core.rig import IGNORE, Part, Rig, Task, Update
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.values import Fill
@@ -29,10 +31,9 @@ from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
-from lowvram.options import all_options, knob_of, neutral_options, options_of
-from lowvram.planner.events import Sums
-from lowvram.planner.target import Target
-from lowvram.planner.tracing import trace
+from lowvram.planning.target import Target
+from lowvram.planning.trace.events import Sums
+from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto, Problem
 
 torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lowvram.defaults import neutral_options
+from lowvram.config.registry import neutral_options
 from lowvram.results.row import MIB, Row, empty_row, merge, write
 
 # What a name, a reason or a command could hold to run as a program.

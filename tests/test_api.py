@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowvram
-from lowvram.config import BadInput, Incompatible
+from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.knob import Knob
 from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.knobs.precision import Bf16

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from lowvram.identity import ROOT
-from lowvram.options import all_options, neutral_options
+from lowvram.config.identity import ROOT
+from lowvram.config.registry import all_options, neutral_options
 
 MEASURED = (ROOT / "docs" / "knobs.md").read_text().split("\n## Measured\n")[-1]
 OPTIONS = [option for option in all_options() if neutral_options()[option[0]] != option[1]]

@@ -1,58 +1,65 @@
-"""Who may import whom, read off the sources; and what stays small."""
+"""Who may import whom, read off the sources: rooms on floors, and imports that go downwards only."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "lowvram").rglob("*.py"))
-# What the modules of a package may import from this project, besides themselves.
-MAY_IMPORT = {
-    "lowvram.core": ("lowvram.config", "lowvram.core"),
-    "lowvram.knobs": ("lowvram.config", "lowvram.core"),
-    "lowvram.models": (
-        "lowvram.config",
-        "lowvram.core.quiet",
-        "lowvram.core.seeds",
-        "lowvram.data.spec",
-        "lowvram.found",
-        "lowvram.reach",
-        "lowvram.secret",
-        *(f"lowvram.models.{base}" for base in ("own", "attention", "foreign", "survey", "layout")),
-        *(f"lowvram.models.hf_{base}" for base in ("layout", "packed", "source")),
-    ),
+PACKAGE = "lowvram"
+# The rooms, top floor first. A module imports from its own room and from those on lower floors.
+FLOORS = (
+    {""},
+    {"api", "report", "table"},  # what users import or call
+    {"cli", "worker"},  # the two entries: the parent and its children
+    {"search"},
+    {"runs"},
+    {"fidelity"},
+    {"planning"},
+    {"launch", "loops"},
+    {"tasks"},
+    {"models"},
+    {"data"},
+    {"knobs", "results"},
+    {"core"},
+    {"config"},
+    {"compat"},
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The parent's: with torch they would take seconds to start and would share the measured memory.
+TORCH_FREE = ("cli.", "runs.", "launch.", "results.", "config.", "table.", "report.", "planning.memory.")
+TORCH_FREE_MODULES = {
+    "fidelity.band",
+    "fidelity.client",
+    "planning.client",
+    "planning.devices",
+    "search.client",
+    "search.result",
 }
-# The parent's modules: with torch they would take seconds to start and would share the measured memory.
-TORCH_FREE = {
-    "lowvram": (
-        "cli coming composed config defaults durable fidelity folders growing hydra_hooks hydra_notes identity inline "
-        "lengths manifest marker mistakes planning point recording remeasuring resume run_folder runs searching secret "
-        "settings start sweeper table verdict winner"
-    ),
-    "lowvram.planner": "allocator blocks devices hidden recorded replay",
-    "lowvram.results": (
-        "accuracy advice band columns curves differences doubts evidence live_table metric_lines metrics planned "
-        "report row sealed shown sound table terminal wandb"
-    ),
-    "lowvram.process": "client crew descendants events frames inline launch native_log orders patience server",
-}
-PARENTS = {f"{package}.{name}" for package, names in TORCH_FREE.items() for name in names.split()}
+HEAVY = {"torch", "numpy", "datasets", "wandb", "matplotlib", "transformers"}
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    """Inside the package: "core.rig"; "" is the package itself."""
+    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every module that a file imports anywhere, for types alone too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+SOURCES: Mapping[str, Path] = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+
+
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def imported(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
+    """Every dotted name that import statements among `nodes` name."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -61,66 +68,122 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def is_within(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+@cache
+def all_imports(name: str) -> frozenset[str]:
+    """Of a module, anywhere in it, for types alone too."""
+    return frozenset(imported(ast.walk(ast.parse(SOURCES[name].read_text())), SOURCES[name]))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_go_one_way(path: Path) -> None:
-    name = module_name(path)
-    ours = [module for module in imported(path) if is_within(module, ("lowvram",))]
-    for package, allowed in MAY_IMPORT.items():
-        if is_within(name, (package,)):
-            group = ".".join(name.split(".")[:3])  # a knob's group may be a package
-            assert all(is_within(module, (*allowed, group)) for module in ours), ours
+@cache
+def imports_at_start(name: str) -> frozenset[str]:
+    """Of a module, when it is imported."""
+    return frozenset(imported(iter(ast.parse(SOURCES[name].read_text()).body), SOURCES[name]))
+
+
+def ours(names: frozenset[str]) -> set[str]:
+    """The modules of the package among dotted names, which may go on with a name inside the module."""
+    inside = {name.removeprefix(PACKAGE).removeprefix(".") for name in names if room_of(name) == PACKAGE}
+    return {name if name in SOURCES else name.rpartition(".")[0] for name in inside}
+
+
+def test_imports_go_down_the_floors() -> None:
+    upwards = [
+        f"{name} -> {other}"
+        for name in SOURCES
+        for other in ours(all_imports(name))
+        if room_of(name) != room_of(other) and FLOOR_OF[room_of(other)] <= FLOOR_OF[room_of(name)]
+    ]
+    assert not upwards
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {name: ours(all_imports(name)) - {name} for name in SOURCES}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_a_knob_imports_no_other_knob() -> None:
+    for name in SOURCES:
+        if room_of(name) == "knobs":
+            group = ".".join(name.split(".")[:2])  # it may be a package
+            others = [other for other in ours(all_imports(name)) if room_of(other) == "knobs"]
+            assert all(f"{other}.".startswith(f"{group}.") for other in others), name
 
 
 def test_core_needs_nothing_but_torch() -> None:
-    for path in (ROOT / "lowvram" / "core").glob("*.py"):
-        others = {module.partition(".")[0] for module in imported(path)} - set(sys.stdlib_module_names)
-        assert others <= {"torch", "lowvram"}, path
+    for name in SOURCES:
+        if room_of(name) == "core":
+            assert {room_of(other) for other in all_imports(name)} - set(sys.stdlib_module_names) <= {"torch", PACKAGE}
 
 
-def test_nothing_below_the_modes_knows_them() -> None:
-    for path in SOURCES:
-        name = module_name(path)
-        if is_within(name, ("lowvram.core", "lowvram.knobs", "lowvram.models", "lowvram.data", "lowvram.tasks")):
-            assert not any(is_within(module, ("lowvram.modes", "lowvram.process")) for module in imported(path)), name
+def torch_free() -> set[str]:
+    return {name for name in SOURCES if f"{name}.".startswith(TORCH_FREE) or name in TORCH_FREE_MODULES}
 
 
-def test_modules_of_the_parent_import_no_torch() -> None:
-    show = "print({'torch', 'numpy', 'datasets', 'wandb', 'matplotlib'} & set(sys.modules))"
-    program = f"import sys, train, {', '.join(sorted(PARENTS))}; {show}"
+def test_no_torch_is_within_reach_of_the_parent() -> None:
+    for start in torch_free():
+        seen, ahead = {start}, [start]
+        while ahead:
+            name = ahead.pop()
+            heavy = {room_of(other) for other in imports_at_start(name)} & HEAVY
+            assert not heavy, f"{start} reaches {name}, which imports {heavy}"
+            # A package runs before its modules.
+            found = {other for module in ours(imports_at_start(name)) for other in (module, *packages_of(module))}
+            ahead += found - seen
+            seen |= found
+
+
+def packages_of(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    yield from (".".join(parts[:num]) for num in range(len(parts)))
+
+
+def test_the_parent_imports_no_torch() -> None:
+    """What the sources say, seen in a process."""
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in sorted(torch_free()))
+    program = f"import sys, train, {modules}; print({HEAVY} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_every_module_that_promises_so_is_among_them() -> None:
-    promised = {module_name(path) for path in SOURCES if "mports no torch" in path.read_text()}
-    assert promised <= PARENTS | {"lowvram.results"}
+def test_every_module_that_promises_so_is_free_of_torch() -> None:
+    promised = {name for name, path in SOURCES.items() if "mports no torch" in path.read_text()}
+    assert promised <= torch_free()
+
+
+def test_every_room_says_what_lives_there() -> None:
+    for name, path in SOURCES.items():
+        if path.name == "__init__.py":
+            assert len(ast.get_docstring(ast.parse(path.read_text())) or "") > 40, name
+
+
+def test_the_house_is_small() -> None:
+    entries = [path for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= 20
 
 
 def test_there_is_one_training_step_and_one_place_for_backward() -> None:
     """Outside it only steppers go backward."""
-    callers = {module_name(path) for path in SOURCES if calls(path, "backward")}
-    assert callers == {
-        "lowvram.core.phases",  # a stepper around another, with marks
-        "lowvram.core.rig",  # asks the stepper
-        "lowvram.knobs.precision.autocast",  # a stepper around another
-        "lowvram.knobs.stepping.after_backward",  # this one and the next two do it
-        "lowvram.knobs.stepping.cpu_offload",
-        "lowvram.knobs.stepping.in_backward",
+    assert {name for name in SOURCES if calls(name, "backward")} == {
+        "core.phases",  # a stepper around another, with marks
+        "core.rig",  # asks the stepper
+        "knobs.precision.autocast",  # a stepper around another
+        "knobs.stepping.after_backward",  # this one and the next two do it
+        "knobs.stepping.cpu_offload",
+        "knobs.stepping.in_backward",
     }
 
 
-def calls(path: Path, method: str) -> bool:
-    nodes = ast.walk(ast.parse(path.read_text()))
+def calls(name: str, method: str) -> bool:
+    nodes = ast.walk(ast.parse(SOURCES[name].read_text()))
     return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == method for n in nodes)
 
 
 def test_nothing_asks_what_it_should_know() -> None:
     """An interface says what an object has."""
-    assert not [module_name(path) for path in SOURCES if "hasattr(" in path.read_text()]
+    assert not [name for name, path in SOURCES.items() if "hasattr(" in path.read_text()]
 
 
 def test_the_entry_is_short() -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowvram.core.assemble import act, assemble
 from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.packed import Packed
-from lowvram.core.rig import Rig, act, assemble
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem

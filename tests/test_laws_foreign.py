@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.config import Incompatible
+from lowvram.config.errors import Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Exactness, Stage
-from lowvram.core.rig import assemble
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto, Problem

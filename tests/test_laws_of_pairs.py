@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.config import Incompatible
-from lowvram.core import rig as rig_module
+from lowvram.config.errors import Incompatible
+from lowvram.core import assemble as assembling
+from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, conflicts
-from lowvram.core.rig import assemble
 from lowvram.knobs.ckpt import RecomputeEvery
-from lowvram.options import all_pairs, covering_rows
+from scripts.pairs import all_pairs, covering_rows
 from tests.laboratory import CPU, KNOBS, NEUTRAL, OPTIONS, PROBLEMS, fitting, knobs_of, named, train
 from tests.test_laws import Pair, words
 
@@ -54,7 +54,7 @@ def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: 
 def test_options_that_conflict_say_so_before_a_weight_has_memory(
     pairs: frozenset[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rig_module, "materialise", lambda *_: pytest.fail("the weights have memory"))
+    monkeypatch.setattr(assembling, "materialise", lambda *_: pytest.fail("the weights have memory"))
     with pytest.raises(Incompatible) as refusal:
         assemble(PROBLEMS["transformer"], knobs_of(**dict(pairs)), CPU)
     culprits = [name for name, knob in named(*pairs).items() if knob.needs() or knob.breaks()]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowvram.config import Incompatible
+from lowvram.config.errors import Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Exactness
-from lowvram.core.rig import assemble
 from tests.laboratory import KNOBS, NEUTRAL, PROBLEMS, knobs_of, missing_here, needs_gpu
 from tests.test_laws import CHANGED, SMOOTH, Pair, comparable, error_of, gradient_error, words
 

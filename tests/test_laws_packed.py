@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.config import Incompatible
+from lowvram.config.errors import Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import Part, assemble
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.bucketed import cut
 from lowvram.data.loader import collate
@@ -19,8 +20,8 @@ from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.compile import CompiledBlocks
 from lowvram.models.hf import HfConfig
 from lowvram.models.transformer import Positions, TransformerConfig
-from lowvram.planner.target import Target
-from lowvram.planner.tracing import trace
+from lowvram.planning.target import Target
+from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto, Problem
 from tests.hugging import tiny
 from tests.laboratory import (

@@ -12,25 +12,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowvram import identity
-from lowvram.core.rig import assemble
+from lowvram.config import identity
+from lowvram.core.assemble import assemble
 from lowvram.core.step import step
-from lowvram.modes.clock import CudaClock, HostClock
-from lowvram.modes.compiling import compile_fields
-from lowvram.modes.fields import Fields, merged, pace, times
-from lowvram.modes.last_acts import last_acts
-from lowvram.modes.measure import Measure
-from lowvram.modes.session import Session
-from lowvram.modes.trace import model_flops
-from lowvram.process import child
-from lowvram.results.doubts import doubts
+from lowvram.loops.fields import Fields, merged, pace, times
+from lowvram.loops.measure import Measure
+from lowvram.loops.profiling.clock import CudaClock, HostClock
+from lowvram.loops.profiling.compile_time import compile_fields
+from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.session import Session
+from lowvram.results.checks import doubts
 from lowvram.results.row import Row, empty_row, merge, write
+from lowvram.worker import main as child
+from lowvram.worker.mfu import model_flops
 from tests.calls import TINY, Outcome
 from tests.laboratory import CPU, PROBLEMS, compiler_as_before, knobs_of, make_batch
-from tests.modes.sessions import session_in
+from tests.loops.sessions import session_in
 from tests.planted import Forgetful, MeanOfMeans
+from tests.runs.test_remeasure import measured
 from tests.test_laws import CHANGED, error_of, keeps_the_numbers
-from tests.test_remeasuring import measured
 
 Call = Callable[..., Outcome]
 MakeSession = Callable[..., Session]
@@ -261,7 +261,9 @@ def test_a_stale_row_that_is_shown_as_new(call: Call, tmp_path: Path, monkeypatc
 def test_a_compiled_point_that_is_measured_eager(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiler_as_before(), torch.compiler.set_stance("force_eager"):
         session = make_session(choices={"compile": "blocks"})
-        monkeypatch.setattr("lowvram.modes.compiling.calculate_time_spent", lambda: {"total_wall_time": 0.0})
+        monkeypatch.setattr(
+            "lowvram.loops.profiling.compile_time.calculate_time_spent", lambda: {"total_wall_time": 0.0}
+        )
         row = Measure().run(session)
         assert "by_kind" not in row["memory"]
         with pytest.raises(RuntimeError, match="nothing was compiled"):

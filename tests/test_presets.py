@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowvram.models.hf_source import transformers
-from tests.modes.test_plan import planned
+from tests.planning.test_worker import planned
 
 # The configurations that the hub has under these names, as far as they matter for memory.
 BERT = {"architectures": ["BertForMaskedLM"]}  # of the base size, which is the library's own

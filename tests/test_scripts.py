@@ -275,8 +275,10 @@ def test_wheel_ships_the_whole_configuration(packages: Path, tmp_path: Path) -> 
     assert (tmp_path / "lowvram" / "conf" / "config.yaml").exists()
     assert (tmp_path / "lowvram" / "conf" / "__init__.py").exists()
     assert yaml_names(tmp_path / "lowvram" / "conf") == yaml_names(ROOT / "conf")
-    page = {path.name for path in (ROOT / "lowvram" / "results" / "page").iterdir()}
-    assert {path.name for path in (tmp_path / "lowvram" / "results" / "page").iterdir()} == page  # of a report
+    page = {path.name for path in (ROOT / "lowvram" / "results" / "report" / "page").iterdir()}
+    assert {
+        path.name for path in (tmp_path / "lowvram" / "results" / "report" / "page").iterdir()
+    } == page  # of a report
     tops = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".dist-info")}
     assert tops == {"lowvram", "hydra_plugins"}  # Hydra looks for plugins there and nowhere else
     assert [path.name for path in (tmp_path / "hydra_plugins").iterdir()] == ["lowvram_sweeper.py"]
@@ -285,7 +287,7 @@ def test_wheel_ships_the_whole_configuration(packages: Path, tmp_path: Path) -> 
 def test_wheel_runs_without_the_repository(packages: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(next(packages.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "installed")
-    code = "import sys; sys.path.insert(0, 'installed'); from lowvram.start import main; sys.exit(main())"
+    code = "import sys; sys.path.insert(0, 'installed'); from lowvram.cli.start import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", code, "--cfg", "job"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr

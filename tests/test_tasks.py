@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowvram.config import BadInput
-from lowvram.core.rig import IGNORE, Part, assemble
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import IGNORE, Part
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.tasks import Auto, Classification, Classifier, External, LanguageModel, LanguageModelling
 from tests.laboratory import CPU, IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, knobs_of

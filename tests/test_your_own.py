@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.hf import HfConfig
 from tests.calls import Outcome

@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.knob import Fact
 from lowvram.core.ranks import num_ranks
 

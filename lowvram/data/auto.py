@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.python_packages import PythonPackages
 from lowvram.data.python_source import PythonSource

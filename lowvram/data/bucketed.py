@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 import torch
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
 from lowvram.data.loader import Key, Loader, collate, made, reading_order, require_workers, slice_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 
 SHOWN = 5  # labels that a message names
 

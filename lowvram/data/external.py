@@ -14,12 +14,12 @@ from omegaconf import MISSING
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
+from lowvram.config.importing import check_args, find
 from lowvram.core.rig import IGNORE
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
 from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths
-from lowvram.found import check_args, find
 
 TARGET_NAMES = ("labels", "label", "targets", "target")  # of a sample that is a dictionary; the first that is there
 FEW = 1000  # samples, all of which are read to find the largest label

@@ -16,7 +16,7 @@ from omegaconf import MISSING
 from PIL import Image
 from torch import Tensor
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.data.classes import class_names, class_numbers, require_column
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents

@@ -19,7 +19,7 @@ from omegaconf import MISSING
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.local import escaped, existing_path, load_local, visible_entries
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, given, require_count

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
 from lowvram.data.randomness import Stream, generator

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 
 
 def existing_path(text: str) -> Path:

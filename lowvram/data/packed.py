@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data.bucketed import texts_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.padded import padded
 from lowvram.data.python_source import library_files
 from lowvram.data.randomness import Stream, generator

@@ -13,7 +13,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.source import Data, FollowedModel, Source, given, require_count
 from lowvram.data.spec import Modality
 from lowvram.data.tokenizer import Bytes

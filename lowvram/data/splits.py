@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lowvram.config import BadInput, require
+from lowvram.compat.hf_offline import hub
+from lowvram.config.errors import BadInput, require
 from lowvram.data.local import escaped, quiet_progress
-from lowvram.reach import hub
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that is there

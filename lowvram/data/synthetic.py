@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.padded import padded
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, followed_modality, require_count

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 import numpy as np
 from omegaconf import MISSING
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.documents import Documents, Unit, as_documents
 from lowvram.data.local import escaped, existing_path, is_hidden, load_local
 from lowvram.data.source import Data, FollowedModel, Following, Source, TextSource, given, require_count

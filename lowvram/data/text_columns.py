@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.classes import require_column
 from lowvram.data.columns import list_lengths, tokenised
 from lowvram.data.documents import Documents

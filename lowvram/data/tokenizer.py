@@ -12,11 +12,11 @@ from typing import Any, final
 
 import numpy as np
 
-from lowvram.config import BadInput, require
+from lowvram.compat.hf_offline import hub
+from lowvram.config.errors import BadInput, require
 from lowvram.core.quiet import quiet
 from lowvram.data.columns import mapped_lists, mapped_texts, tokenised
 from lowvram.data.spec import TextRules
-from lowvram.reach import hub
 
 FILES = (  # a folder with a tokenizer has at least one of them
     "tokenizer.json",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig
 

@@ -9,7 +9,7 @@ from itertools import count
 
 import torch
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import Rig
 

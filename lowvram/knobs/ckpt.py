@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig

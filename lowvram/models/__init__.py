@@ -1,1 +1,4 @@
-"""Models: plain modules that know no knob, each with the configuration that describes it."""
+"""Models: plain modules that know no knob, each with the configuration that describes it.
+
+Imports data's description of samples, config and compat. Begin with builtin.py, then transformer.py.
+"""

@@ -12,11 +12,11 @@ from typing import Any, final
 from omegaconf import MISSING
 from torch import nn
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
+from lowvram.config.importing import check_args, find
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.found import check_args, find
 from lowvram.models import layout
-from lowvram.models.foreign import ForeignModel, without_values
+from lowvram.models.third_party import ForeignModel, without_values
 
 # What the words in model.args stand for: what the data have.
 FROM_DATA: dict[str, Callable[[DataSpec], Any]] = {

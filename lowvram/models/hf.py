@@ -16,10 +16,10 @@ import torch
 from omegaconf import MISSING
 from torch import Tensor, nn
 
-from lowvram.config import BadInput, require
+from lowvram.compat.hf_offline import hub
+from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
-from lowvram.models.foreign import ForeignModel
 from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_source import (
     check_weights,
@@ -30,7 +30,7 @@ from lowvram.models.hf_source import (
     transformers,
     weight_files,
 )
-from lowvram.reach import hub
+from lowvram.models.third_party import ForeignModel
 
 LONGEST = 1024  # tokens of a sample when neither data nor model ask for fewer
 USUAL_IMAGE_SIZE = 224  # pixels, of models that take any

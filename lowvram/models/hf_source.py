@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lowvram.config import BadInput, require
+from lowvram.compat.hf_offline import hub
+from lowvram.config.errors import BadInput, require
 from lowvram.core.quiet import quiet
-from lowvram.reach import hub
 
 try:
     with quiet():  # torchao, which it imports, talks

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors.torch import save_model
 from torch import nn
 
+from lowvram.config.secret import without_secrets
 from lowvram.data.spec import DataSpec
-from lowvram.secret import without_secrets
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

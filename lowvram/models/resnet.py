@@ -15,9 +15,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.models.own import OwnModel
+from lowvram.models.builtin import OwnModel
 
 GROUPS = 32  # of a group norm, or fewer where they would not divide the channels (Wu & He, 2018)
 EPSILON = 1e-5  # added to variances

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowvram.config import BadInput, require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.attention import Rotary, Unplaced, dtype_of_scores, grouped_attention, mask_of
-from lowvram.models.own import OwnModel
+from lowvram.models.builtin import OwnModel
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from lowvram.durable import write_text
+from lowvram.results.files.durable import write_text
+from lowvram.results.files.run_folder import is_same_file
 from lowvram.results.metric_lines import FILE_NAME, Lines, Values, read_lines, to_line
-from lowvram.run_folder import is_same_file
 
 DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines were left out
 

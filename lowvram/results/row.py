@@ -16,12 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from lowvram.durable import write_text
-from lowvram.lengths import shortened
-from lowvram.results.sealed import Damaged, opened, sealed
+from lowvram.config.secret import without_secrets
+from lowvram.config.texts import shortened
+from lowvram.results.files.durable import write_text
+from lowvram.results.files.sealed import Damaged, opened, sealed
 from lowvram.results.shown import shown
 from lowvram.results.sound import fault
-from lowvram.secret import without_secrets
 
 Row = dict[str, Any]
 

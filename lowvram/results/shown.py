@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowvram.secret import text_without_secrets
+from lowvram.config.secret import text_without_secrets
 
 # What moves the cursor, ends a line, or turns the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from lowvram.durable import write_text
-from lowvram.marker import point_of
 from lowvram.results.columns import (
     Column,
     number_column,
@@ -25,6 +23,8 @@ from lowvram.results.columns import (
     value_at,
     words_column,
 )
+from lowvram.results.files.durable import write_text
+from lowvram.results.files.marker import point_of
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
 from lowvram.results.shown import cell, shown
 

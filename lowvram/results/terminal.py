@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lowvram.config.secret import words_without_secrets
 from lowvram.results.planned import plan_lines
 from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, reruns_text, size_text
 from lowvram.results.shown import last_shown, shown
-from lowvram.secret import words_without_secrets
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

@@ -61,7 +61,7 @@ MISTAKES = {
     "device=tpu": ["device='tpu': must be auto, cpu, cuda or cuda:N"],
     # code
     "precision._target_=os.system": ["precision._target_='os.system': must be a class inside lowvram"],
-    "mode._target_=lowvram.config.build": ["mode._target_='lowvram.config.build': must be"],
+    "mode._target_=lowvram.config.schema.build": ["mode._target_='lowvram.config.schema.build': must be"],
     # names and paths
     "name=../../x": ["name='../../x': must be", "it names a folder"],
     f"name={'x' * 300}": ["name='xxx", "1 to 100 letters"],

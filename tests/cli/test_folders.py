@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lowvram import cli
-from lowvram.run_folder import NAMES, Kind
+from lowvram.cli import main as cli
+from lowvram.results.files.run_folder import NAMES, Kind
 from tests.calls import TINY, Outcome, Running, history, read_row, wait_until
 
 Call = Callable[..., Outcome]

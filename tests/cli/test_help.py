@@ -16,7 +16,7 @@ Call = Callable[..., Outcome]
 def test_the_command_line_imports_no_torch() -> None:
     """Nor what else takes its time; wandb and rich wait for the first point."""
     heavy = {"torch", "wandb", "datasets", "rich", "numpy", "PIL", "safetensors"}
-    code = f"import sys, lowvram.cli; print({heavy!r} & set(sys.modules))"
+    code = f"import sys, lowvram.cli.main; print({heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

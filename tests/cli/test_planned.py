@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.planning import Plans, beside, is_far_off, time_for
+from lowvram.planning.client import Plans, beside, is_far_off, time_for
 from lowvram.results.terminal import QuietProgress
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lowvram.point import Point
+from lowvram.launch.point import Point
 from lowvram.results.row import empty_row, merge, write
-from lowvram.searching import Candidate, Searches, in_turn
-from lowvram.winner import with_changes
+from lowvram.search.client import Candidate, Searches, in_turn
+from lowvram.search.result import with_changes
 from tests.calls import TINY, Outcome, read_row
 
 Call = Callable[..., Outcome]

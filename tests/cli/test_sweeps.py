@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lowvram import cli
-from lowvram.point import Point
+from lowvram.cli import main as cli
+from lowvram.launch.point import Point
 from lowvram.results.row import Row
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 

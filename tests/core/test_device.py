@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core import device as device_module
 from lowvram.core.device import Card, absent_facts, absent_from, choose_device
 from lowvram.core.knob import Fact

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, make_batch

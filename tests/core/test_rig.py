@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.config import Incompatible
+from lowvram.config.errors import Incompatible
+from lowvram.core.assemble import TASK_FACTS, absent_of, assemble
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
-from lowvram.core.rig import IGNORE, TASK_FACTS, Part, Rig, Task, absent_of, assemble
+from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.models.resnet import ResNetConfig

@@ -6,7 +6,8 @@ import inspect
 
 import torch
 
-from lowvram.core.rig import IGNORE, Part, assemble, one_after_another
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import IGNORE, Part, one_after_another
 from lowvram.core.step import step
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, make_batch, relative_error
 

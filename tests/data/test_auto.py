@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.auto import Auto
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.python_packages import PythonPackages

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data import bucketed as bucketed_module
 from lowvram.data.bucketed import Bucketed, bucketed_keys

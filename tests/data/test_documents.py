@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE
 from lowvram.data.documents import Documents, Unit
 from lowvram.data.hub import Hub

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.external import External
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data

@@ -10,7 +10,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.hub import Hub
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec, Modality, TextRules

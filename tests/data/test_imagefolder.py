@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.imagefolder import (
     CHANNEL_MEAN,
     CHANNEL_STD,

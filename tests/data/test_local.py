@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.local import escaped, existing_path, is_hidden, quiet_progress, visible_entries
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config import BadInput, build
+from lowvram.config.errors import BadInput
+from lowvram.config.schema import build
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted([*(CONF / "data").glob("*.yaml"), *(CONF / "loader").glob("*.yaml")])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data import packed as packed_module
 from lowvram.data.glyphs import Glyphs

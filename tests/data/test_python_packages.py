@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data import python_packages
 from lowvram.data.python_packages import PACKAGES, PythonPackages
 from lowvram.data.source import Data

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.python_source import PythonSource, is_held_out, library_files, read
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.synthetic import Synthetic

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.data.source import Data, Samples
 from lowvram.data.text import Text
 from lowvram.data.tokenizer import Pretrained

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowvram import reach
-from lowvram.config import BadInput
+from lowvram.compat import hf_offline as reach
+from lowvram.config.errors import BadInput
 from lowvram.data import tokenizer as tokenizer_module
 from lowvram.data.spec import TextRules
 from lowvram.data.tokenizer import Bytes, Pretrained, Tokenizer, choose_tokenizer, cut_at_lines

@@ -106,7 +106,7 @@ def around(mistake: tuple[str, ...]) -> Sequence[str]:
 
 def configuration(random: Random) -> list[str]:
     """Words of a point that is quickly made."""
-    from lowvram.options import options_of
+    from lowvram.config.registry import options_of
 
     base = random.choice((TINY, TINY, TINY_RESNET))
     words = [*base, f"mode={random.choice(('train', 'train', 'measure', 'plan'))}"]

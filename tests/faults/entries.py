@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 
 def load(words: Sequence[str]) -> int:
-    """Print what `lowvram.export.load` makes of a folder: its class and a hash of its weights."""
-    from lowvram.config import BadInput
-    from lowvram.export import load
+    """Print what `lowvram.loops.export.load` makes of a folder: its class and a hash of its weights."""
+    from lowvram.config.errors import BadInput
+    from lowvram.loops.export import load
 
     try:
         model = load(words[0])
@@ -26,8 +26,8 @@ def load(words: Sequence[str]) -> int:
 
 def table(words: Sequence[str]) -> int:
     """`python -m lowvram.table FOLDER`"""
+    from lowvram.cli.start import outlasting
     from lowvram.results.table import main
-    from lowvram.start import outlasting
 
     outlasting()
     return main(words)
@@ -35,7 +35,7 @@ def table(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     """`python train.py …`; ends the process."""
-    from lowvram import start
+    from lowvram.cli import start
 
     sys.argv[1:] = words
     start.main()

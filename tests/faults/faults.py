@@ -157,7 +157,7 @@ def fault_foreign_bytes(folder: Path) -> None:
 
 def fault_unknown_events(folder: Path) -> None:
     """Whole, but none of ours."""
-    from lowvram.process.frames import encoded, frames
+    from lowvram.launch.frames import encoded, frames
 
     for number, event in enumerate(({"event": "x"}, {"event": "say", "words": 1}, {"event": "say", "text": None})):
         for fd in written_pipes():
@@ -184,9 +184,9 @@ def due(name: str | None, seed: int, step: int, rank: int) -> Callable[[Path], N
 def arm() -> None:
     """Look for a fault in the set-up and before every step of every child. Updates of few bits are not compiled, as in
     the tests themselves (tests/conftest.py), but in a run with the name `COMPILED`."""
-    from lowvram import job
     from lowvram.knobs.optimizer import low_bit
-    from lowvram.modes.session import Session
+    from lowvram.loops.session import Session
+    from lowvram.worker import job
 
     named, updated, steps, compiled_step = job.named_knobs, Session.update, [0], low_bit.compiled_step
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lowvram.modes.snapshot import is_sound
+from lowvram.loops.snapshot import is_sound
 from lowvram.results.row import _told, read
 from tests.calls import history
 

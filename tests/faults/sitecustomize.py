@@ -2,7 +2,7 @@
 
 import sys
 
-if "lowvram.process.server" in sys.orig_argv:
+if "lowvram.launch.fork_server" in sys.orig_argv:
     import faults
 
     faults.arm()

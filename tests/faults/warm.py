@@ -1,7 +1,7 @@
 """A process that has imported all that a program, its fork server and its child need, and forks whole programs.
 
 `python train.py …` takes 4 seconds, most of them imports. A fork of this process takes the same way from
-`lowvram.start.main` on in milliseconds, with the words, folder, streams and environment that it is given; where the
+`lowvram.cli.start.main` on in milliseconds, with the words, folder, streams and environment that it is given; where the
 program starts its fork server as a new interpreter, it forks once more. It never computes: see process/server.py.
 """
 
@@ -27,22 +27,28 @@ from hydra._internal.hydra import Hydra
 from hydra.core.plugins import Plugins
 
 import lowvram
-from lowvram.process.crew import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from lowvram.launch.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from tests.calls import ROOT
 from tests.faults import faults
 from tests.faults.entries import enter
 from tests.faults.shim import Page, Role
 
-IMPORTS = ("lowvram.cli", "lowvram.process.server", "lowvram.results.report", "lowvram.modes.search", "wandb")
+IMPORTS = (
+    "lowvram.cli.main",
+    "lowvram.launch.fork_server",
+    "lowvram.results.report.report",
+    "lowvram.search.worker",
+    "wandb",
+)
 SCRIPTS = ("lowvram.report", "lowvram.table")  # they run when they are imported
-SERVER = "lowvram.process.server"
+SERVER = "lowvram.launch.fork_server"
 
 
 def warm_up() -> None:
     """Import everything, and leave it to no garbage collector."""
     for name in IMPORTS:
         importlib.import_module(name)
-    from lowvram.process import server
+    from lowvram.launch import fork_server as server
 
     modules = (found.name for found in pkgutil.walk_packages(lowvram.__path__, "lowvram."))
     for name in (*server.PRELOAD, *modules):
@@ -151,7 +157,7 @@ def note(page: Page) -> None:
 
 def run() -> NoReturn:
     """What a new interpreter would do with the words, with a fork server that is forked."""
-    from lowvram.process import client
+    from lowvram.launch import client
 
     Hydra.get_mode = mode_of
     client.subprocess = Forking()  # pyright: ignore[reportAttributeAccessIssue]
@@ -196,8 +202,8 @@ class Forked(subprocess.Popen):
 
 
 def serve(args: Sequence[str], pass_fds: Sequence[int], env: dict[str, str]) -> None:
-    """What `python -m lowvram.process.server FD` does."""
-    from lowvram.process import server
+    """What `python -m lowvram.launch.fork_server FD` does."""
+    from lowvram.launch import fork_server as server
 
     os.environ.clear()
     os.environ.update(env)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import Part, assemble
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.knobs.accum import Growing, Parts, Whole
 from lowvram.knobs.stepping import AfterBackward

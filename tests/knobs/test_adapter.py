@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowvram.config import BadInput, Incompatible
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
-from lowvram.core.rig import Rig, assemble
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.adapter import Freeze, Lora, QLora
-from lowvram.planner.events import Phase
-from lowvram.planner.target import Target
-from lowvram.planner.tracing import trace
+from lowvram.planning.target import Target
+from lowvram.planning.trace.events import Phase
+from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
     CPU,

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowvram.config import BadInput, Incompatible
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.identity import ROOT
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import assemble
 from lowvram.core.step import step
-from lowvram.identity import ROOT
 from lowvram.knobs.allocator import (
     LARGEST_MMAP_THRESHOLD,
     M_MMAP_THRESHOLD,
@@ -32,7 +32,7 @@ from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
 FREED_MEMORY = """
 import torch
 from lowvram.knobs.allocator import {knob}
-from lowvram.modes.fields import status_bytes
+from lowvram.loops.fields import status_bytes
 
 {knob}().apply(None)
 before = status_bytes("VmRSS")

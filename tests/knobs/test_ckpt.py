@@ -13,10 +13,10 @@ from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowvram.config import BadInput, Incompatible
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, Selective, StatisticsHeld, policy, recompute
 from lowvram.models.resnet import ResNetConfig

@@ -19,9 +19,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import Rig, assemble
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget, recompute
 from lowvram.knobs.compile import CompiledBlocks, TorchScript

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowvram.config import BadInput, Incompatible
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import IGNORE, Part, Rig, assemble
+from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.knobs.logits import ChunkedLogits, UnmadeLogits
 from lowvram.knobs.precision import Fp16
 from lowvram.models.transformer import TransformerConfig

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowvram.core.assemble import assemble
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import assemble
 from lowvram.knobs.logits import ChunkedLogits, UnmadeLogits, tied
 from lowvram.knobs.logits.tied import Tie
 from tests.laboratory import CPU, PROBLEMS, knobs_of

@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core import host
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import Part, assemble
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.knobs.offload import Activations, ActivationsOnDisk
 from lowvram.knobs.offload.activations import Hooks
-from lowvram.knobs.offload.room import in_host_memory
+from lowvram.knobs.offload.buffers import in_host_memory
 from lowvram.knobs.offload.transfer import Direct
 from lowvram.knobs.stepping import InBackward, Norm
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error, train

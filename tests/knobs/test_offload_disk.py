@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core import host
-from lowvram.core.rig import assemble
+from lowvram.core.assemble import assemble
 from lowvram.core.step import step
-from lowvram.endings import ending
-from lowvram.knobs.offload import ActivationsOnDisk, room
-from lowvram.knobs.offload.room import File
-from lowvram.modes.fields import status_bytes
+from lowvram.knobs.offload import ActivationsOnDisk
+from lowvram.knobs.offload import buffers as room
+from lowvram.knobs.offload.buffers import File
+from lowvram.loops.fields import status_bytes
+from lowvram.worker.errors import ending
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 PAGE = 4096

@@ -12,21 +12,22 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core import host
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.ranks import num_ranks
-from lowvram.core.rig import Rig, assemble
+from lowvram.core.rig import Rig
 from lowvram.core.shards import local
 from lowvram.core.step import step
-from lowvram.endings import Interrupted
-from lowvram.export import load
 from lowvram.knobs.offload.parameters import mesh_of_one
 from lowvram.knobs.stepping import AfterBackward
-from lowvram.modes.train import Train
+from lowvram.loops.export import load
+from lowvram.loops.session import Interrupted
+from lowvram.loops.train import Train
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, DEVICES, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, relative_error, train
-from tests.modes.sessions import Told, session_in
+from tests.loops.sessions import Told, session_in
 
 Choices = dict[str, str | Knob]
 TOGETHER: dict[str, Choices] = {

@@ -19,7 +19,7 @@ from lowvram.core.knob import Knob
 from lowvram.core.rig import Part
 from lowvram.knobs.offload import Activations, activations
 from lowvram.knobs.offload.activations import Hooks
-from lowvram.knobs.offload.room import in_host_memory
+from lowvram.knobs.offload.buffers import in_host_memory
 from lowvram.knobs.offload.transfer import Streams
 from tests.laboratory import CPU, PROBLEMS, Trained, knobs_of, needs_gpu, relative_error, train
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Stepper, assemble
+from lowvram.core.rig import Stepper
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW4bit, AdamW8bit, Moments, Muon, decayed
 from lowvram.knobs.precision import Fp16

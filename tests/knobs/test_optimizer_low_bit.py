@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import assemble
 from lowvram.core.rounding import stochastically
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.optimizer import AdamW, AdamW4bit, AdamW8bit, low_bit
+from lowvram.knobs.optimizer.fp32_compute import Landing
 from lowvram.knobs.optimizer.low_bit import compiled_step, contiguous
-from lowvram.knobs.optimizer.widened import Landing
 from lowvram.models.transformer import TransformerConfig
-from lowvram.planner.paper import paper
+from lowvram.planning.trace.fake import paper
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, peak_on_paper
 

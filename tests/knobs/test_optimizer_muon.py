@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lowvram.core.assemble import assemble
 from lowvram.core.copies import stands_for
 from lowvram.core.knob import Knob
 from lowvram.core.ranks import num_ranks
-from lowvram.core.rig import assemble
 from lowvram.core.rounding import stochastically
 from lowvram.core.shards import whole
 from lowvram.knobs.optimizer import Muon
+from lowvram.knobs.optimizer.fp32_compute import Landing
 from lowvram.knobs.optimizer.muon import Rule, rules_of
-from lowvram.knobs.optimizer.widened import Landing
 from lowvram.models.transformer import Positions
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, train

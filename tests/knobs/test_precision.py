@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowvram.config import BadInput
-from lowvram.core.rig import Stepper, Update, assemble
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Stepper, Update
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32, set_fp32_products

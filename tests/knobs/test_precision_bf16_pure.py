@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Part, Rig, assemble
+from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.optimizer import AdamW

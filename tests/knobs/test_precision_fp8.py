@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.config import Incompatible
-from lowvram.core.rig import Rig, assemble
+from lowvram.config.errors import Incompatible
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.precision.fp8 import Fp8, convert
 from lowvram.tasks import Auto

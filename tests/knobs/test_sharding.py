@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.ranks import num_ranks
-from lowvram.core.rig import assemble
 from lowvram.core.shards import local, whole
 from lowvram.core.step import step
 from lowvram.knobs.sharding import DDP, FSDP

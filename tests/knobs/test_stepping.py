@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowvram.config import BadInput, Incompatible
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Knob, Stage
-from lowvram.core.rig import Rig, assemble
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.stepping import AfterBackward, AfterBackwardStepper

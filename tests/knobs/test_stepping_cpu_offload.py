@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core import host
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.stepping import CpuOffload, CpuOffloadStepper

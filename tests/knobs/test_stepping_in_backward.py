@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core import host
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Kind
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import Rig, assemble
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.precision import Fp16

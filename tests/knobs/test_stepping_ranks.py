@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowvram.core.assemble import assemble
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import assemble
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import assemble
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.precision import Fp16

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowvram.config import BadInput
-from lowvram.core.rig import Part, assemble
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import lowvram
-from lowvram.config import BadInput
-from lowvram.core.rig import assemble
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.data.tokenizer import pretrained
 from lowvram.models.hf import Head, HfConfig, Weights
@@ -124,7 +124,7 @@ def test_bad_values_are_told(changes: dict[str, Any], message: str) -> None:
 
 
 def test_a_model_of_a_hub_that_is_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowvram.reach.is_reachable", lambda: False)
+    monkeypatch.setattr("lowvram.compat.hf_offline.is_reachable", lambda: False)
     with pytest.raises(BadInput, match=r"model\.name='nobody/nothing': must be the folder of .*--local-dir"):
         HfConfig("nobody/nothing")
 

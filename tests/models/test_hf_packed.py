@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.rig import Part
 from lowvram.data.loader import collate
 from lowvram.data.packed import Packed

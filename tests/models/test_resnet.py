@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lowvram.config import BadInput, build
+from lowvram.config.errors import BadInput
+from lowvram.config.schema import build
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import assemble
 from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.resnet import (

@@ -15,10 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowvram.config import BadInput, build
+from lowvram.config.errors import BadInput
+from lowvram.config.schema import build
+from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import assemble
 from lowvram.core.seeds import generator_for
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.attention import Rotary

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowvram.core.rig import assemble
+from lowvram.core.assemble import assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.ckpt import RecomputeEvery
@@ -19,8 +19,8 @@ from lowvram.knobs.logits import ChunkedLogits
 from lowvram.models import transformer
 from lowvram.models.attention import grouped_attention
 from lowvram.models.transformer import Positions, Transformer, TransformerConfig
-from lowvram.modes.trace import model_flops
 from lowvram.tasks import Auto, Problem
+from lowvram.worker.mfu import model_flops
 from tests.laboratory import CPU, TOKENS, InDouble, knobs_of, make_batch, relative_error, train
 
 SMALL = TransformerConfig(num_layers=4, width=24, num_heads=6, context=16)

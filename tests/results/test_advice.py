@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowvram.options import options_of
+from lowvram.config.registry import options_of
 from lowvram.results.advice import _REMEDIES, data_wait_advice, out_of_memory_advice
 
 NEUTRAL = {"ckpt": "none", "accum": "none", "precision": "fp32", "optimizer": "adamw", "offload": "none"}

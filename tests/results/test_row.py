@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.durable import write_text
+from lowvram.results.files.durable import write_text
 from lowvram.results.row import (
     GIB,
     Status,

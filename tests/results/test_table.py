@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lowvram.results.files.run_folder import MARKER
 from lowvram.results.row import GIB, MIB, Row, empty_row, merge, write
 from lowvram.results.table import Table, build, collect, main, render, save, to_csv, to_markdown
-from lowvram.run_folder import MARKER
 
 
 def point(name: str, peak_gib: float | None = 1.0, **fields: Any) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Fact
 from lowvram.core.rig import Rig
 from lowvram.knobs.adapter.parts import Adapter, Frozen, check_matches, hold_statistics, is_named

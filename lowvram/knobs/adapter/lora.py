@@ -17,15 +17,15 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind
 from lowvram.core.rig import Rig, Task
 from lowvram.core.states import with_values
 from lowvram.knobs.adapter.adapted import Adapted
-from lowvram.knobs.adapter.apart import plain_values, read, write
 from lowvram.knobs.adapter.layers import NAME, adapted, config_of, layers_of, linear_or_else_all, product_of, put_in
 from lowvram.knobs.adapter.nf4 import FourBit
 from lowvram.knobs.adapter.parts import Frozen, check_matches, hold_statistics, is_named, leaves
+from lowvram.knobs.adapter.save_adapter import plain_values, read, write
 
 
 @dataclass(frozen=True)

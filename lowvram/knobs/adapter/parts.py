@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowvram.config import BadInput
+from lowvram.config.errors import BadInput
 from lowvram.core.knob import Exactness, Kind, Knob, Stage
 
 MOST_TOLD = 24  # names in a message

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Meeting, Tie

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig
-from lowvram.knobs.offload.room import Pool, in_file, in_host_memory
+from lowvram.knobs.offload.buffers import Pool, in_file, in_host_memory
 from lowvram.knobs.offload.transfer import Away, Saved, Transfer, transfer_for
 
 

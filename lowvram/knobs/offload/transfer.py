@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lowvram.core import host
-from lowvram.knobs.offload.room import Buffer, Pool
+from lowvram.knobs.offload.buffers import Buffer, Pool
 
 
 @dataclass(eq=False)

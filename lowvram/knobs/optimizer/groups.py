@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lowvram.config import require
+from lowvram.config.errors import require
 
 
 def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -22,9 +22,9 @@ from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local
+from lowvram.knobs.optimizer.fp32_compute import Landing, keep_formats, noise_of_step
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 from lowvram.knobs.optimizer.plain import AdamW
-from lowvram.knobs.optimizer.widened import Landing, keep_formats, noise_of_step
 
 
 @dataclass(frozen=True)

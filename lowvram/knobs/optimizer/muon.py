@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, Landing, keep_formats, widened
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, check_share, decayed
-from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Landing, keep_formats, widened
 
 
 class Rule(Enum):

@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, Landing, widened
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
-from lowvram.knobs.optimizer.widened import PIECE_ELEMENTS, Landing, widened
 
 
 class Moments(Enum):

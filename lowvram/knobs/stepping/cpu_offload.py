@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.copies import stands_for
 from lowvram.core.knob import Fact, Kind, Knob, Stage

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowvram.core import host
 from lowvram.core.shards import SquareSum, local
-from lowvram.knobs.stepping.links import Link, link_to
+from lowvram.knobs.stepping.copy_streams import Link, link_to
 
 
 @final

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowvram.config import require
+from lowvram.config.errors import require
 from lowvram.core.shards import local
 
 

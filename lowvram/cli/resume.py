@@ -1,0 +1,67 @@
+"""resume=last and resume=FOLDER: the command line of a run that is to be continued. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lowvram.config.errors import BadInput
+from lowvram.config.words import key
+from lowvram.results import row as rows
+from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in
+from lowvram.results.terminal import hydra_quoted
+from lowvram.runs.hydra_notes import check_secrets, words_of
+
+MULTIRUN = ("-m", "--multirun")
+
+
+def moved(words: list[str], folder: Path) -> list[str]:
+    """The same run, in another folder."""
+    kept = [word for word in words if key(word) != "hydra.run.dir"]
+    return [*kept, f"hydra.run.dir={hydra_quoted(str(folder))}"]
+
+
+def with_resumed(words: list[str]) -> list[str]:
+    """The words of the command line, those of the resumed run before those that were typed, which win.
+
+    Raises:
+        BadInput: there is nothing to continue.
+        HydraException: a word that can't be read.
+    """
+    wanted = typed_value(words, "resume")
+    if wanted is None:
+        return words
+    if not set(words).isdisjoint(MULTIRUN):
+        raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same words and hydra.sweep.dir")
+    folder = newest_unfinished(words) if wanted == "last" else Path(wanted).expanduser()
+    if not has_snapshots(folder):
+        raise BadInput("resume", wanted, "last or the folder of a training run that left a snapshot")
+    typed = [word for word in words if key(word) != "resume"]
+    taken = {"resume", *map(key, typed)}
+    kept = [word for word in words_of(folder) if key(word) not in taken]
+    check_secrets(kept, folder)
+    where = hydra_quoted(str(folder.resolve()))
+    # One run, also if a preset of its words makes a sweep.
+    return [*kept, *typed, f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"]
+
+
+def typed_value(words: list[str], wanted: str) -> str | None:
+    """What was typed for a key, without Hydra's quotes; None for null, and if it was not."""
+    typed = [word for word in words if key(word) == wanted]
+    value = OverridesParser.create().parse_overrides(typed[-1:])[0].value() if typed else None
+    return None if value is None else str(value)
+
+
+def newest_unfinished(words: list[str]) -> Path:
+    """The run below the outputs folder with the newest snapshot whose row isn't final, and that doesn't run now."""
+    outputs = typed_value(words, "paths.outputs") or "outputs"
+    snapshots = (path for folder in Path(outputs).glob(f"**/{SNAPSHOTS}") for path in snapshots_in(folder))
+    newest_first = sorted(snapshots, key=lambda file: file.stat().st_mtime, reverse=True)
+    for folder in dict.fromkeys(file.parent.parent for file in newest_first):
+        row = rows.read(folder)
+        if (row is None or not rows.is_final(row)) and not is_running(folder):
+            return folder
+    raise BadInput(
+        "resume", "last", f"a folder: no unfinished run below {outputs} has a snapshot and isn't running now"
+    )

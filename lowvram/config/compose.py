@@ -1,0 +1,47 @@
+"""What Hydra has composed, as plain values. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lowvram.config import identity, secret
+from lowvram.config.errors import BadInput, Refused, require
+from lowvram.config.settings import GROUPS
+
+
+def chosen(choices: Mapping[str, Any]) -> dict[str, str]:
+    """Group -> option, as Hydra tells it."""
+    for group in GROUPS:
+        require(choices.get(group) is not None, group, None, f"one option of the group {group}, not a list of them")
+    return {group: choices[group] for group in (*GROUPS, "logger")}
+
+
+def output_folder() -> Path:
+    """Of the point that Hydra has composed."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def config_path() -> str:
+    """Where Hydra finds the configuration."""
+    return "pkg://lowvram.conf" if identity.INSTALLED_CONF.is_dir() else str(identity.CONF)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Resolved and free of Hydra's own part, as JSON can hold it. From here on its secrets are known as such."""
+    values = {str(key): container(config[key]) for key in config if key != "hydra"}
+    secret.learn(values)
+    return values
+
+
+def container(node: Any, resolve: bool = True) -> Any:
+    return OmegaConf.to_container(node, resolve=resolve, enum_to_str=True) if OmegaConf.is_config(node) else node
+
+
+MISTAKES = (BadInput, Refused, HydraException, OmegaConfBaseException)

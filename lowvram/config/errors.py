@@ -1,0 +1,32 @@
+"""Mistakes of the user: each is one sentence that says how to mend it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+
+from lowvram.config.secret import text_without_secrets, without_secrets
+
+CONSTANTS = {"None": "null", "True": "true", "False": "false"}
+
+
+class BadInput(ValueError):
+    """A value that the user can mend. Its text is one sentence: the key, the value, what is allowed."""
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        self.key, self.value, self.allowed = key, value, allowed
+        shown = repr(without_secrets(value, key))
+        super().__init__(text_without_secrets(f"{key}={CONSTANTS.get(shown, shown)}: must be {allowed}"))
+
+
+class Incompatible(ValueError):
+    """Choices that are right one by one but can't be had together, or not on this machine."""
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raise `BadInput` unless `condition` holds. A nan is never allowed."""
+    if not condition or (isinstance(value, float) and math.isnan(value)):
+        raise BadInput(key, value, allowed)
+
+
+class Refused(Exception):
+    """A sentence that is ready to be shown."""

@@ -1,0 +1,136 @@
+"""What a point is called, and on what it ran. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import secrets
+import subprocess
+import time
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lowvram.config.secret import words_without_secrets
+from lowvram.config.settings import ROOT_KEYS, check_name
+from lowvram.config.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED_CONF = Path(__file__).resolve().parents[1] / "conf"  # the installed package carries its own
+CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
+# They don't change a result.
+NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip", "measure.reruns")
+
+
+def register_resolvers() -> None:
+    """The words `${point_id:}` and `${run_name:}` of the configuration."""
+    OmegaConf.register_new_resolver("point_id", point_id, replace=True)
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+
+
+def point_id(*, _root_: DictConfig) -> str:
+    """16 hex digits: the same point on the same device with the same versions gets the same ones."""
+    config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
+    where = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
+    text = json.dumps([config, where], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def identity_of(key: str, node: Any) -> Any:
+    """What of a root key's value changes a result."""
+    value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if f"{key}.{name}" not in NOT_IDENTITY}
+
+
+def run_name(*, _root_: DictConfig) -> str:
+    """Time of day, something random (two runs may start in one second), and the name that the user gave."""
+    name = _root_.get("name")
+    check_name(name)
+    return f"{started()}-{name}" if name else started()
+
+
+@cache
+def started() -> str:
+    return f"{time.strftime('%H-%M-%S')}-{secrets.token_hex(2)}"
+
+
+@cache
+def installed_version(package: str) -> str:
+    return version(package)
+
+
+@cache
+def device_name() -> str:
+    """The NVIDIA card as its driver calls it, else the processor."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        return line_after(path, "Model:")
+    return line_after(Path("/proc/cpuinfo"), "model name") or platform.machine()
+
+
+def line_after(path: Path, label: str) -> str:
+    """The rest of the first line that starts with `label`."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith(label):
+            return line[len(label) :].strip(" \t:")
+    return ""
+
+
+@cache
+def driver_version() -> str | None:
+    """Of the NVIDIA kernel module, if there is one."""
+    return line_after(Path("/proc/driver/nvidia/version"), "NVRM version:") or None
+
+
+def provenance(seed: int, command: str) -> dict[str, Any]:
+    """What was run, and on what; the child adds what only torch knows."""
+    sha, is_dirty = git_state()
+    return {
+        "git_sha": sha,
+        "dirty": is_dirty,
+        "lowvram": __version__,
+        "torch": installed_version("torch"),
+        "device_name": device_name(),
+        "driver": driver_version(),
+        "seed": seed,
+        "python": platform.python_version(),
+        "command": command,
+    }
+
+
+@cache
+def git_state() -> tuple[str | None, bool | None]:
+    """The commit of this checkout and whether it was changed since; (None, None) for an installed package."""
+    if not (ROOT / ".git").exists():
+        return None, None
+    sha, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    return sha or None, None if changes is None else bool(changes)
+
+
+def git(*words: str) -> str | None:
+    """What git prints, or None if it can't. It takes no lock: one that is killed on the way would leave it behind."""
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(ROOT), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def point_name(words: list[str], swept: list[str]) -> str:
+    """What was swept, such as "bf16-every2-lr0.01", for people; never used as a folder."""
+    values = {word.partition("=")[0]: word.partition("=")[2] for word in words_without_secrets(words)}
+    named = [(key, values[key]) for key in swept if key in values]
+    return "-".join(
+        f"{key.rpartition('.')[2]}{value}" if "." in key or key in ROOT_KEYS else value for key, value in named
+    )

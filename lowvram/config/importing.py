@@ -1,0 +1,46 @@
+"""Code of the user's own, or of another library: imported because the user named it, and for no other reason."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lowvram.config.errors import BadInput, require
+
+
+def find(target: str, key: str) -> Callable[..., Any]:
+    """The class or function of a dotted name, looked for where Python does and in the working directory.
+
+    Raises:
+        BadInput: there is no such module, or it has no such name, or can't be called.
+    """
+    path, _, name = target.rpartition(".")
+    allowed = "the dotted name of a class or function, such as package.module.Class"
+    require(bool(path) and bool(name), key, target, allowed)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if not f"{path}.".startswith(f"{error.name}."):
+            raise BadInput(key, target, f"importable: it needs {error.name}, which isn't installed here") from None
+        raise BadInput(key, target, f"{allowed}: there is no module {error.name} here or in Python's path") from None
+    found = getattr(module, name, None)
+    require(found is not None, key, target, f"{allowed}: {path} has no {name}")
+    assert found is not None
+    require(callable(found), key, target, f"{allowed}: {name} is a {type(found).__name__}")
+    return found
+
+
+def check_args(found: Callable[..., Any], target: str, args: Mapping[str, Any], key: str) -> None:
+    """Raises BadInput unless what was found under the name `target` can be called with such arguments."""
+    try:
+        inspect.signature(found).bind(**args)
+    except TypeError as error:
+        raise BadInput(key, args, f"what {target} takes ({error})") from None
+    except ValueError:  # it tells nobody what it takes
+        pass

@@ -1,0 +1,60 @@
+"""The options that conf/config.yaml chooses. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lowvram.config.identity import CONF
+from lowvram.config.schema import build
+from lowvram.config.settings import KNOB_GROUPS
+
+
+def default_options() -> dict[str, Any]:
+    """Group -> the option that conf/config.yaml chooses (None: none), for every group."""
+    node = OmegaConf.load(CONF / "config.yaml")
+    assert isinstance(node, DictConfig)
+    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
+    return {str(group): option for item in chosen for group, option in item.items()}
+
+
+@cache
+def neutral_options() -> Mapping[str, str]:
+    """The same for the knob groups."""
+    return {group: option for group, option in default_options().items() if group in KNOB_GROUPS}
+
+
+Option = tuple[str, str]  # group, option
+
+
+@cache
+def options_of(group: str) -> Sequence[str]:
+    """The options of one group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@cache
+def all_options() -> Sequence[Option]:
+    """Every option of every knob group, in the order of conf/config.yaml."""
+    return [(group, option) for group in neutral_options() for option in options_of(group)]
+
+
+@cache
+def knob_of(option: Option) -> Any:
+    """The knob of one option, with the values of its YAML."""
+    return build(node_of(*option), option[0])
+
+
+def node_of(group: str, name: str) -> DictConfig:
+    """The YAML of one option of any group."""
+    return _load(CONF / group / f"{name}.yaml")
+
+
+def _load(path: Path) -> DictConfig:
+    node = OmegaConf.load(path)
+    assert isinstance(node, DictConfig)
+    return node

@@ -1,0 +1,292 @@
+"""The root of the configuration: every key that belongs to no group, with its type. Imports no torch.
+
+Values live in conf/config.yaml alone; these classes say what they may be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from lowvram.config.errors import BadInput, require
+from lowvram.config.schema import build, build_as, checked_values
+
+UNITS = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+KNOB_GROUPS = (
+    "allocator",
+    "adapter",
+    "precision",
+    "ckpt",
+    "compile",
+    "sharding",
+    "optimizer",
+    "stepping",
+    "logits",
+    "offload",
+    "accum",
+)
+OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built like knobs, but no knobs
+GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
+LOGGERS = ("wandb", "none")
+CHILD, INLINE = "child", "inline"  # where a point runs
+PARENT_ONLY = ("logger", "paths")  # plain values that no child sees
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """`train.*`"""
+
+    batch_size: int
+    steps: int
+    eval_every: int | None
+    log_every: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        require(
+            self.eval_every is None or self.eval_every >= 1,
+            "train.eval_every",
+            self.eval_every,
+            "null or at least 1",
+        )
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """`measure.*`"""
+
+    warmup_steps: int
+    steps: int
+    max_seconds: float
+    largest_tensors: bool
+    fidelity: bool
+    fidelity_steps: int
+    reruns: int
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 1, "measure.warmup_steps", self.warmup_steps, "at least 1")
+        require(self.steps >= 1, "measure.steps", self.steps, "at least 1")
+        require(self.max_seconds > 0, "measure.max_seconds", self.max_seconds, "more than 0 seconds")
+        require(self.fidelity_steps >= 1, "measure.fidelity_steps", self.fidelity_steps, "at least 1")
+        require(0 <= self.reruns <= 2, "measure.reruns", self.reruns, "0, 1 or 2")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """`plan.*`"""
+
+    device: str
+    host: str | None
+    skip: bool
+    margin: float | None
+
+    def __post_init__(self) -> None:
+        parse_bytes("plan.host", self.host)
+        allowed = "null or a share from 0 (none) to below 10, such as 0.1"
+        require(self.margin is None or 0 <= self.margin < 10, "plan.margin", self.margin, allowed)
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """`search.*`"""
+
+    groups: list[str] | None
+    lossy: bool
+    probes: int
+
+    def __post_init__(self) -> None:
+        for name in self.groups or ():
+            require(name in KNOB_GROUPS, "search.groups", name, f"a list of some of {', '.join(KNOB_GROUPS)}")
+        require(self.groups != [], "search.groups", "[]", "null (the usual ones) or a list of at least one group")
+        require(1 <= self.probes <= 12, "search.probes", self.probes, "between 1 and 12")
+
+
+@dataclass(frozen=True)
+class SnapshotSettings:
+    """`snapshot.*`"""
+
+    every_steps: int | None
+    keep: int
+
+    def __post_init__(self) -> None:
+        allowed = "null (only at the end and at an interrupt) or at least 1"
+        require(
+            self.every_steps is None or self.every_steps >= 1,
+            "snapshot.every_steps",
+            self.every_steps,
+            allowed,
+        )
+        require(self.keep >= 1, "snapshot.keep", self.keep, "at least 1")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """`export.*`"""
+
+    merge: bool
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """The root keys that are plain values."""
+
+    seed: int
+    device: str
+    vram: str | None
+    timeout_s: float | None
+    resume: str | None
+    name: str | None
+    process: str
+
+    def __post_init__(self) -> None:
+        require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        allowed = "auto, cpu, cuda or cuda:N, N being the number of a device"
+        require(bool(re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device)), "device", self.device, allowed)
+        require(
+            self.timeout_s is None or self.timeout_s > 0,
+            "timeout_s",
+            self.timeout_s,
+            "null or more than 0 seconds",
+        )
+        check_name(self.name)
+        parse_bytes("vram", self.vram)
+
+    @property
+    def names_card(self) -> bool:
+        """Whether `device` says which card, as cuda:1 does."""
+        return ":" in self.device
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole configuration of one point, checked. `groups` holds the object that each group's option names."""
+
+    root: RootSettings
+    train: TrainSettings
+    measure: MeasureSettings
+    plan: PlanSettings
+    search: SearchSettings
+    snapshot: SnapshotSettings
+    export: ExportSettings
+    groups: dict[str, Any]
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """The memory that the point may use, or None for all that there is."""
+        return parse_bytes("vram", self.root.vram)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The host memory that a plan may take, or None for all that is free."""
+        return parse_bytes("plan.host", self.plan.host)
+
+
+SECTIONS = {
+    "train": TrainSettings,
+    "measure": MeasureSettings,
+    "plan": PlanSettings,
+    "search": SearchSettings,
+    "snapshot": SnapshotSettings,
+    "export": ExportSettings,
+}
+ROOT_KEYS = (*RootSettings.__dataclass_fields__, *SECTIONS)
+
+
+def check_root(config: DictConfig) -> dict[str, Any]:
+    """The typed root and its sections; raises `BadInput` for a key that nobody knows or a group that is gone."""
+    known = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)
+    for name in config:
+        if name not in (*known, "hydra"):
+            raise BadInput(str(name), config[name], f"removed: the root knows {', '.join(known)}")
+    for name in known:
+        if name not in config.keys():  # noqa: SIM118  # "in config" also denies a key without a value
+            raise BadInput(name, "~", "there: without it nothing runs, and its default changes nothing")
+    for name in (*GROUPS, *PARENT_ONLY, *SECTIONS):
+        node = MISSING if OmegaConf.is_missing(config, name) else config[name]
+        if not isinstance(node, DictConfig):
+            raise BadInput(name, node, f"one option of the group {name}, or its keys one by one")
+    root = OmegaConf.masked_copy(config, list(RootSettings.__dataclass_fields__))
+    built = {"root": build_as(RootSettings, checked_values(root, ""), "")}
+    return built | {name: build_as(cls, checked_values(config[name], name), name) for name, cls in SECTIONS.items()}
+
+
+def settings(values: dict[str, Any]) -> Settings:
+    """The whole configuration, every group built. Imports what the groups name, so it needs torch."""
+    config = DictConfig(values)
+    return Settings(**check_root(config), groups={group: build(config[group], group) for group in GROUPS})
+
+
+def is_inline(config: Mapping[str, Any]) -> bool:
+    """Whether a point is to run in the process of the program itself."""
+    return config["process"] == INLINE
+
+
+def check_name(name: str | None) -> None:
+    """A run's name is part of a folder's name."""
+    allowed = "null or 1 to 100 letters, digits and . _ + @ -, the first a letter or digit: it names a folder"
+    require(name is None or bool(re.fullmatch(r"[A-Za-z0-9][\w.+@-]{0,99}", str(name))), "name", name, allowed)
+
+
+def parse_bytes(key: str, text: str | None) -> int | None:
+    """'8GiB' -> 8 * 2**30; '8GB' -> 8 * 10**9; None stays None."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)", text.strip())
+    num_bytes = float(match[1]) * UNITS.get(match[2], 0) if match else 0
+    if not 1 <= num_bytes < 2**60:
+        raise BadInput(key, text, f"null or a number above 0 with a unit ({', '.join(UNITS)}), such as 8GiB")
+    return int(num_bytes)
+
+
+CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """`logger.*`"""
+
+    name: str
+    entity: str | None
+    project: str | None
+
+    def __post_init__(self) -> None:
+        require(self.name in LOGGERS, "logger.name", self.name, f"one of {', '.join(LOGGERS)}")
+
+
+@dataclass(frozen=True)
+class PathSettings:
+    """`paths.*`"""
+
+    outputs: str
+
+
+def check_own(config: DictConfig) -> None:
+    """The groups that no child sees. Raises BadInput for a key that they don't know."""
+    for key, cls in {"logger": LoggerSettings, "paths": PathSettings}.items():
+        build_as(cls, checked_values(config[key], key), key)
+
+
+def is_plan(choices: Mapping[str, str]) -> bool:
+    """Whether a point is only planned."""
+    return choices["mode"] == "plan"
+
+
+def is_search(choices: Mapping[str, str]) -> bool:
+    """Whether a point is a search for others."""
+    return choices["mode"] == "search"

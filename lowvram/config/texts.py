@@ -1,0 +1,38 @@
+"""How long a text may be that one process tells another. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LONGEST_REASON = 2**12  # characters of the reason in a row
+LONGEST_LINE = 2**16  # of a printed line
+LONGEST_TEXT = 2**18  # of any other text, such as a traceback
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, or its beginning and how much was cut."""
+    return text if len(text) <= longest else cut(text[:longest], len(text) - longest)
+
+
+def cut(beginning: str, num_more: int) -> str:
+    return f"{beginning}… ({num_more:,} characters more)"
+
+
+def with_short_texts(value: Any) -> Any:
+    """A copy in which no text is longer than an event may hold."""
+    if isinstance(value, str):
+        return shortened(value, LONGEST_TEXT)
+    if isinstance(value, dict):
+        return {key: with_short_texts(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_short_texts(item) for item in value]
+    return value
+
+
+def message(error: BaseException) -> str:
+    """The text of any error."""
+    try:
+        return str(error)
+    except Exception as another:
+        told = next((arg for arg in error.args if isinstance(arg, str)), None)
+        return told or f"its message can't be had, as that raises {type(another).__name__}"

@@ -1,0 +1,101 @@
+"""Puts the rig together: asks for conflicts, then lets the knobs act, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+
+from lowvram.config.errors import Incompatible
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
+from lowvram.core.rig import Rig, Task
+from lowvram.core.states import loads_whole
+from lowvram.core.values import materialise
+
+
+def assemble(
+    task: Task,
+    knobs: Mapping[str, Knob],
+    device: torch.device,
+    seed: int = 0,
+    absent: Mapping[Fact, str] | None = None,
+) -> Rig:
+    """The rig that trains `task` with `knobs` on `device`.
+
+    Args:
+        knobs: by the name that messages use for each, such as "precision=bf16". Within a stage they act in
+            the mapping's order.
+        seed: initial weights are a function of it and of each parameter's name.
+        absent: facts that the device lacks, each with what the user can do about it; None: what is so here.
+
+    Raises:
+        Incompatible: all conflicts between the knobs, or with this machine, in one message, before any
+            weight has memory.
+    """
+    rig = without_knobs(task, device)
+    model = rig.model
+    rig = act(Stage.PROCESS, knobs, rig)
+    absent = absent_facts(device) if absent is None else absent
+    if found := conflicts(knobs, {**absent, **absent_of(task, model)}):
+        raise Incompatible("; ".join(found))
+    for stage in list(Stage)[1:]:
+        rig = act(stage, knobs, rig)
+        if stage is Stage.SHARD:
+            materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
+        if stage is Stage.OPTIMIZER:
+            rig = replace(rig, make_optimizer=loads_whole(rig.make_optimizer))
+    return rig
+
+
+def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
+    """The model without memory, as the knobs of BUILD leave it."""
+    return act(Stage.BUILD, knobs, without_knobs(task, torch.device("meta"))).model
+
+
+def without_knobs(task: Task, device: torch.device) -> Rig:
+    """The rig that no knob has acted on yet; its model has no memory."""
+    with torch.device("meta"):
+        model = task.make_model()
+    return Rig(
+        task,
+        device,
+        model,
+        forward=lambda part: task.call(model, part.inputs),
+        criterion=task.criterion,
+        total=lambda parts: torch.stack([task.num_targets(part) for part in parts]).sum(),
+    )
+
+
+# All that `absent_of` may tell: whoever needs none of them needs no model to be asked.
+TASK_FACTS = {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
+
+
+def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
+    """The facts that a task lacks, each with what the user can do about it."""
+    absent: dict[Fact, str] = {}
+    if task.head(model) is None:
+        absent[Fact.HEAD] = "this one names none: leave logits=full, and say what trains with adapter.train"
+    if not task.blocks(model):
+        absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
+    elif not task.has_plain_blocks(model):
+        absent[Fact.PLAIN_BLOCKS] = "this model's are called in other ways: choose compile=blocks or compile=none"
+    if not task.has_few_shapes():
+        absent[Fact.FEW_SHAPES] = "here nearly each has its own: choose compile=blocks with compile.dynamic=true"
+    if task.is_random(model):
+        absent[Fact.NO_RANDOMNESS] = "this one has dropout: set model.dropout=0"
+    return absent
+
+
+def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:
+    """The rig after the knobs of one stage; holds each to the fields that its stage may write."""
+    for name, knob in knobs.items():
+        if knob.stage is stage:
+            new = knob.apply(rig)
+            changed = {field.name for field in fields(rig) if getattr(new, field.name) is not getattr(rig, field.name)}
+            if not changed <= WRITES[stage]:
+                raise TypeError(f"{name} wrote {sorted(changed - WRITES[stage])}, which its stage {stage.name} may not")
+            rig = new
+    return rig

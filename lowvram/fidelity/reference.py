@@ -1,0 +1,49 @@
+"""What the fidelity of a point is measured against: the same training without any technique that saves memory.
+
+Model, data, loader, logical batch, seed and schedule stay. Of the knob groups the reference has the neutral options, in
+fp32, but for what says what is learnt rather than how: `Knob.reference`. So it has the same weights:
+
+- They are a function of the seed and of each parameter's name (core/seeds.py), drawn in fp32. precision=bf16_pure
+  rounds these same numbers; adapter=qlora packs them into 4 bits. What that costs is part of the error.
+- Optimizers start without state, so those of few bits begin with the same weights and gradients as AdamW; what they
+  lose shows in the losses of later steps.
+- An adapter keeps the names and the initial values of its matrices: the gradients are those of what trains.
+- stepping=cpu_offload trains fp32 masters, which begin as the weights that the device has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
+from lowvram.config.settings import KNOB_GROUPS, settings
+from lowvram.core.knob import Knob
+
+
+def reference_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+    """The reference of a point, as its configuration and the options that it names."""
+    groups = settings(dict(config)).groups
+    nodes, options = dict[str, Any](), dict(choices)
+    for group in KNOB_GROUPS:
+        knob = groups[group].reference()
+        options[group] = neutral_options()[group] if knob is None else option_like(group, choices[group], knob)
+        nodes[group] = OmegaConf.to_container(node_of(group, options[group])) if knob is None else as_node(knob)
+    return {"config": {**config, **nodes}, "choices": options}
+
+
+def option_like(group: str, in_use: str, knob: Knob) -> str:
+    """The name of a knob's option: the one in use, if it is of its kind."""
+    names = [in_use, *options_of(group)]
+    return next(name for name in names if type(knob_of((group, name))) is type(knob))
+
+
+def as_node(knob: Knob) -> dict[str, Any]:
+    """A knob as the configuration names it; `build` makes it again."""
+    values = {each.name: getattr(knob, each.name) for each in fields(knob)}  # pyright: ignore[reportArgumentType]
+    plain = {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
+    return {"_target_": f"{type(knob).__module__}.{type(knob).__qualname__}", **plain}

@@ -1,0 +1,155 @@
+"""The events that a child may tell, and the parent's end of the pipes they come through. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import UnionType
+from typing import Any, final
+
+from lowvram.launch.frames import Assembly
+
+Event = dict[str, Any]
+Fields = Mapping[str, type | UnionType]
+Listener = Callable[[Event], None]
+
+NUMBER = int | float
+READ_BYTES = 2**16
+EVENTS: Mapping[str, Fields] = {
+    "begin": {
+        "step": int,
+        "num_steps": int,
+        "setup_s": NUMBER,
+        "parts": int,
+        "more_parts": int | None,
+        "untold": list,
+        "known": list,
+    },
+    "commit": {},  # answered when all that was told before is on disk
+    "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},
+    "found": {"ranking": list, "account": list},
+    "history": {"losses": list},
+    "metrics": {"step": int, "values": dict},
+    "planned": {"index": int, "fields": dict},
+    "progress": {"step": int, "values": dict},
+    "ready": {"fields": dict},
+    "record": {"step": int, "values": dict},
+    "row": {"rank": int, "fields": dict},
+    "say": {"text": str},
+    "searched": {"num_plans": int},
+}
+OPTIONAL: Mapping[str, Fields] = {"row": {"is_of_a_peer": bool, "trace": str}}
+
+
+def parsed(data: bytes) -> Event:
+    """An event.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    event = json.loads(data)
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise ValueError("it has no name")
+    name = event["event"]
+    if name not in EVENTS:
+        raise ValueError(f"there is none of the name {name!r}")
+    required, given = EVENTS[name], {key: value for key, value in event.items() if key != "event"}
+    known = {**required, **OPTIONAL.get(name, {})}
+    wrong = [key for key, value in given.items() if key not in known or not isinstance(value, known[key])]
+    if wrong or not required.keys() <= given.keys():
+        raise ValueError(f"{name} has {', '.join(required)} (here: {', '.join(given)}; wrong: {', '.join(wrong)})")
+    return event
+
+
+class EventReaders:
+    """The pipes of all ranks of a point.
+
+    Args:
+        on_commit: called after `on_event` has taken a "commit".
+    """
+
+    def __init__(self, on_event: Listener, on_commit: Callable[[], None]) -> None:
+        self._on_event, self._on_commit = on_event, on_commit
+        self._readers: list[EventReader] = []
+        self._files = ExitStack()
+
+    def __enter__(self) -> EventReaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def add(self, fd: int) -> None:
+        file = self._files.enter_context(os.fdopen(fd, "rb", buffering=0))
+        self._readers.append(EventReader(file, self._pass_on))
+
+    def _pass_on(self, event: Event) -> None:
+        is_commit = event["event"] == "commit"  # a listener may empty it
+        self._on_event(event)
+        if is_commit:
+            self._on_commit()
+
+    def open_files(self) -> list[Any]:
+        return [file for reader in self._readers for file in reader.open_files()]
+
+    def read(self) -> None:
+        """Pass on what is there now."""
+        for reader in self._readers:
+            reader.read()
+
+    def drain(self) -> None:
+        """Pass on all that is left. The children are dead by now, so this ends."""
+        for reader in self._readers:
+            reader.drain()
+
+
+@final
+class EventReader:
+    """The events in the pipe of a rank. What is none is said, once when it is first met and once in the end."""
+
+    def __init__(self, file: Any, on_event: Listener) -> None:
+        self._file, self._on_event = file, on_event
+        self._assembly, self._at_end = Assembly(), False
+        self._num_told_bytes = 0  # of those that are foreign
+
+    def open_files(self) -> list[Any]:
+        return [] if self._at_end else [self._file]
+
+    def read(self) -> None:
+        """Pass on what is there now."""
+        if self._at_end or not select.select([self._file], [], [], 0)[0]:
+            return
+        data = self._file.read(READ_BYTES)
+        self._at_end = not data
+        for whole in self._assembly.feed(data):
+            self._pass_on(whole)
+        if not self._num_told_bytes:
+            self._tell_foreign()
+
+    def drain(self) -> None:
+        """Pass on all that is left."""
+        while not self._at_end and select.select([self._file], [], [], 0)[0]:
+            self.read()
+        self._assembly.end()
+        self._tell_foreign()
+
+    def _pass_on(self, data: bytes) -> None:
+        try:
+            event = parsed(data)
+        except ValueError as error:
+            self._say(f"an event of the point's process is left out: {error}")
+            return
+        self._on_event(event)
+
+    def _tell_foreign(self) -> None:
+        num_bytes = self._assembly.num_foreign_bytes - self._num_told_bytes
+        if num_bytes:
+            sample = f"{self._assembly.sample!r}" if not self._num_told_bytes else "as before"
+            self._say(f"{num_bytes:,} bytes in the pipe of the point's process are no event, and left out: {sample}")
+        self._num_told_bytes += num_bytes
+
+    def _say(self, text: str) -> None:
+        self._on_event({"event": "say", "text": f"warning: {text}"})

@@ -1,0 +1,91 @@
+"""The fork server: imports torch once, forks fresh children for every request, sweeps up after them.
+
+Run as `python -m lowvram.launch.fork_server SOCKET_FD`. A request is one message on the socket with file descriptors:
+the request itself (JSON in a memory file), the first rank's pipes for its events and for the parent's answers, and any
+number that the ranks merely keep open; each further rank's pipe goes back to the parent (see supervisor.py). The answer
+is how the children died. While they run, the messages TERM and KILL end them; a closed socket means that the parent is
+gone.
+
+Traps, all met: a server that ran one tensor operation deadlocks its children (OpenMP after fork); one that asked
+for CUDA poisons them. So it imports, and never computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+
+from lowvram.launch.process_tree import children
+from lowvram.launch.supervisor import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, WORKER, Crew, prctl
+
+PRELOAD = (
+    "torch",
+    "torch.optim",
+    "torch.utils.data",
+    "torch.utils.checkpoint",
+    "torch._dynamo",  # the first optimizer would import it, a second late
+    "torch.utils.flop_counter",
+    "safetensors.torch",
+    WORKER,
+    "lowvram.loops.train",
+    "lowvram.loops.measure",
+)
+
+
+def main() -> None:
+    """Serve requests until the parent closes the socket."""
+    parent = socket.socket(fileno=int(sys.argv[1]))
+    for number in STOPS:  # they are for the parent and the child
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # children share these pages
+    with contextlib.suppress(ConnectionError):  # the parent is gone
+        parent.send(b"ready")
+        while serve(parent):
+            pass
+    sweep_strays()
+
+
+def serve(parent: socket.socket) -> bool:
+    """One request; False when the parent is gone."""
+    message, fds, _, _ = socket.recv_fds(parent, 64, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    if not message:
+        return False
+    if message in (TERM, KILL):  # meant for a child that had died already
+        return True
+    request_fd, events_fd, answers_fd, *held = fds
+    with os.fdopen(request_fd, "rb") as file:
+        file.seek(0)
+        request = json.load(file)
+    crew = Crew(request, parent)
+    crew.run(events_fd, answers_fd, held)
+    num_strays = sweep_strays()
+    if crew.parent_is_there:
+        parent.send(json.dumps({"ended": crew.ended, "strays": num_strays}).encode())
+    return crew.parent_is_there
+
+
+def sweep_strays() -> int:
+    """End what the child left behind (loader workers, compilers); all of it was handed to us as the subreaper."""
+    num_killed = 0
+    while pids := children(os.getpid()):
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        num_killed += len(pids)
+    return num_killed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""How a point ended, from how each of its ranks did: which of them is to blame, and of what. Imports no torch.
+
+A rank that dies silently, by a signal or in native code, is judged by its death. Of several ranks the first that failed
+by itself names the point; the others fail only because they wait for it. If none did, one hangs: the one that could not
+be ended otherwise than by force.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from lowvram.launch.client import Ending
+from lowvram.launch.native_log import native_log
+from lowvram.results.row import Status
+
+MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")
+MEMORY_WORDS += ("memory allocation of",)  # Rust's, such as of safetensors
+PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRemoteError")  # in a native log
+
+
+class Orders(Protocol):
+    """What the parent has told the ranks to do."""
+
+    @property
+    def is_stopped(self) -> bool: ...
+    @property
+    def how_stopped(self) -> str: ...
+    @property
+    def is_timed_out(self) -> bool: ...
+    @property
+    def how_late(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank said of its own end."""
+
+    fields: dict[str, Any]
+    is_of_a_peer: bool = False  # it failed because another rank had ended or hung
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of one rank, or of the point."""
+
+    rank: int
+    status: Status
+    reason: str | None
+    is_of_a_peer: bool = False
+    is_forced: bool = False  # it had to be killed, because another rank had ended
+    is_asked: bool = False  # it ended because it was told to, for the same cause
+    is_stopped: bool = False  # it stood still, as after Ctrl-Z
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What else is known of a point that has ended."""
+
+    folder: Path
+    orders: Orders
+    num_oom_kills_before: int
+    vram: str | None = None  # as it was typed
+
+
+def verdict(
+    ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
+) -> Verdict:
+    """How the point ended.
+
+    Args:
+        ended: how its processes did, in the order of their ends; None if the fork server itself has died.
+        told: by rank; those that died silently are missing.
+        timeout_s: how long a rank waits for another.
+    """
+    end = of_ranks(ended, told, around, timeout_s)
+    is_late = around.orders.is_timed_out and not around.orders.is_stopped and end.status is not Status.OK
+    return replace(end, status=Status.TIMEOUT, reason=around.orders.how_late) if is_late else end
+
+
+def of_ranks(
+    ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
+) -> Verdict:
+    """The same, however late it was."""
+    if ended is None:
+        return said(*min(told.items())) if told else Verdict(0, *how_all_died(around.orders))
+    ranks = [rank_verdict(ending, told.get(ending["rank"]), around) for ending in ended]
+    failed = [rank for rank in ranks if rank.status is not Status.OK]
+    if not failed:
+        return min(ranks, key=lambda rank: rank.rank)
+    blamed = to_blame(failed, timeout_s)
+    if len(told.keys() | {rank.rank for rank in ranks}) == 1 or is_of_all(blamed, ranks):
+        return blamed
+    return replace(blamed, reason=f"rank {blamed.rank}: {blamed.reason}")
+
+
+def to_blame(failed: Sequence[Verdict], timeout_s: float) -> Verdict:
+    """The one of the ranks that failed, in the order of their ends, who is the cause."""
+    own = [rank for rank in failed if not (rank.is_of_a_peer or rank.is_forced or rank.is_asked)]
+    if own:
+        return own[0]
+    hung = [rank for rank in failed if rank.is_forced] or [rank for rank in failed if not rank.is_of_a_peer]
+    if not hung:  # torchrun's other programs see those ranks
+        return replace(failed[0], reason=f"another rank has ended or hangs ({failed[0].reason})")
+    blamed = min(hung, key=lambda rank: (not rank.is_stopped, rank.rank))
+    how = "it stood still, stopped by a signal" if blamed.is_stopped else "it did not answer"
+    return replace(
+        blamed,
+        status=Status.KILLED,
+        reason=f"the others waited for it longer than sharding.timeout_s={timeout_s:g}: {how}, and was ended",
+    )
+
+
+def is_of_all(blamed: Verdict, ranks: Sequence[Verdict]) -> bool:
+    """Whether the reason holds for the point as a whole: a refusal, a stop, or what another rank says too."""
+    if blamed.status in (Status.INCOMPATIBLE, Status.INTERRUPTED, Status.TIMEOUT):
+        return True
+    return [rank.reason for rank in ranks if not rank.is_forced].count(blamed.reason) > 1
+
+
+def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Verdict:
+    """How one rank ended: in its own words, else read off its death."""
+    rank, by = ending["rank"], ending["ended_by"]
+    if told is not None:
+        one = said(rank, told)
+        return replace(one, is_asked=by is not None and one.status is Status.INTERRUPTED)
+    is_killed = os.WIFSIGNALED(ending["status"]) and os.WTERMSIG(ending["status"]) == signal.SIGKILL
+    log = text_of(around.folder / native_log(rank))
+    return Verdict(
+        rank,
+        *last_words(rank, ending["status"], log, around),
+        is_of_a_peer=any(word in log for word in PEER_WORDS),
+        is_forced=by == "kill" and is_killed,
+        is_stopped=ending["is_stopped"],
+    )
+
+
+def said(rank: int, told: Told) -> Verdict:
+    return Verdict(rank, Status(told.fields["status"]), told.fields.get("reason"), told.is_of_a_peer)
+
+
+def last_words(rank: int, status: int, log: str, around: Circumstances) -> tuple[Status, str]:
+    """Status and reason of a rank that said nothing."""
+    if around.orders.is_stopped or around.orders.is_timed_out:
+        return how_all_died(around.orders)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if number == signal.SIGKILL and num_oom_kills() > around.num_oom_kills_before:
+        return Status.OOM, "the kernel ended it because the machine had no memory left"
+    if number in (signal.SIGKILL, signal.SIGTERM):
+        return Status.KILLED, f"the process died of {signal.Signals(number).name}"
+    if any(word in log for word in MEMORY_WORDS):
+        return Status.OOM, f"out of memory in native code (see {native_log(rank)})"
+    if number is None:
+        return Status.ERROR, f"the process ended by itself with exit code {os.WEXITSTATUS(status)}"
+    hint = f"; on a CPU native code may crash where vram={around.vram} gives it no memory" if around.vram else ""
+    return Status.ERROR, f"the process died of {signal.Signals(number).name} (see {native_log(rank)}){hint}"
+
+
+def how_all_died(orders: Orders) -> tuple[Status, str]:
+    """Of a point that was told to end, or whose fork server has died."""
+    if orders.is_stopped:
+        return Status.INTERRUPTED, orders.how_stopped
+    if orders.is_timed_out:
+        return Status.TIMEOUT, orders.how_late
+    return Status.KILLED, "the process that starts points has died"
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def num_oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory since the machine started."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0

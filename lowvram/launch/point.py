@@ -1,0 +1,69 @@
+"""A point: one full configuration that is to run, as its parent knows it. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowvram.config.secret import without_secrets
+from lowvram.config.settings import CHILDS_OWN
+from lowvram.launch.torchrun import Launch, as_request
+from lowvram.results import row as rows
+from lowvram.results.row import Row
+
+Config = Mapping[str, Any]
+Attempts = list[dict[str, Any]]
+Measurement = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the parent knows of a point before it runs."""
+
+    id: str
+    name: str  # what was swept, or the run's name
+    index: int  # its place in the sweep
+    folder: Path
+    config: dict[str, Any]  # composed and resolved
+    choices: dict[str, str]  # group -> option
+    sweep: str | None  # the name of its sweep
+    provenance: dict[str, Any]
+    is_resumed: bool = False
+    launch: Launch | None = None  # if torchrun has started this program
+    plan: Mapping[str, Any] | None = None  # what it is expected to hold
+    attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see runs/retry.py
+    reruns: list[Measurement] | None = None  # that something has disturbed: see runs/remeasure.py
+    notes: Mapping[str, str] = field(default_factory=dict)  # what was typed and composed, for `.hydra/`
+    run: str | None = None  # what it is called in its snapshots
+    locks: Sequence[int] = ()  # descriptors that its processes keep open: see results/files/run_folder.py
+
+    @property
+    def first_rank(self) -> int:
+        """Of those whose processes this program has started."""
+        return 0 if self.launch is None else self.launch.rank
+
+    def first_row(self) -> Row:
+        known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
+        more = {"plan": self.plan, "provenance": self.provenance, "attempts": self.attempts}
+        more |= {"reruns": self.reruns}
+        return rows.merge(rows.empty_row(), without_secrets(known | more))
+
+    def request(self) -> dict[str, Any]:
+        """What its children are told."""
+        return {
+            "config": {key: self.config[key] for key in CHILDS_OWN},
+            "choices": self.choices,
+            "folder": str(self.folder),
+            "resume": self.is_resumed,
+            "run": self.run,
+            "threads": len(os.sched_getaffinity(0)),
+            "launch": as_request(self.launch),
+        }
+
+
+def with_parts(config: Config, parts: int) -> dict[str, Any]:
+    """The same configuration in so many parts."""
+    return {**config, "accum": {**config["accum"], "parts": parts}}

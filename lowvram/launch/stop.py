@@ -1,0 +1,53 @@
+"""What the parent tells the processes of a point: to stop, as somebody asked or the time is up. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import final
+
+from lowvram.launch.supervisor import KILL, TERM
+
+TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
+
+
+@final
+class Orders:
+    """Asked again and again while a point runs; gives each order once."""
+
+    def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:
+        self._timeout_s, self._stop_signals = timeout_s, stop_signals
+        self._began = time.monotonic()
+        self._given: set[bytes] = set()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop_signals() > 0
+
+    @property
+    def how_stopped(self) -> str:
+        """Of a point that could not say it itself."""
+        return f"{'killed by a second signal' if KILL in self._given else 'stopped'} before it could save"
+
+    @property
+    def is_timed_out(self) -> bool:
+        return self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s
+
+    def __call__(self) -> bytes | None:
+        order = self._due()
+        if order is None or order in self._given:
+            return None
+        self._given.add(order)
+        return order
+
+    def _due(self) -> bytes | None:
+        if self._stop_signals() > 1:
+            return KILL
+        if self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s + TIMEOUT_GRACE_S:
+            return KILL
+        return TERM if self.is_stopped or self.is_timed_out else None
+
+    @property
+    def how_late(self) -> str:
+        """Of a point whose time is up."""
+        return f"still running after timeout_s={self._timeout_s:g}"

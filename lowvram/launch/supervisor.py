@@ -1,0 +1,168 @@
+"""The processes of one point, one per rank, as the fork server sees them. Imports no torch.
+
+The first rank finds out how many there are (only a process of a point may ask for CUDA devices) and calls the others.
+All are watched: when one has ended, the others follow or are made to, so that none waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowvram.config.exit_codes import EXIT_INTERRUPTED
+from lowvram.launch.process_tree import is_stopped
+
+WORKER = "lowvram.worker.main"  # started by its name: nothing here imports torch
+TERM, KILL = b"term", b"kill"
+ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
+MOST_FDS = 64  # with one message
+STOPS = (signal.SIGINT, signal.SIGTERM)
+ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time for a last snapshot
+RANK_GRACE_S = 5.0  # the same for the other ranks of one that has failed
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+EXIT_ORPHANED = 70
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> None:
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a new process stands in its crew."""
+
+    rank: int
+    call: socket.socket | None = None  # the first rank's: it calls the others here
+    answers_fd: int = -1  # the first rank's: here the parent answers its "commit"
+    held: tuple[int, ...] = ()  # descriptors that it keeps open, and gives those whom it calls
+    num_ranks: int = 1
+    port: int = 0  # of the first rank's store, on this machine
+
+
+@dataclass
+class Member:
+    """A process that runs."""
+
+    rank: int
+    pid: int
+    ended_by: str | None = None  # what it got from us because another rank had ended: term or kill
+    is_stopped: bool = False  # as after Ctrl-Z, when it was killed
+
+
+class Crew:
+    """From the first fork to the last end."""
+
+    def __init__(self, request: dict[str, Any], parent: socket.socket) -> None:
+        self.ended: list[dict[str, Any]] = []  # in the order of their ends
+        self.parent_is_there = True
+        self._request, self._parent = request, parent
+        self._alive: dict[int, Member] = {}  # by pidfd
+        self._deadline: float | None = None  # whoever still runs then is killed
+        self._patience_s = ORPHAN_GRACE_S
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
+        """The first rank and whomever it calls, to the end. Of the descriptors no copy stays here."""
+        with self._ours, self._theirs:
+            self._fork(Place(0, self._theirs, answers_fd, tuple(held)), events_fd)
+            for fd in (events_fd, answers_fd, *held):
+                os.close(fd)
+            while self._alive:
+                self._watch()
+
+    def _fork(self, place: Place, events_fd: int) -> None:
+        server = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # none is lost before the child can answer it
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+            self._alive[os.pidfd_open(pid)] = Member(place.rank, pid)
+            return
+        code = EXIT_ORPHANED
+        try:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == server:  # else the server died before the line above
+                self._parent.close()
+                self._ours.close()
+                worker = importlib.import_module(WORKER)
+                code = worker.main(self._request, events_fd, place)
+        finally:
+            os._exit(code)  # no destructors, no atexit: milliseconds instead of half a second
+
+    def _watch(self) -> None:
+        """Wait for the next thing to happen, and answer it."""
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        listening = [*self._alive, self._ours, self._parent] if self.parent_is_there else [*self._alive, self._ours]
+        ready = set(select.select(listening, [], [], left_s)[0])
+        for fd in ready & self._alive.keys():  # all of them, before any gets a signal for another's sake
+            self._note_end(fd)
+        if self._ours in ready and self._alive:
+            self._call_others()
+        if self._parent in ready:
+            self._obey()
+        if not ready and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._kill_late()
+
+    def _note_end(self, fd: int) -> None:
+        member = self._alive.pop(fd)
+        os.close(fd)
+        status = os.waitpid(member.pid, 0)[1]
+        about = {"ended_by": member.ended_by, "is_stopped": member.is_stopped}
+        self.ended.append({"rank": member.rank, "status": status, **about})
+        self._let_follow(os.waitstatus_to_exitcode(status))
+
+    def _let_follow(self, exit_code: int) -> None:
+        """One has ended: the others end too, at once if it was bad, and in any case before their time is up."""
+        has_failed = exit_code not in (0, EXIT_INTERRUPTED)
+        for member in self._alive.values() if exit_code else ():
+            member.ended_by = "term"
+            os.kill(member.pid, signal.SIGTERM)
+        self._end_within(RANK_GRACE_S if has_failed else self._patience_s)
+
+    def _end_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+
+    def _kill_late(self) -> None:
+        for member in self._alive.values():
+            member.ended_by, member.is_stopped = "kill", is_stopped(member.pid)
+            os.kill(member.pid, signal.SIGKILL)
+        self._deadline = None
+
+    def _call_others(self) -> None:
+        """Fork the other ranks; the parent gets the pipe of each one's events."""
+        message, held, _, _ = socket.recv_fds(self._ours, 4096, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+        called = json.loads(message)
+        self._patience_s = called["timeout_s"]
+        for rank in range(1, called["num_ranks"]):
+            reader, writer = os.pipe()
+            about = {"held": tuple(held), "num_ranks": called["num_ranks"], "port": called["port"]}
+            self._fork(Place(rank, **about), writer)
+            os.close(writer)
+            with contextlib.suppress(ConnectionError):  # the parent is gone, as the next look at it tells
+                socket.send_fds(self._parent, [json.dumps({"rank": rank}).encode()], [reader])
+            os.close(reader)
+        for fd in held:
+            os.close(fd)
+
+    def _obey(self) -> None:
+        """What the parent says is for all ranks."""
+        message = self._parent.recv(64)
+        for member in self._alive.values():
+            os.kill(member.pid, signal.SIGKILL if message == KILL else signal.SIGTERM)
+        if not message:
+            self.parent_is_there = False
+            self._end_within(ORPHAN_GRACE_S)

@@ -1,0 +1,50 @@
+"""The mean loss and the scores on the held-out samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowvram.core.ranks import num_ranks, summed
+from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.data.loader import eval_batches
+from lowvram.loops.session import NonFinite, Session
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss per target (nats) and the task's scores."""
+
+    loss: float
+    scores: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """By W&B's names."""
+        return {"loss/eval": self.loss} | {f"eval/{name}": value for name, value in self.scores.items()}
+
+
+def evaluate(session: Session) -> Evaluation:
+    """One pass over the held-out samples, in parts no larger than those of training. Ranks share the samples."""
+    rig, settings = session.rig, session.settings
+    part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
+    parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
+    rig.model.eval()
+    try:
+        sums = summed(torch.stack([part_sums(session, rig, part) * counts for part, counts in parts]).sum(0))
+    finally:
+        rig.model.train()
+    loss, correct, num_targets = sums.tolist()
+    if not num_targets:
+        raise NonFinite(f"no target counts in the held-out samples, all are {IGNORE}: there is no mean loss")
+    return Evaluation(loss / num_targets, session.problem.scores(loss / num_targets, correct / num_targets))
+
+
+@torch.no_grad()
+def part_sums(session: Session, rig: Rig, part: Part) -> Any:
+    """(loss, correct answers, targets) of one part, summed: fp64 (3,)."""
+    outputs = rig.forward(part)
+    loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
+    return torch.stack([loss.double(), correct.double(), session.problem.num_targets(part).double()])

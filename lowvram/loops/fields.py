@@ -1,0 +1,123 @@
+"""The fields of a row, as the child knows them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.core.knob import Knob
+from lowvram.core.packed import num_packed
+from lowvram.core.ranks import summed
+from lowvram.core.rig import Task
+from lowvram.core.shards import class_name
+from lowvram.data.spec import TEXTS
+from lowvram.loops.evaluate import Evaluation
+from lowvram.loops.session import Session
+
+GIB = 2**30
+Fields = dict[str, Any]
+
+
+def merged(*fragments: Fields) -> Fields:
+    """Fragments of a row as one; what two of them say of the same section is put together."""
+    whole: Fields = {}
+    for fragment in fragments:
+        for name, value in fragment.items():
+            whole[name] = {**whole.get(name, {}), **value} if isinstance(value, dict) else value
+    return whole
+
+
+def common(session: Session) -> Fields:
+    """The model, and what the knobs did to the numbers."""
+    state = session.rig.stepper.state_dict()
+    return {
+        **about_model(session.problem, session.rig.model, session.knobs.values()),
+        "precision": {"skipped_steps": state.get("skipped_steps", 0), "scale": state.get("scale")},
+    }
+
+
+def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
+    """The model, as far as it is known before it runs, and what knobs change of what it computes."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return {
+        "model": {
+            "parameters": sum(size for size, _ in sizes) + num_packed(model),
+            "trainable": sum(size for size, is_trainable in sizes if is_trainable),
+            "blocks": described_blocks(task.blocks(model)),
+        },
+        "semantics_changed": "; ".join(filter(None, (knob.caveat(model) for knob in knobs))) or None,
+    }
+
+
+def described_blocks(blocks: Iterable[nn.Module]) -> str:
+    """Such as "4 Block"."""
+    counted = Counter(map(class_name, blocks))
+    return ", ".join(f"{count} {name}" for name, count in counted.items())
+
+
+def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
+    return {"loss": {"first": first, "last": last, "eval": evaluation.loss}, "eval": evaluation.scores}
+
+
+def pace(session: Session, fillings: list[Tensor], seconds: float) -> dict[str, float]:
+    """Throughput of all ranks over steps, by W&B's names. Padding is no throughput.
+
+    Args:
+        fillings: of each step on this rank, see `Problem.filling`.
+    """
+    num_steps = len(fillings)
+    values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
+    if session.data.spec.modality in TEXTS:
+        num_tokens, num_places = summed(torch.stack(fillings).sum(0)).tolist()
+        values |= {"throughput/tokens_per_s": num_tokens / seconds, "data/padding": 1 - num_tokens / num_places}
+    return values | {"time/step_ms": 1e3 * seconds / num_steps}
+
+
+def times(session: Session, step_ms: list[float], waits_s: list[float], fillings: list[Tensor]) -> Fields:
+    """Throughput and the spread of the step's time over the timed steps; null when there were none."""
+    if not step_ms:
+        return {"time": {"steps": 0}}
+    seconds = sum(step_ms) / 1e3
+    values = pace(session, fillings, seconds)
+    p05, p50, p95 = percentiles(step_ms)
+    sections = {
+        section: {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{section}/")}
+        for section in ("throughput", "data")
+    }
+    return {
+        **sections,
+        "time": {
+            "step_ms_p50": p50,
+            "step_ms_p05": p05,
+            "step_ms_p95": p95,
+            "steps": len(step_ms),
+            "data_wait_frac": min(1.0, sum(waits_s) / seconds),
+        },
+    }
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The 5th, the median and the 95th, of one value or more."""
+    p05, *_, p95 = quantiles(values, n=20, method="inclusive") if len(values) > 1 else (values[0], values[0])
+    return p05, median(values), p95
+
+
+def memory_now(session: Session) -> dict[str, float]:
+    """What can be read while training without disturbing it, by W&B's names."""
+    if session.rig.device.type == "cuda":
+        return {"memory/peak_gib": torch.cuda.max_memory_allocated() / GIB}
+    return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB}
+
+
+def status_bytes(name: str) -> int:
+    """A line of /proc/self/status, in bytes: VmHWM (peak of resident memory), VmRSS (resident), VmData …"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)

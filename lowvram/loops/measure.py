@@ -1,0 +1,100 @@
+"""mode=measure: warm up, then time a window of steps. Same step as training; no weights are saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lowvram.config.errors import require
+from lowvram.core.rig import Update
+from lowvram.data.loader import Waited
+from lowvram.loops import fields
+from lowvram.loops.evaluate import evaluate
+from lowvram.loops.profiling.clock import clock_for, synchronise
+from lowvram.loops.profiling.compile_time import CompileTimes, chosen
+from lowvram.loops.profiling.disturbance import disturbance, watch_for
+from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.session import NonFinite, Session
+
+
+@final
+@dataclass(frozen=True)
+class Measure:
+    """conf/mode/measure.yaml"""
+
+    def run(self, session: Session) -> dict[str, Any]:
+        require(not session.is_resumed, "mode", "measure", "train: a run that has snapshots can go on, nothing else")
+        limits, device = session.settings.measure, session.rig.device
+        batches, clock, history = session.batches(0), clock_for(device), History(session)
+        session.begin(0, limits.warmup_steps + limits.steps)
+        for _ in range(limits.warmup_steps):  # optimizer state is born here
+            history.step(batches)
+        synchronise(device)
+        watch = watch_for(device)
+        num_steps, end = limits.warmup_steps + limits.steps, time.monotonic() + limits.max_seconds
+        while history.num_steps < num_steps and not session.agree(time.monotonic() > end):
+            with clock.lap("step"):
+                history.step(batches)
+        synchronise(device)
+        step_ms, losses = clock.laps_ms("step"), history.tell()
+        timed_ms, waits_s, fillings = history.timed(step_ms, batches.waits_s)
+        disturbed = disturbance(watch, timed_ms, fillings)
+        return fields.merged(
+            fields.common(session),
+            fields.losses(losses[0], losses[-1], evaluate(session)),
+            fields.times(session, timed_ms, waits_s, fillings),
+            disturbed,
+            {"time": {"is_cut": len(step_ms) < limits.steps}},
+            last_acts(session, batches),
+        )
+
+
+class History:
+    """The losses of a measurement, left on the device until it is over."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._steps: list[tuple[Tensor, Update]] = []
+        self._num_applied = 0
+        self._num_targets: list[Tensor] = []
+        self._fillings: list[Tensor] = []
+        self._compiling = CompileTimes()
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    def step(self, batches: Waited) -> None:
+        limits = self._session.settings.measure
+        batch = next(batches)
+        self._num_targets.append(self._session.problem.num_targets(batch))
+        self._fillings.append(self._session.problem.filling(batch))
+        with self._compiling.step():
+            loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
+        self._num_applied += update.applied
+        self._steps.append((loss, update))
+        self._session.events("progress", step=self.num_steps, values={})
+
+    def timed(self, window_ms: list[float], waits_s: list[float]) -> tuple[list[float], list[float], list[Tensor]]:
+        """Milliseconds, waits and fillings of the steps that count: in the window, and nothing was compiled."""
+        warmup = self._session.settings.measure.warmup_steps
+        steady = self._compiling.steady(warmup)
+        step_ms = [window_ms[index - warmup] for index in steady]
+        return step_ms, chosen(waits_s, steady), chosen(self._fillings, steady)
+
+    def tell(self) -> Sequence[float]:
+        """A line of metrics.jsonl for every step; returns the losses."""
+        losses = torch.stack([loss for loss, _ in self._steps]).tolist()
+        for number, (loss, (_, update)) in enumerate(zip(losses, self._steps, strict=True), start=1):
+            if not math.isfinite(loss):
+                remedy = self._session.remedy(self._num_targets[number - 1])
+                raise NonFinite(f"the loss of step {number} is {loss}: {remedy}")
+            values = {"loss/train": loss, "grad_norm": float(update.grad_norm)}
+            self._session.events("record", step=number, values=values)
+        return losses

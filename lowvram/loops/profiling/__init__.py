@@ -1,0 +1,1 @@
+"""What a loop measures with: times, and a last step under the ledger. Begin with clock.py."""

@@ -1,0 +1,118 @@
+"""Whether the window of a measurement was disturbed: another process on the device, a throttled one, times that spread.
+
+It is asked at the window's edges alone, so that it costs no step anything.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lowvram.core.ranks import num_ranks
+from lowvram.loops.fields import Fields, percentiles
+
+ALLOWED = 0.1  # share of a time
+# Of NVML's reasons for a lower clock. Not among them: its power limit (0x04), which large products reach as a habit.
+THROTTLES = {0x08: "the hardware", 0x20: "heat, by software", 0x40: "heat, by hardware", 0x80: "its power supply"}
+
+
+class Watch(ABC):
+    """Looks at a device from here on."""
+
+    @abstractmethod
+    def reasons(self) -> Iterator[str]:
+        """What has disturbed it since."""
+
+
+@final
+class ProcessorWatch(Watch):
+    """How long this process could run and did not, because others did: the kernel's own account, where it keeps one."""
+
+    def __init__(self) -> None:
+        self._before = self._waited_and_ran()
+
+    def reasons(self) -> Iterator[str]:
+        after = self._waited_and_ran()
+        waited_ns, ran_ns = (now - then for now, then in zip(after, self._before, strict=True))
+        share = waited_ns / max(1, waited_ns + ran_ns)
+        if share > ALLOWED and not has_company():
+            yield f"other processes had the processor for {share:.0%} of the time"
+
+    @staticmethod
+    def _waited_and_ran() -> tuple[int, int]:
+        """In nanoseconds, over all threads. See Documentation/scheduler/sched-stats.rst of Linux."""
+        waited_ns = ran_ns = 0
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError, ValueError):  # it has just ended, or the kernel keeps no account
+                ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
+                waited_ns, ran_ns = waited_ns + waited, ran_ns + ran
+        return waited_ns, ran_ns
+
+
+@final
+class CardWatch(Watch):
+    """What NVML says of other processes and of lowered clocks, where nvidia-ml-py is installed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._seen = self._reasons_now()
+
+    def reasons(self) -> Iterator[str]:
+        yield from dict.fromkeys((*self._seen, *self._reasons_now()))
+
+    def _reasons_now(self) -> list[str]:
+        try:
+            import pynvml  # pyright: ignore[reportMissingImports]
+
+            handle: Any = torch.cuda._get_pynvml_handler(self._index)
+        except Exception:  # no package or no driver that answers: nothing is known
+            return []
+        found = list[str]()
+        with suppress(pynvml.NVMLError):
+            others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1  # in a container its pids are unknown
+            found += [f"{others} other processes computed on the device"] if others > 0 else []
+        with suppress(pynvml.NVMLError):
+            mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            found += [f"the device's clock was lowered by {why}" for bit, why in THROTTLES.items() if mask & bit]
+        return found
+
+
+def watch_for(device: torch.device) -> Watch:
+    return CardWatch(device) if device.type == "cuda" else ProcessorWatch()
+
+
+def has_company() -> bool:
+    """Whether processes of the point itself share the processor: other ranks, or a loader's workers."""
+    return num_ranks() > 1 or bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def disturbance(watch: Watch, step_ms: Sequence[float], fillings: Sequence[Tensor]) -> Fields:
+    """What the row says of it, after the window. Nothing, if nothing has disturbed it.
+
+    Args:
+        step_ms, fillings: of each timed step, see `Problem.filling`.
+    """
+    reasons = [*watch.reasons(), *(spreads(step_ms) if are_alike(fillings) else ())]
+    return {"disturbed": "; ".join(reasons)} if reasons else {}
+
+
+def spreads(step_ms: Sequence[float]) -> Iterator[str]:
+    """Of times that should be one: the 5th or 95th percentile is further from the median than is allowed."""
+    if len(step_ms) < 2:
+        return
+    p05_ms, p50_ms, p95_ms = percentiles(step_ms)
+    spread = max(p50_ms - p05_ms, p95_ms - p50_ms) / p50_ms
+    if spread > ALLOWED:
+        yield f"steps took up to {spread:.0%} more or less than their median of {p50_ms:.4g} ms"
+
+
+def are_alike(fillings: Sequence[Tensor]) -> bool:
+    """Whether all steps have computed as many places, so that they should take one time."""
+    return len({filling[1].item() for filling in fillings}) <= 1

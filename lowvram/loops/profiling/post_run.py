@@ -1,0 +1,116 @@
+"""What is measured after everything else, because measuring it disturbs: the phases of a step, and memory by kind.
+
+The ledger is the very last: it is a dispatch mode, and nothing may run at full speed after it.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from lowvram.core import host
+from lowvram.core.ledger import ledger
+from lowvram.core.phases import BETWEEN, with_phases
+from lowvram.core.ranks import agree, rank
+from lowvram.core.rig import Part, Rig
+from lowvram.core.step import step
+from lowvram.data.loader import Waited
+from lowvram.loops.fields import Fields, status_bytes
+from lowvram.loops.profiling.clock import clock_for
+from lowvram.loops.profiling.compile_time import NO_KINDS, is_compiled
+from lowvram.loops.profiling.tensor_report import LargestTensors, Look, NoLook
+from lowvram.loops.session import Session
+
+PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one step
+
+
+def last_acts(session: Session, batches: Waited) -> Fields:
+    """Phases of the step, then memory: that of the largest batch so far. The run's own peaks are read before anything
+    is added to them."""
+    before, batch = headline(session), next(batches)
+    batches.close()
+    travelled_before = host.traffic.so_far()
+    phases, num_steps = phase_times(session.rig, batch)
+    travelled = per_step(travelled_before, host.traffic.so_far(), num_steps)
+    largest = session.largest(batches, batch)
+    memory = memory_of_compiled if is_compiled(session) else memory_by_kind
+    return {"time": phases, "traffic": travelled, "memory": {**before, **memory(session, largest, before)}}
+
+
+def headline(session: Session) -> dict[str, Any]:
+    """The peaks of the whole run, never reset."""
+    resident = status_bytes("VmHWM")
+    process = {"process_peak_bytes": max(0, resident - session.resident_bytes), "host_peak_bytes": resident}
+    if session.rig.device.type != "cuda":
+        return process
+    stats = torch.cuda.memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return process | {
+        "peak_bytes": allocated,
+        "source": "cuda_allocator",
+        "reserved_bytes": reserved,
+        "fragmentation_bytes": reserved - allocated,
+        "inactive_split_bytes": stats["inactive_split_bytes.all.peak"],
+        "device_bytes": total - free,
+        "alloc_retries": stats["num_alloc_retries"],
+    }
+
+
+def per_step(before: dict[str, float], after: dict[str, float], num_steps: int) -> dict[str, float]:
+    """What moved between host and device in a step, and how long it was waited for; nothing where nothing moves."""
+    moved = {name: (after[name] - before[name]) / num_steps for name in after}
+    return moved if moved["to_host_bytes"] or moved["to_device_bytes"] else {}
+
+
+def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
+    """One more step under the ledger. On the CPU its peak is the headline."""
+    rig = session.rig
+    if rig.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    look = look_for(session)
+    with look, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, look.witness) as peak:
+        step(rig, batch)
+    look.tell(peak)
+    fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
+    if rig.device.type == "cuda":
+        return {**fields, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
+    return {**fields, "peak_bytes": peak.peak_bytes, "source": "tensor_ledger"}
+
+
+def look_for(session: Session) -> Look:
+    """What `measure.largest_tensors` asks for; of several ranks the first looks."""
+    is_wanted = session.settings.measure.largest_tensors and rank() == 0
+    return LargestTensors(session.rig.model, session.rig.device, session.folder) if is_wanted else NoLook()
+
+
+def memory_of_compiled(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
+    """Without the ledger. On the CPU the growth of the process, with all that the compiler took, is the headline."""
+    unknown = {"by_kind_reason": NO_KINDS}
+    if session.settings.measure.largest_tensors:
+        print(f"the largest tensors are unknown: {NO_KINDS}")
+    if session.rig.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step(session.rig, batch)
+        return {**unknown, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
+    return {**unknown, "peak_bytes": before["process_peak_bytes"], "source": "process"}
+
+
+def named(by_kind: dict[Any, int]) -> dict[str, int]:
+    return {kind.value: num_bytes for kind, num_bytes in by_kind.items()}
+
+
+def phase_times(rig: Rig, batch: Part) -> tuple[dict[str, float], int]:
+    """Median milliseconds of forward, backward and update in a few extra steps, and how many."""
+    sums: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+    end = time.monotonic() + PHASE_SECONDS
+    while len(sums["update"]) < PHASE_STEPS and not agree(bool(sums["update"]) and time.monotonic() > end):
+        clock = clock_for(rig.device)
+        step(with_phases(rig, clock), batch)
+        clock.mark(BETWEEN)
+        for phase, values in sums.items():
+            values.append(sum(clock.laps_ms(phase)))
+    return {f"{phase}_ms": median(values) for phase, values in sums.items()}, len(sums["update"])

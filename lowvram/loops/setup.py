@@ -1,0 +1,71 @@
+"""What planning and running a point share of its set-up: ranks, the data, the logical batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.config.registry import knob_of
+from lowvram.config.settings import KNOB_GROUPS, Settings
+from lowvram.core.knob import Fact, conflicts
+from lowvram.data.source import Data, resolve_source
+
+
+class Sharding(Protocol):
+    """The part of the group's options that is read here."""
+
+    @property
+    def ranks(self) -> str: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    def needs(self) -> frozenset[Fact]: ...
+
+
+def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> int:
+    """How many ranks a point asks for: with `auto` one for each CUDA device, if it is spread at all, and if the user
+    named no card."""
+    if sharding.ranks != "auto":
+        return int(sharding.ranks)
+    is_spread = device.type == "cuda" and not names_card and Fact.ONE_RANK not in sharding.needs()
+    return torch.cuda.device_count() if is_spread else 1
+
+
+TO_HOST = {("offload", "activations"), ("offload", "parameters"), ("stepping", "cpu_offload")}  # a CPU is its own host
+
+
+def can_replace(
+    settings: Settings, choices: Mapping[str, str], absent: Mapping[Fact, str], num_ranks: int
+) -> Callable[[str, str], bool]:
+    """Tells whether an option can take the place of the one that its group has, and makes a difference, on a device
+    that lacks the facts `absent`."""
+
+    def answer(group: str, option: str) -> bool:
+        groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
+        knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
+        is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
+        helps = Fact.CUDA not in absent or (group, option) not in TO_HOST
+        return helps and is_whole and not conflicts(knobs, absent)
+
+    return answer
+
+
+def open_data(settings: Settings) -> Data:
+    """The data as the loader has them, scanned and checked against the rest of the configuration."""
+    model = settings.groups["model"]
+    return settings.groups["loader"].fit(resolve_source(settings.groups["data"], model).open(settings.root.seed), model)
+
+
+def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
+    """Each rank takes an equal slice of the logical batch, in equal parts."""
+    unit, name = num_ranks * parts, f"accum.parts={parts}"
+    if num_ranks > 1:
+        name = f"{unit} (ranks x accum.parts = {num_ranks} x {parts})"
+    each, left = divmod(batch_size, unit)
+    if left:
+        allowed = f"a multiple of {name}: {batch_size} = {each} x {unit} + {left}"
+        raise BadInput("train.batch_size", batch_size, allowed)

@@ -1,0 +1,204 @@
+"""Snapshots: all that a run needs to go on as if nothing had happened. One file each, hashed, never half there."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
+from lowvram.config.secret import REFUSED
+from lowvram.core.ranks import first_goes_first, rank
+from lowvram.results.files.durable import remove_leftovers, settle, unfinished
+from lowvram.results.files.marker import MARKER
+from lowvram.results.files.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
+
+FORMED_BY = {  # the groups that give a part of a snapshot its form
+    "model": ("model", "task", "data", "adapter"),
+    "stepper": ("optimizer", "stepping", "precision", "adapter", "model"),
+}
+Check = Callable[[dict[str, Any]], None]
+
+
+@final
+class Snapshots:
+    """The snapshots of one run, in `folder`. A file's name carries its step and the hash of its bytes.
+
+    Args:
+        run: what the run is called in each of them; None: it isn't known, and all count.
+    """
+
+    def __init__(self, folder: Path, keep: int, run: str | None = None) -> None:
+        self.folder, self.keep, self.run = folder, keep, run
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Write beside, hash, and move to its place, all on the disk; then forget all but the newest `keep`."""
+        made_folders(self.folder)
+        remove_leftovers(self.folder)
+        with unfinished(self.folder / f"step_{step:08d}.pt") as beside:
+            with beside.open("wb") as file:
+                torch.save(state | {"run": self.run}, file)
+            path = self.folder / f"step_{step:08d}.{fingerprint(beside)}.pt"
+            settle(beside, path)
+        self.forget_older(path)
+        return path
+
+    def forget_older(self, newest: Path | None = None) -> None:
+        """All but the newest `keep`: also what a program that was killed before that has left.
+
+        Args:
+            newest: one that counts as such, whatever its step.
+        """
+        others = [old for old in snapshots_in(self.folder) if old != newest]
+        for old in others[self.keep - (newest is not None) :]:
+            old.unlink()
+
+    def load(self, check: Check = lambda state: None) -> dict[str, Any] | None:
+        """The newest sound snapshot, on the CPU; damaged ones, and another run's, are named aloud. None if there is
+        none at all.
+
+        All ranks load it, and must.
+
+        Args:
+            check: raises what is wrong with a state, before anything is said or done.
+
+        Raises:
+            BadInput: all of them are damaged, or another run's.
+        """
+        with first_goes_first():
+            return self._load(check)
+
+    def _load(self, check: Check) -> dict[str, Any] | None:
+        paths = snapshots_in(self.folder)
+        for foreign in sorted(set(self.folder.glob("step_*.pt")) - set(paths)):
+            print(f"{foreign} is passed over: it is no file, or has no hash in its name, so no snapshot of this run")
+        aside: dict[Path, str] = {}  # and what is wrong with it
+        for path in paths:
+            state = torch.load(path, map_location="cpu", weights_only=True) if is_sound(path) else None
+            if state is not None and self._is_ours(state):
+                check(state)
+                put_aside(aside)
+                print(f"continuing from {path}")
+                return state
+            aside[path] = "damaged (its bytes don't match its hash)" if state is None else "another run's"
+        if aside:
+            raise self._nothing_left(list(aside.values()))
+        return None
+
+    def _is_ours(self, state: dict[str, Any]) -> bool:
+        """An early version of lowvram has noted no run."""
+        return self.run is None or state.get("run") in (None, self.run)
+
+    def _nothing_left(self, wrong: list[str]) -> BadInput:
+        """Of all snapshots something is wrong."""
+        allowed = f"a run with a sound snapshot: all {len(wrong)} of this one are damaged, their bytes don't match"
+        mend = "start again without resume= (a point of a sweep: remove its folder)"
+        if num_foreign := wrong.count("another run's"):
+            allowed = (
+                f"a run with a sound snapshot of its own: {num_foreign} of {len(wrong)} here are another run's, as"
+            )
+            allowed += f" {MARKER} beside them says, and the others damaged; remove that file if you have put them here"
+            return BadInput("resume", str(self.folder.parent), f"{allowed}, or {mend}")
+        return BadInput("resume", str(self.folder.parent), f"{allowed} their hashes; {mend}")
+
+
+def put_aside(paths: dict[Path, str]) -> None:
+    """They are no snapshots any more: they must not count among those that are kept.
+
+    Args:
+        paths: each with what is wrong with it.
+    """
+    for path, wrong in paths.items():
+        aside = path.with_suffix(".damaged")
+        path.rename(aside)
+        print(f"{path} is {wrong}, now {aside.name}: going back to the one before")
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a snapshot's bytes are those that were saved."""
+    match = SNAPSHOT_NAME.fullmatch(path.name)
+    try:
+        return match is not None and fingerprint(path) == match[2]
+    except OSError as error:
+        if error.errno == errno.EIO:  # they can't be had any more
+            return False
+        raise
+
+
+def fingerprint(path: Path) -> str:
+    """The first 64 bits of the SHA-256 of a file, as 16 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a snapshot that doesn't fit what was changed since.
+
+    Args:
+        now, saved: the states of model and stepper, and what was `chosen`: a value for every dotted key.
+
+    Raises:
+        Incompatible: each key that was changed, and what it must be.
+    """
+    chosen = now["chosen"]
+    was = saved.get("chosen", chosen)  # an early version of lowvram saved none
+    for part, groups in FORMED_BY.items():
+        changed = [key for key in chosen if key.partition(".")[0] in groups and was.get(key) != chosen[key]]
+        # The fields of another option are others: the option tells it all.
+        named = [key for key in changed if key.partition(".")[0] not in changed or "." not in key]
+        if named and not has_form(saved[part], now[part]):
+            told = "; ".join(f"{key}={word(chosen[key])}: must be {word(was.get(key))}" for key in named)
+            raise Incompatible(f"{told} (as when the snapshot was saved: its {part} doesn't fit what was changed)")
+
+
+def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Each value that isn't what it was when a snapshot was saved, as a user types it; secrets are not compared.
+
+    Args:
+        now, saved: values by dotted key, and the option of each group.
+    """
+    shared = [key for key in now if key in saved and REFUSED not in str([now[key], saved[key]])]
+    changed = [key for key in shared if now[key] != saved[key]]
+    return [f"{key}={word(now[key])} ({word(saved[key])} in the snapshot)" for key in changed]
+
+
+def has_form(saved: Any, fresh: Any) -> bool:
+    """Whether a state has the names and shapes of another one. What isn't born yet in that has every form."""
+    if isinstance(fresh, Tensor):
+        return isinstance(saved, Tensor) and saved.shape == fresh.shape
+    if isinstance(fresh, Mapping) and fresh:
+        same_names = isinstance(saved, Mapping) and saved.keys() == fresh.keys()
+        return same_names and all(has_form(saved[name], fresh[name]) for name in fresh)
+    if isinstance(fresh, list | tuple) and fresh:
+        same_length = isinstance(saved, list | tuple) and len(saved) == len(fresh)
+        return same_length and all(map(has_form, saved, fresh))
+    return saved == fresh if isinstance(fresh, str) else True
+
+
+def word(value: Any) -> str:
+    """As a user types it."""
+    return CONSTANTS.get(repr(value), str(value))
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """The state of torch's generators."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def my_random_state(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+    """This rank's part of what `random_state` told on each; None where there were fewer ranks."""
+    return states[rank()] if rank() < len(states) else None
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

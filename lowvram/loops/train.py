@@ -1,0 +1,190 @@
+"""mode=train: all steps, with evaluations and snapshots; the weights are saved at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lowvram.core.ranks import of_all, rank
+from lowvram.core.rig import Part, Update
+from lowvram.core.states import gathered, load_whole, trained_state, whole_model
+from lowvram.data.loader import Waited
+from lowvram.loops import fields
+from lowvram.loops.evaluate import Evaluation, evaluate
+from lowvram.loops.export import Origin, check_free, export
+from lowvram.loops.journal import Journal
+from lowvram.loops.profiling.clock import clock_for
+from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
+from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.session import Interrupted, NonFinite, Session
+from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
+from lowvram.results.files.run_folder import SNAPSHOTS
+
+EXPORTED = "model"
+SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
+
+
+@final
+@dataclass(frozen=True)
+class Train:
+    """conf/mode/train.yaml"""
+
+    def run(self, session: Session) -> dict[str, Any]:
+        check_free(session.folder / EXPORTED)
+        run, settings = TrainingRun(session), session.settings
+        batches, clock = session.batches(run.step), clock_for(session.rig.device)
+        run.begin()
+        with session.stop.between_steps():
+            while run.step < settings.train.steps:
+                with clock.lap("step"):
+                    batch = next(batches)
+                    with run.compiling.step():
+                        loss, update = session.update(batch, run.num_applied, settings.train.steps)
+                run.count(loss, update, batch)
+                if is_due(run.step, settings.train.eval_every):
+                    run.evaluate()
+                if is_due(run.step, settings.snapshot.every_steps):
+                    run.save()
+                if session.agree(session.stop.requested):
+                    run.save()
+                    raise Interrupted(f"stopped after step {run.step} of {settings.train.steps}")
+        return run.finish(batches, clock.laps_ms("step"))
+
+
+def is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+class TrainingRun:
+    """Where a run stands: what is counted, logged and saved between the steps."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.journal = Journal(session.events)
+        self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep, session.run)
+        self.step = self.num_applied = self.saved_step = 0
+        self.first_loss = self.last_loss = math.nan
+        self.last_loss_step = 0
+        self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
+        self.random: dict[str, Tensor] | None = None
+        self.num_targets = torch.tensor(0)  # of the last step
+        self.fillings: list[Tensor] = []  # of each step of this process: tokens, and the places for some
+        self.compiling = CompileTimes()
+        self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
+        check = partial(check_form, self.formed_state())
+        state = self.snapshots.load(check) if session.is_resumed else None
+        if state is not None:
+            self.restore(state)
+
+    def begin(self) -> None:
+        """The last thing before the first step, after all that draws random numbers."""
+        if self.random is not None:
+            set_random_state(self.random)
+        known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
+        rows = [{"step": step, "loss/train": loss} for step, loss in known]
+        self.session.begin(self.step, self.session.settings.train.steps, self.journal.unconfirmed, rows)
+        self.logged_at = time.monotonic()
+
+    def count(self, loss: Tensor, update: Update, batch: Part) -> None:
+        """One more step was made; log it when it is due."""
+        settings = self.session.settings.train
+        lr = self.session.lr(self.num_applied, settings.steps)
+        self.step += 1
+        self.num_applied += update.applied
+        self.num_targets = self.session.problem.num_targets(batch)
+        self.fillings.append(self.session.problem.filling(batch))
+        if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
+            self.last_loss, self.last_loss_step = loss.item(), self.step
+            self.first_loss = self.last_loss if self.step == 1 else self.first_loss
+            self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
+
+    def log(self, values: dict[str, float]) -> None:
+        """One line of metrics.jsonl, with the pace since the last one; compiling is no part of it."""
+        if not math.isfinite(self.last_loss):
+            remedy = self.session.remedy(self.num_targets)
+            raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {remedy}")
+        now = time.monotonic()
+        steps = self.step - self.logged_step
+        compile_s = compile_seconds()
+        seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
+        pace = fields.pace(self.session, self.fillings[-steps:], seconds)
+        self.journal.tell(self.step, values | pace | fields.memory_now(self.session))
+        self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
+
+    def evaluate(self) -> Evaluation:
+        """The evaluation after the last step; made once."""
+        if self.evaluation is None or self.evaluation[0] != self.step:
+            self.evaluation = (self.step, evaluate(self.session))
+            self.journal.tell(self.step, self.evaluation[1].metrics())
+        return self.evaluation[1]
+
+    def save(self) -> None:
+        """A snapshot of the run as it stands; made once, by rank 0, when the rows of its steps are on the disk."""
+        if self.saved_step != self.step:
+            state = gathered(self.state())
+            if state is not None:
+                self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
+            self.saved_step = self.step
+        elif rank() == 0:
+            self.snapshots.forget_older()
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on. The data's position is the step: its order is a function of the seed."""
+        return {
+            "step": self.step,
+            "num_applied": self.num_applied,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "last_loss_step": self.last_loss_step,
+            "random": of_all(random_state()),
+            **self.formed_state(),
+        }
+
+    def formed_state(self) -> dict[str, Any]:
+        """The part whose form depends on what was chosen."""
+        rig = self.session.rig
+        return {
+            "chosen": dict(self.session.chosen),
+            "model": trained_state(rig.model),
+            "stepper": rig.stepper.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; the random state is set when the run begins."""
+        if changed := differences(self.session.chosen, state.get("chosen", {})):
+            print(f"going on with other values: {', '.join(changed)}")
+        load_whole(self.session.rig.model, state["model"])
+        self.session.rig.stepper.load_state_dict(state["stepper"])
+        self.step = self.saved_step = self.logged_step = state["step"]
+        self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
+        self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+        self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
+        self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
+
+    def export(self) -> None:
+        """Write what has trained, from rank 0."""
+        session, settings = self.session, self.session.settings
+        model = whole_model(session.rig.model, session.rig.task.make_model)
+        if model is not None:
+            made_from = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
+            export(session.folder / EXPORTED, model, made_from, settings.export.merge)
+
+    def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
+        """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
+        timed = self.compiling.steady(SETTLING_STEPS)
+        waits_s, fillings = chosen(batches.waits_s, timed), chosen(self.fillings, timed)
+        self.save()  # first: whoever interrupts the evaluation loses nothing
+        evaluation = self.evaluate()
+        self.export()
+        return fields.merged(
+            fields.common(self.session),
+            fields.losses(self.first_loss, self.last_loss, evaluation),
+            fields.times(self.session, chosen(step_ms, timed), waits_s, fillings),
+            last_acts(self.session, batches),
+        )

@@ -1,0 +1,128 @@
+"""Models that somebody else wrote: what is known of them is read off a survey, and their author's code builds them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowvram.config.errors import BadInput
+from lowvram.data.spec import DataSpec
+from lowvram.models.block_finder import Survey, outermost, repeated_classes, survey
+
+SURVEYS: dict[str, Survey] = {}  # by the descriptions of model and data
+Fill = Callable[[str, Tensor], None]
+
+
+class ForeignModel(ABC):
+    """The configuration of such a model."""
+
+    blocks: str | None  # the class of the repeated blocks, if the user names it
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """All that the model is made of: two of one description are the same."""
+
+    @abstractmethod
+    def make(self, spec: DataSpec) -> nn.Module:
+        """The model without values.
+
+        Raises:
+            BadInput: it can't be made, or not for such data.
+        """
+
+    @abstractmethod
+    def build(self, spec: DataSpec) -> nn.Module:
+        """The model with its values on the CPU; random ones come from torch's generator."""
+
+    @property
+    def base(self) -> str | None:
+        """Where others find the weights that it starts with; None where nobody else can."""
+        return None
+
+    @abstractmethod
+    def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
+        """Write the model so that it can be loaded without this run."""
+
+    def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+        """Its logits. Tensors by name become keywords."""
+        return logits_of(model(**inputs) if isinstance(inputs, Mapping) else model(inputs))
+
+    def survey(self, model: nn.Module, spec: DataSpec) -> Survey:
+        """Made once for each model and kind of data."""
+        key = repr((self.description, spec, self.blocks))
+        if key not in SURVEYS:
+            if self.blocks is not None and not outermost(model, self.blocks):
+                repeated = ", ".join(f"{name} ({count})" for name, count in repeated_classes(model).items())
+                allowed = f"the class of some of the model's modules: {repeated or 'none is repeated'}"
+                raise BadInput("model.blocks", self.blocks, allowed)
+            SURVEYS[key] = survey(model, self.call, spec.example(2)[0], self.blocks)
+        return SURVEYS[key]
+
+    def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]:
+        return [model.get_submodule(name) for name in self.survey(model, spec).blocks]
+
+    def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None:
+        name = self.survey(model, spec).head
+        module = None if name is None else model.get_submodule(name)
+        return module if isinstance(module, nn.Linear) else None
+
+    def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
+        return self.survey(model, spec).has_plain_blocks
+
+    def is_random(self, model: nn.Module) -> bool:
+        return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+
+    def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
+        """Each value is handed out once, and forgotten: there is never much more than one model in memory."""
+        names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        built: dict[str, Tensor] = {}
+
+        def fill(name: str, tensor: Tensor) -> None:
+            if not built:
+                built.update(seeded_values(lambda: self.build(spec), seed, names))
+            tensor.copy_(built.pop(name))
+
+        return fill
+
+
+def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) -> dict[str, Tensor]:
+    """The tensors of these names of a model that is built now."""
+    with torch.random.fork_rng([]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = build()
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in tensors if name in names}
+
+
+def without_values(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model that is built for real, on the CPU, and then left without memory. Not all can be built without: some
+    look at numbers on the way."""
+    with _disable_current_modes(), torch.random.fork_rng([]), torch.device("cpu"):
+        model = build()
+    bare: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = bare.setdefault(tensor, meta_like(tensor))  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def meta_like(tensor: Tensor) -> Tensor:
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+
+
+def logits_of(outputs: Any) -> Any:
+    """A tensor as it is; of several outputs those that are called logits, or else the first."""
+    if isinstance(outputs, Mapping):
+        return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs

@@ -1,1 +1,0 @@
-"""Plan: what a point would hold, and how fast it would be, before it runs."""

@@ -1,0 +1,224 @@
+"""torch's CUDA caching allocator, replayed without CUDA: what it would reserve for a sequence of allocations.
+
+After c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) and c10/core/AllocatorConfig.h of
+github.com/pytorch/pytorch. The rules were read in two states of the .cpp, before and after pull request 172056 (January
+2026, which made the size of large segments a setting); they say the same. The constants stand in the header that torch
+2.13.0 installs. docs/results holds what the allocators of real devices did, where it was recorded, and a test replays
+that to the byte (scripts/benchmarks/recorded.py).
+
+As it comes, that is: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no private pools (of
+CUDA graphs). Expandable segments are on from the start or never. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from lowvram.planning.memory.segments import (
+    LARGE_SEGMENT_BYTES,
+    MIN_BLOCK_BYTES,
+    SMALL_BYTES,
+    Pool,
+    Pools,
+    Stretch,
+    rounded_up,
+    segment_bytes,
+)
+
+UNLIMITED_BYTES = 2**60
+
+
+class OutOfMemory(Exception):
+    """The allocator found no room, even after it gave back what it kept."""
+
+
+class CachingAllocator:
+    """The state of the allocator of one device.
+
+    Args:
+        expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
+        limit_bytes: of `torch.cuda.set_per_process_memory_fraction`; it is compared with what is reserved and the
+            segment that an allocation would get, even where an expandable segment needs fewer pages, or more.
+        device_bytes: of the device's memory, for this allocator; None: more than is ever asked for.
+        address_of: gives the address of the next segment, from its bytes of address space. It decides between free
+            blocks of equal size.
+        gives_back: where there is no room under the limit, it gives back what it keeps and tries again, as it should;
+            else it gives up before it has changed anything.
+    """
+
+    def __init__(
+        self,
+        expandable: bool = False,
+        limit_bytes: int | None = None,
+        device_bytes: int | None = None,
+        address_of: Callable[[int], int] | None = None,
+        gives_back: bool = True,
+    ) -> None:
+        self.expandable = expandable
+        self.limit_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
+        self.device_bytes = UNLIMITED_BYTES if device_bytes is None else device_bytes
+        self.address_of = address_of
+        self.gives_back = gives_back
+        self.large = Pools(is_small=False, expandable=expandable)
+        self.small = Pools(is_small=True, expandable=expandable)
+        self.allocated_bytes = self.allocated_peak_bytes = 0
+        self.reserved_bytes = self.reserved_peak_bytes = 0
+        self.granted_bytes, self.refused_bytes = 0, UNLIMITED_BYTES  # with any limit between them all goes the same way
+        self.num_retries = 0
+        self._next_address = 0
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> Stretch:
+        """A block of at least `num_bytes`, which are more than 0.
+
+        Raises:
+            OutOfMemory: there is no room under the limit.
+        """
+        num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # in a hot loop, so `rounded_up` isn't called
+        pool = (self.small if num_bytes <= SMALL_BYTES else self.large)[stream]
+        if pool.freed:
+            pool.settle()
+        order = pool.free.in_order
+        index = bisect_left(order, (num_bytes,))  # best fit: the smallest that does, the lowest of several
+        if index == len(order):
+            if not self._grow(pool, num_bytes):
+                self._retry(pool, num_bytes)
+            index = len(order) - 1  # now the last one does
+        elif self.expandable:
+            index = pool.least_room(index)
+        block = pool.free.cut(index, num_bytes, pool.least_rest_bytes)
+        self.allocated_bytes += block[0]
+        if self.allocated_bytes > self.allocated_peak_bytes:
+            self.allocated_peak_bytes = self.allocated_bytes
+        return block
+
+    def free(self, block: Stretch, stream: int = 0) -> None:
+        """
+        Args:
+            stream: that the block was made for.
+        """
+        self.allocated_bytes -= block[0]
+        self.complete_free(block, stream)
+
+    def request_free(self, block: Stretch) -> None:
+        """From here on it doesn't count as allocated, but another stream may still use it (`Tensor.record_stream`)."""
+        self.allocated_bytes -= block[0]
+
+    def complete_free(self, block: Stretch, stream: int = 0) -> None:
+        """From here on it can be had again."""
+        (self.small if block[0] <= SMALL_BYTES else self.large)[stream].freed.append(block)
+
+    def empty_cache(self) -> None:
+        """Give back segments that are wholly free; of expandable ones, pages that are."""
+        for pool in self.pools():
+            for free in pool.free.in_order.copy():
+                if self.expandable:
+                    self._unmap(pool, free)
+                elif pool.is_segment(free):
+                    pool.free.take(free)
+                    self.reserved_bytes -= pool.segments.pop(free[1])
+
+    def kept_bytes(self) -> int:
+        """What `empty_cache` would give back."""
+        if self.expandable:
+            pages = (pool.pages(free) for pool in self.pools() for free in pool.free.in_order)
+            return sum(end - begin for begin, end in pages)
+        return sum(free[0] for pool in self.pools() for free in pool.free.in_order if pool.is_segment(free))
+
+    def pools(self) -> list[Pool]:
+        """All, with nothing left to be settled; large ones first."""
+        pools = [*self.large.values(), *self.small.values()]
+        for pool in pools:
+            pool.settle()
+        return pools
+
+    def copied(self, limit_bytes: int | None) -> CachingAllocator:
+        """An allocator in the same state, which no limit has shaped so far. Blocks of this one are blocks of it."""
+        other = CachingAllocator(self.expandable, limit_bytes, self.device_bytes)
+        other.allocated_bytes, other.allocated_peak_bytes = self.allocated_bytes, self.allocated_peak_bytes
+        other.reserved_bytes, other.reserved_peak_bytes = self.reserved_bytes, self.reserved_peak_bytes
+        other.granted_bytes, other._next_address = self.granted_bytes, self._next_address
+        other.large, other.small = self.large.copied(), self.small.copied()
+        return other
+
+    def next_address(self, num_bytes: int) -> int:
+        """Behind all others, and aligned as every segment is."""
+        address = self._next_address
+        self._next_address += rounded_up(num_bytes, LARGE_SEGMENT_BYTES)
+        return address
+
+    def _grow(self, pool: Pool, num_bytes: int) -> bool:
+        """Make memory that is new a free stretch; False where there is none left."""
+        new_bytes = segment_bytes(num_bytes)
+        asked_bytes = self.reserved_bytes + new_bytes
+        if asked_bytes > self.limit_bytes:
+            self.refused_bytes = min(self.refused_bytes, asked_bytes)
+            return False
+        self.granted_bytes = max(self.granted_bytes, asked_bytes)
+        if self.expandable:
+            return self._expand(pool, num_bytes)
+        if self.reserved_bytes + new_bytes > self.device_bytes:
+            return False
+        self._reserve(new_bytes)
+        pool.free.append((new_bytes, self._new_segment(pool, new_bytes)))
+        return True
+
+    def _retry(self, pool: Pool, num_bytes: int) -> None:
+        if not self.gives_back:  # even if it did, below this there would be no room
+            self.refused_bytes = self.reserved_bytes - self.kept_bytes() + segment_bytes(num_bytes)
+            raise OutOfMemory
+        self.num_retries += 1
+        self.empty_cache()
+        if not self._grow(pool, num_bytes):
+            raise OutOfMemory
+
+    def _new_segment(self, pool: Pool, num_bytes: int) -> int:
+        address = (self.address_of or self.next_address)(num_bytes)
+        pool.segments[address] = num_bytes
+        return address
+
+    def _expand(self, pool: Pool, num_bytes: int) -> bool:
+        """Put memory behind addresses until a free stretch is long enough. What was mapped before a failure stays."""
+        start = pool.start_of_room(num_bytes)
+        if start is None:  # an expandable segment has addresses for the whole device and an eighth more
+            room_bytes = rounded_up(self.device_bytes + self.device_bytes // 8, pool.page_bytes)
+            start = self._new_segment(pool, room_bytes)
+            pool.unmapped.put([(room_bytes, start)])
+        while (free_bytes := pool.free.beginning.get(start, (0,))[0]) < num_bytes:
+            if not self._map(pool, start + free_bytes, num_bytes - free_bytes):
+                return False
+        return True
+
+    def _map(self, pool: Pool, address: int, num_bytes: int) -> bool:
+        """Put whole pages of memory behind the first bytes of an unmapped stretch, or all of it."""
+        unmapped_bytes, _ = unmapped = pool.unmapped.beginning[address]
+        mapped_bytes = rounded_up(min(num_bytes, unmapped_bytes), pool.page_bytes)
+        if self.reserved_bytes + mapped_bytes > self.device_bytes:
+            return False
+        pool.unmapped.take(unmapped)
+        if mapped_bytes < unmapped_bytes:
+            pool.unmapped.put([(unmapped_bytes - mapped_bytes, address + mapped_bytes)])
+        pool.free.put([(mapped_bytes, address)])
+        self._reserve(mapped_bytes)
+        return True
+
+    def _unmap(self, pool: Pool, free: Stretch) -> None:
+        """Take the memory of a free stretch's whole pages away."""
+        begin, end = pool.pages(free)
+        if begin == end:
+            return
+        num_bytes, address = free
+        pool.free.take(free)
+        if begin > address:
+            pool.free.put([(begin - address, address)])
+        if end < address + num_bytes:
+            pool.free.put([(address + num_bytes - end, end)])
+        self.reserved_bytes -= end - begin
+        [unmapped] = pool.unmapped.put([(end - begin, begin)])
+        if pool.is_segment(unmapped):
+            pool.unmapped.take(unmapped)
+            del pool.segments[unmapped[1]]
+
+    def _reserve(self, num_bytes: int) -> None:
+        self.reserved_bytes += num_bytes
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)

@@ -1,0 +1,213 @@
+"""The memory that no tracer sees: what libraries, kernels and CUDA itself take beside the tensors. Imports no torch.
+
+A table by the version of torch and the compute capability of the device. Every line has its source; what isn't known
+says so, and is never made up for by a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowvram.planning.devices import DeviceSpec
+
+MIB = 2**20
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Memory of a device that belongs to no tensor."""
+
+    name: str
+    num_bytes: int | None  # for as long as the process runs, once it was needed; None: not known
+    is_in_allocator: bool  # whether torch.cuda.memory_reserved() counts it
+    source: str
+    is_capped: bool = True  # whether `vram` counts it
+    is_resident: bool = True  # whether the process grows by it: what nobody touches is capped all the same
+
+
+class Span(NamedTuple):
+    """Versions from the first one on, before the second."""
+
+    first: Version = (0, 0)
+    before: Version = (10**6, 0)
+
+    def has(self, version: Version) -> bool:
+        return self.first <= version < self.before
+
+
+ANY = Span()
+HOPPER, BLACKWELL, RTX_BLACKWELL = Span((9, 0), (10, 0)), Span((10, 0), (11, 0)), Span((12, 0), (13, 0))
+ADA = Span((8, 9), (9, 0))
+
+PYTORCH = "github.com/pytorch/pytorch"
+CUBLAS = f"aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize ({PYTORCH}/pull/91564)"
+EAGER = (
+    "unknown: in torch 2.15 a workspace lives only as long as its product, unless TORCH_CUBLAS_WORKSPACE_CACHE is set "
+    f"(docs.pytorch.org/docs/2.15/cuda_environment_variables.html; {PYTORCH}/pull/194311)"
+)
+UNIFIED = (
+    "takes cuBLAS's workspace, unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0 "
+    "(the docstring of torch.backends.cuda.blas_workspace_size, torch 2.13.0)"
+)
+
+
+class Row(NamedTuple):
+    """A line and where it holds. Of the rows of a name the first that holds counts."""
+
+    line: Line
+    torch: Span = ANY
+    capability: Span = ANY
+    least_ranks: int = 1
+
+
+def _cublas(thread: str) -> list[Row]:
+    """A workspace per handle and stream, and a handle per thread: autograd runs the backward pass in one of its own."""
+    name = f"cuBLAS workspace of {thread}"
+
+    def line(num_bytes: int | None, source: str = CUBLAS) -> Line:
+        return Line(name, num_bytes, is_in_allocator=True, source=source)
+
+    unknown = line(None, f"unknown: 32 MiB at some time since {PYTORCH}/pull/175344 (February 2026)")
+    return [
+        Row(line(None, EAGER), torch=Span((2, 14))),
+        Row(line(32 * MIB), capability=HOPPER),
+        *(Row(line(32 * MIB), Span((2, 13)), capability) for capability in (BLACKWELL, RTX_BLACKWELL)),
+        *(Row(unknown, capability=capability) for capability in (BLACKWELL, RTX_BLACKWELL)),
+        Row(line(4096 * 1024 * 2 + 16 * 1024 * 8)),  # :4096:2:16:8, as CUBLAS_WORKSPACE_CONFIG would say it
+    ]
+
+
+ROWS: list[Row] = [
+    *_cublas("the forward pass"),
+    *_cublas("the backward pass"),
+    Row(Line("cublasLt workspace", None, True, EAGER), torch=Span((2, 14))),
+    Row(Line("cublasLt workspace", 0, True, UNIFIED)),
+    Row(
+        Line(
+            "cuDNN workspace",
+            None,
+            True,
+            f"unknown: for the while of a convolution, whatever its algorithm takes ({PYTORCH}/issues/49207)",
+        )
+    ),
+    Row(
+        Line(
+            "temporaries inside operators",
+            None,
+            True,
+            "unknown: such as the fp32 sums of flash attention's backward pass "
+            "(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, dq_accum)",
+        )
+    ),
+    Row(
+        Line(
+            "CUDA context",
+            426 * MIB,
+            False,
+            "measured on an RTX 6000 Ada with torch 2.10.0+cu130, before any kernel was loaded "
+            "(github.com/unslothai/unsloth-zoo/pull/1053)",
+        ),
+        capability=ADA,
+    ),
+    Row(
+        Line(
+            "CUDA context",
+            None,
+            False,
+            f"unknown for this capability: 274 MiB with torch 1.13 on an unnamed card ({PYTORCH}/pull/86509), "
+            "426 MiB with torch 2.10 on an RTX 6000 Ada (github.com/unslothai/unsloth-zoo/pull/1053)",
+        )
+    ),
+    Row(
+        Line(
+            "NCCL",
+            None,
+            False,
+            "unknown: by channels, algorithms and links; 544 MB were seen for a group of 2 A100s, 688 MB for larger "
+            "ones (github.com/NVIDIA/nccl/issues/964)",
+        ),
+        least_ranks=2,
+    ),
+    Row(Line("scratch and spilled registers of Triton kernels", None, False, "unknown")),
+]
+
+
+PAGES, OBJECTS = "pages of libraries' files that are read for the first time", "Python objects"
+GROWTH = "growth of a Transformer with 0.4 MiB of tensors, of which 34 MiB are file pages, most of libtorch_cpu.so"
+ON_CPU: list[Row] = [
+    Row(
+        Line(
+            PAGES,
+            34 * MIB,
+            False,
+            f"measured on x86-64 with torch 2.13.0+cpu: {GROWTH} (docs/planning.md); RLIMIT_DATA leaves them out",
+            is_capped=False,
+        ),
+        torch=Span((2, 13), (2, 14)),
+    ),
+    Row(Line(PAGES, None, False, "unknown for this version of torch: 34 MiB with 2.13.0+cpu on x86-64", False)),
+    Row(
+        Line(OBJECTS, 2 * MIB, False, f"measured on x86-64 with torch 2.13.0+cpu: {GROWTH} (docs/planning.md)"),
+        torch=Span((2, 13), (2, 14)),
+    ),
+    Row(Line(OBJECTS, None, False, "unknown for this version of torch: 2 MiB with 2.13.0+cpu on x86-64")),
+    Row(
+        Line(
+            "code of less common operators, buffers and weights in other layouts of oneDNN and MKL",
+            None,
+            False,
+            "unknown: 4 to 16 MiB were seen with recomputation, muon, bf16, and more with convolutions "
+            "(docs/planning.md)",
+        )
+    ),
+]
+
+
+SHAPE_BYTES, CONVOLVING_BYTES = 2 * MIB, 12 * MIB
+CONVOLUTIONS_OF = Span((2, 13), (2, 14))  # the versions of torch in which these two were measured
+
+
+def convolution_lines(num_shapes: int, torch_version: str) -> list[Line]:
+    """What oneDNN keeps on a CPU for convolutions of so many shapes, forward and backward."""
+    if not num_shapes:
+        return []
+    is_known = CONVOLUTIONS_OF.has(parsed(torch_version))
+    seen = "with torch 2.13.0+cpu on x86-64"
+    where = f"measured {seen}" if is_known else f"unknown for this version of torch: {seen}"
+    shapes = f"{where}: VmData grew by 0 to 4 MiB, 2.1 on average, for each of seven; a tenth of it was touched"
+    constant = f"{where}: three ResNets of 70 to 460 MiB grew by 13 to 19 MiB more than is known otherwise"
+    room_bytes, rest_bytes = (num_shapes * SHAPE_BYTES, CONVOLVING_BYTES) if is_known else (None, None)
+    rest = "oneDNN's convolutions: code, scratch memory, weights in other layouts"
+    return [
+        Line("room for the code of each shape of a convolution", room_bytes, False, shapes, True, False),
+        Line(rest, rest_bytes, False, constant),
+    ]
+
+
+def hidden_lines(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Line]:
+    """What a process on `device` may take beside its tensors.
+
+    Args:
+        torch_version: such as "2.13.0+cu130".
+        num_ranks: processes with a device each.
+    """
+    rows = ON_CPU if device.capability is None else ROWS
+    return list(_lines(rows, parsed(torch_version), device.capability or (0, 0), num_ranks))
+
+
+def parsed(version: str) -> Version:
+    """Major and minor number."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _lines(rows: list[Row], torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Line]:
+    names = set()
+    for row in rows:
+        holds = row.torch.has(torch_version) and row.capability.has(capability) and num_ranks >= row.least_ranks
+        if holds and row.line.name not in names:
+            names.add(row.line.name)
+            yield row.line

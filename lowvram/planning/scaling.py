@@ -1,0 +1,227 @@
+"""Two traces price every batch size and accumulation of a structure.
+
+Mostly the order of events doesn't depend on the batch size, and the bytes of each are affine in it: two traces give the
+line. Prices are taken between them, never beyond: a choice that hangs on a comparison of two such sizes, as offload's
+and chunks' do, and that is made alike at both ends, is made alike everywhere between. Where the ends differ, every
+batch size is traced for itself, and the price says so.
+
+A step of more than three parts goes through the same memory as one of three: the first part gives birth to gradients,
+the last one sends them to other ranks, and those between are alike. Only the batch is larger, and each part has a loss.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, final
+
+import torch
+
+from lowvram.config.errors import Incompatible
+from lowvram.core.assemble import TASK_FACTS, absent_of
+from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
+from lowvram.knobs.accum import Parts
+from lowvram.planning.cache import Store, key_of
+from lowvram.planning.target import Target
+from lowvram.planning.time.op_cost import Column
+from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
+from lowvram.planning.trace.fake import paper
+from lowvram.planning.trace.tracer import is_played, trace
+from lowvram.tasks import Problem
+
+MOST_PARTS = 3  # that are traced
+MIDDLE_PART = 2  # of three; parts are counted from 1
+FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless something beyond was asked for
+REACHES = 16, 4  # how far beyond, from what was asked for; the nearer where there is no line to the farther
+LOSS_BYTES = 4  # of a part: an fp32 number
+
+
+class Priced(NamedTuple):
+    """What a point would hold, and how that is known."""
+
+    trace: Trace
+    is_direct: bool  # it was traced just so; else its sizes were computed from other traces
+    why_direct: str | None = None  # where computing them was not possible
+
+
+Structure = tuple[tuple[str, ...], int]  # the knobs that are played, and the parts that are traced
+
+
+@dataclass
+class Known:
+    """The traces of one structure, and what became of looking for lines between them."""
+
+    traces: dict[int, Trace] = field(default_factory=dict)  # by samples of a part
+    lines: dict[tuple[int, int], Line | str] = field(default_factory=dict)  # by both ends; or why there is none
+
+
+@final
+class Pricer:
+    """Prices the points of one problem on one target."""
+
+    def __init__(self, problem: Problem, target: Target, store: Store | None = None) -> None:
+        self.problem, self.target, self.store = problem, target, store
+        self.known: dict[Structure, Known] = defaultdict(Known)
+
+    def price(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> Priced:
+        """A point whose logical batch is split into so many parts on each rank.
+
+        Args:
+            knobs: by the names that messages use, without that of accumulation.
+
+        Raises:
+            Incompatible, CantPlan: as `trace`.
+        """
+        assert all(knob.stage is not Stage.BATCH for knob in knobs.values())
+        samples, left = divmod(batch_size, parts * self.target.num_ranks)
+        if left or not samples:
+            direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
+            return Priced(direct, True, "the batch doesn't divide into equal parts")
+        num_traced = min(parts, MOST_PARTS)
+        # Before anything known is looked up: what conflicts may look on paper like what was traced.
+        self.check({**knobs, "accum": Parts(num_traced)})
+        knobs = {name: knob for name, knob in knobs.items() if is_played(knob)}
+        known = self.known[tuple(repr(knob) for knob in knobs.values()), num_traced]
+        why = None
+        if known.traces and samples not in known.traces:
+            line = self.line(known, knobs, num_traced, samples)
+            if isinstance(line, Line):
+                return Priced(with_parts(line.at(samples), parts), False)
+            why = line
+        return Priced(with_parts(self.traced(known, knobs, num_traced, samples), parts), parts == num_traced, why)
+
+    def check(self, knobs: Mapping[str, Knob]) -> None:
+        """Raises `Incompatible` where `trace` would, in the same words."""
+        if found := conflicts(knobs, self.target.absent()):
+            raise Incompatible("; ".join(found))
+        if any(knob.needs() & TASK_FACTS for knob in knobs.values()) and (found := conflicts(knobs, self.absent)):
+            raise Incompatible("; ".join(found))
+
+    @cached_property
+    def absent(self) -> dict[Fact, str]:
+        """The facts that the target or the problem lacks."""
+        with paper(self.target), torch.device("meta"):
+            model = self.problem.make_model()
+        return {**self.target.absent(), **absent_of(self.problem, model)}
+
+    def line(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
+        """A line that passes over so many samples, between what was traced; or why there is none."""
+        if samples < FEWEST_SAMPLES:
+            return "dimensions of one are treated otherwise"
+        below = max((each for each in known.traces if FEWEST_SAMPLES <= each < samples), default=FEWEST_SAMPLES)
+        if below == samples:
+            return "it is the smallest"
+        beyond = [each for each in known.traces if each > samples]
+        if beyond:
+            return self.line_between(known, knobs, parts, below, min(beyond))
+        farther, nearer = (max(MOST_SAMPLES, reach * samples) for reach in REACHES)
+        found = self.line_between(known, knobs, parts, below, farther)
+        return found if isinstance(found, Line) else self.line_between(known, knobs, parts, below, nearer)
+
+    def line_between(self, known: Known, knobs: Mapping[str, Knob], parts: int, below: int, above: int) -> Line | str:
+        """The line through the traces of two numbers of samples, looked for once."""
+        if (below, above) not in known.lines:
+            ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
+            known.lines[below, above] = line_through(ends)
+        return known.lines[below, above]
+
+    def traced(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
+        """A direct trace, made once: in this process, and where there is a store, on this machine."""
+        if samples not in known.traces:
+            all_knobs, batch_size = {**knobs, "accum": Parts(parts)}, samples * parts * self.target.num_ranks
+            key = key_of(self.problem, all_knobs, batch_size, self.target)
+            found = self.store.get(key) if self.store else None
+            if found is None:
+                found = trace(self.problem, all_knobs, batch_size, self.target)
+                if self.store:
+                    self.store.put(key, found)
+            known.traces[samples] = found
+        return known.traces[samples]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A structure whose sizes are affine in the samples of a part."""
+
+    trace: Trace
+    samples: int  # of `trace`
+    slope: torch.Tensor  # (events,) int64: bytes for each sample more
+    work_slope: torch.Tensor  # (operators, columns) int64: the same of their work
+
+    def at(self, samples: int) -> Trace:
+        more = samples - self.samples
+        num_bytes, work = self.trace.num_bytes + self.slope * more, self.trace.work + self.work_slope * more
+        return self.trace.sized(num_bytes, work)
+
+
+def line_through(traced: Mapping[int, Trace]) -> Line | str:
+    """The line through two traces; or why there is none, in half a sentence."""
+    (first, one), (second, other) = traced.items()
+    if one.makers != other.makers or not torch.equal(one.kinds, other.kinds):
+        return "other tensors are made at another batch size"
+    if not torch.equal(one.storages, other.storages) or not torch.equal(one.phases, other.phases):
+        return "tensors live and die in another order at another batch size"
+    if not torch.equal(one.work[:, : Column.FLOPS], other.work[:, : Column.FLOPS]):
+        return "other operators run at another batch size"
+    slope = even_slope(one.num_bytes, other.num_bytes, second - first)
+    work_slope = even_slope(one.work, other.work, second - first)
+    if slope is None or work_slope is None:
+        return "sizes don't grow evenly with the batch"
+    return Line(one, first, slope, work_slope)
+
+
+def even_slope(one: torch.Tensor, other: torch.Tensor, distance: int) -> torch.Tensor | None:
+    """By how much each number grows with every sample; None where that is no whole number."""
+    growth = other - one
+    slope = growth.div(distance, rounding_mode="floor")
+    return slope if torch.equal(slope * distance, growth) else None
+
+
+def with_parts(trace: Trace, parts: int) -> Trace:
+    """The trace of a step of `parts` parts, from one of three (or as many as there are)."""
+    more = parts - MOST_PARTS
+    if more <= 0:
+        return trace
+    is_batch = trace.kinds[trace.storages] == KINDS.index(Kind.INPUTS)
+    num_bytes = torch.where(is_batch, trace.num_bytes // MOST_PARTS * parts, trace.num_bytes)
+    work = trace.work.clone()
+    work[work[:, Column.PART] == MIDDLE_PART, Column.TIMES] += more
+    trace = replace(trace, num_bytes=num_bytes, work=work)
+    for start, end in reversed(last_parts(trace)):
+        trace = with_losses(trace, start, end, more)
+    return trace
+
+
+def last_parts(trace: Trace) -> list[tuple[int, int]]:
+    """Where the forward pass of the last part begins and where its update does, in each step."""
+    changes = torch.cat([torch.tensor([0]), (trace.phases[1:] != trace.phases[:-1]).nonzero()[:, 0] + 1]).tolist()
+    forward = 0
+    found: list[tuple[int, int]] = []
+    for at in changes:
+        phase = PHASES[trace.phases[at]]
+        forward = at if phase is Phase.FORWARD else forward
+        if phase is Phase.UPDATE:
+            found.append((forward, at))
+    return found
+
+
+def with_losses(trace: Trace, start: int, end: int, num: int) -> Trace:
+    """The trace with the losses of `num` more parts, from one event to before another."""
+    serials = torch.arange(num) + len(trace.kinds)
+    born, gone = torch.full((num,), LOSS_BYTES), torch.zeros(num, dtype=torch.int64)
+
+    def with_both(column: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return torch.cat([column[:start], before, column[start:end], after, column[end:]])
+
+    forward, update = (torch.full((num,), PHASES.index(phase)) for phase in (Phase.FORWARD, Phase.UPDATE))
+    return replace(
+        trace,
+        storages=with_both(trace.storages, serials, serials),
+        num_bytes=with_both(trace.num_bytes, born, gone),
+        phases=with_both(trace.phases, forward, update),
+        kinds=torch.cat([trace.kinds, torch.full((num,), KINDS.index(Kind.ACTIVATIONS))]),
+        makers=trace.makers + ["the loss of a part"] * num,
+        second_step=trace.second_step + (2 * num if end <= trace.second_step else 0),
+    )

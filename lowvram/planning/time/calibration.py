@@ -1,0 +1,185 @@
+"""The rates of the device that is here, as they were measured on it (microbench.py), and where they are kept.
+
+A rate is no constant: small work doesn't fill a device, large work doesn't fit its caches. So each family of operators
+has, in each number format, a curve of rates over the size of the work, straight between what was measured if both are
+drawn as logarithms, and level beyond it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lowvram.config.identity import device_name
+from lowvram.planning.cache import cache_folder, written_whole
+from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family
+from lowvram.planning.time.op_cost import FORMATS, LANES, Column, Lane
+from lowvram.planning.time.roofline import Extra, Rates, known
+
+SOURCE = "calibrated on this device"
+ANY_FORMAT = "fp32"  # whose rate stands in for that of a format that was not measured, except in products
+# A change of these makes others of all rates.
+MEASURED_BY = ("calibration.py", "op_class.py", "microbench.py", "microbench_inputs.py", "op_cost.py")
+COPY_TOUCHES = 2  # a copy on a CPU reads each byte and writes it
+
+
+class Curve(NamedTuple):
+    """Rates (per s) by the amount of work in one operator, in bytes or FLOPs; the smallest first."""
+
+    amounts: list[float]
+    rates: list[float]
+
+    def at(self, amounts: Tensor) -> Tensor:
+        """float64, as many."""
+        x, y = known(list(self.amounts)).log(), known(list(self.rates)).log()
+        wanted = amounts.double().clamp(self.amounts[0], self.amounts[-1]).log()
+        above = torch.searchsorted(x, wanted).clamp(1, max(len(x) - 1, 1))
+        if len(x) == 1:
+            return y.exp().expand_as(wanted)
+        share = (wanted - x[above - 1]) / (x[above] - x[above - 1])
+        return torch.lerp(y[above - 1], y[above], share).exp()
+
+
+@final
+class Calibration(Rates):
+    """Measured rates of a device.
+
+    Args:
+        curves: by family and format; of `Family`, and of `FORMATS`.
+        overhead_s: of an operator: what Python, torch and autograd take, with views and modules around it.
+        copies: bytes/s by `Lane`, of what goes on beside a card; None: a CPU, where nothing does.
+        getting: rates of memory that a tensor gets from the system, in bytes/s over its bytes; None: nothing is
+            got, as an allocator keeps what was freed.
+    """
+
+    source = SOURCE
+
+    def __init__(
+        self,
+        curves: Mapping[str, Mapping[str, Curve]],
+        overhead_s: float,
+        copies: Mapping[str, float] | None = None,
+        getting: Curve | None = None,
+    ) -> None:
+        self.curves, self.overhead_s, self.copies, self.getting = curves, overhead_s, copies, getting
+        is_own_host = copies is None
+        self.extra = Extra(overhead_s, 0.0, is_own_host) if is_own_host else Extra(0.0, overhead_s, is_own_host)
+
+    def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
+        flops, num_bytes = work[:, Column.FLOPS].double(), work[:, Column.BYTES].double()
+        arithmetic_s, moving_s = torch.zeros_like(flops), torch.zeros_like(flops)
+        codes, places = work[:, [Column.LANE, Column.FAMILY, Column.FORMAT]].unique(dim=0, return_inverse=True)
+        for number, (lane, family, number_format) in enumerate(codes.tolist()):
+            here = places == number
+            if LANES[lane] is not Lane.DEVICE:
+                moving_s[here] = self.beside_s(LANES[lane], num_bytes[here])
+                continue
+            name = FORMATS[number_format]
+            if FAMILIES[family] in PRODUCTS:
+                arithmetic_s[here] = seconds(self.curve(FAMILIES[family], name), flops[here])
+            else:
+                moving_s[here] = seconds(self.curve(FAMILIES[family], name), num_bytes[here])
+        return arithmetic_s, moving_s
+
+    def getting_s(self, work: Tensor) -> Tensor:
+        new_bytes = work[:, Column.NEW].double()
+        return torch.zeros_like(new_bytes) if self.getting is None else seconds(self.getting, new_bytes)
+
+    def beside_s(self, lane: Lane, num_bytes: Tensor) -> Tensor:
+        """Of what is copied, or is computed by the host."""
+        if self.copies is not None:
+            return num_bytes / self.copies[lane.value]
+        touched = num_bytes * (1 if lane is Lane.HOST else COPY_TOUCHES)
+        return seconds(self.curve(Family.MOVING, ANY_FORMAT), touched)
+
+    def curve(self, family: Family, number_format: str) -> Curve | None:
+        """The nearest that was measured; of a product only its own."""
+        own = self.curves.get(family.value, {})
+        if number_format in own or family in PRODUCTS:
+            return own.get(number_format)
+        moving = self.curves.get(Family.MOVING.value, {})
+        return own.get(ANY_FORMAT) or moving.get(number_format) or moving.get(ANY_FORMAT)
+
+
+def seconds(curve: Curve | None, amounts: Tensor) -> Tensor:
+    """NaN without a curve."""
+    return torch.full_like(amounts, float("nan")) if curve is None else amounts / curve.at(amounts)
+
+
+@final
+class Calibrations:
+    """Those of this machine, on disk: measured once for each device, torch, number of threads and allocator."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or cache_folder() / "calibrations"
+
+    def known(self, device: torch.device, allocator: str = "default") -> Calibration | None:
+        """What was measured before; nothing is measured now. None: nothing was, or it can't be read."""
+        key = key_of(device, allocator)
+        try:
+            held = json.loads(self.path(key).read_text())
+            return from_plain(held["rates"]) if held["key"] == key else None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def get(self, device: torch.device, allocator: str, measure: Callable[[torch.device], Calibration]) -> Calibration:
+        """What was measured before, or is now. What can't be written is measured again the next time.
+
+        Args:
+            allocator: the option of that group that acts in this process. Memory that is new for each tensor takes
+                its time.
+        """
+        found = self.known(device, allocator)
+        if found is None:
+            found, key = measure(device), key_of(device, allocator)
+            text = json.dumps({"key": key, "rates": to_plain(found)}, indent=1)
+            written_whole(self.path(key), lambda file: file.write(text.encode()))
+        return found
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+
+
+def key_of(device: torch.device, allocator: str) -> str:
+    """All that rates depend on. On a card the allocator isn't part of it: it keeps what was freed."""
+    is_card = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_card else f"cpu of {device_name()}"
+    digest = hashlib.blake2b(digest_size=8)
+    for source in MEASURED_BY:
+        digest.update((Path(__file__).parent / source).read_bytes())
+    about = f"{num_threads()} threads, {'any allocator' if is_card else f'allocator={allocator}'}"
+    return f"{name}, torch {torch.__version__}, {about}, {digest.hexdigest()}"
+
+
+def num_threads() -> int:
+    """That a point takes: one for each core that it may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def to_plain(calibration: Calibration) -> dict[str, Any]:
+    return {name: getattr(calibration, name) for name in ("curves", "overhead_s", "copies", "getting")}
+
+
+def from_plain(held: dict[str, Any]) -> Calibration:
+    """Raises KeyError, TypeError, ValueError or AttributeError where `held` is no calibration."""
+    curves = {
+        Family(family).value: {name: checked(Curve(*curve)) for name, curve in by_format.items()}
+        for family, by_format in held["curves"].items()
+    }
+    copies = None if held["copies"] is None else {lane: float(rate) for lane, rate in held["copies"].items()}
+    getting = None if held["getting"] is None else checked(Curve(*held["getting"]))
+    return Calibration(curves, float(held["overhead_s"]), copies, getting)
+
+
+def checked(curve: Curve) -> Curve:
+    is_whole = len(curve.amounts) == len(curve.rates) > 0
+    if not is_whole or min(curve.amounts + curve.rates) <= 0 or sorted(set(curve.amounts)) != curve.amounts:
+        raise ValueError(f"no curve: {curve}")
+    return curve

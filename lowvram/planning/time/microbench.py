@@ -1,0 +1,242 @@
+"""Measures the rates of the device that is here, in a second or two: one operator of each family, in each format, at a
+few sizes. What each of them computes and moves is counted as in a trace, so rates and traces mean the same.
+
+Belongs into a process that may compute: the fork server never does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowvram.core.device import card_of
+from lowvram.planning.devices import AMPERE
+from lowvram.planning.time.calibration import Calibration, Curve, num_threads, seconds
+from lowvram.planning.time.microbench_inputs import SAMPLES, Run, Sample
+from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family
+from lowvram.planning.time.op_cost import FORMATS, Clerk, Column, Lane
+from lowvram.planning.trace.fake import settings_restored
+
+Stopwatch = Callable[[Run], float]  # the seconds that one call takes
+
+NUM_ROUNDS = 3  # through all that is measured; the fastest counts, as others disturb
+STRETCH_S = 4e-3  # that one measurement takes at least, and two calls
+SLOW_S = 0.03  # what takes longer is not tried at larger sizes
+COPIED_BYTES = 2**25
+GOT_BYTES = (2**15, 3 * 2**14, 2**16, 2**20, 2**24, 2**25)  # glibc's thresholds are 64 KiB (tight), at most 32 MiB
+NUM_ALIVE = 4  # of these at a time: the C library has 128 KiB ready, which would do for one
+LEAST_S, LEAST_SHARE = 1e-8, 0.1  # of what is left of a time once that for memory is taken off
+MOST_WAIT_S = 5e-5  # of one thread for another, at the end of an operator
+
+
+@dataclass
+class Gauge:
+    """A sample in one format and one size, and the fastest call so far."""
+
+    family: Family
+    format: str
+    amount: float  # bytes or FLOPs of an operator
+    num_operators: int  # in one call
+    new_bytes: Tensor  # (operators,) of what each of them makes
+    run: Run
+    taken_s: float  # of one call
+
+
+def calibrate(
+    device: torch.device, samples: Sequence[Sample] | None = None, watch: Stopwatch | None = None
+) -> Calibration:
+    """Measure the rates of `device`; by default with the samples below and its own clock."""
+    is_card = device.type == "cuda"
+    watch = watch or (card_watch if is_card else host_watch)
+    with settings_restored(), with_threads(num_threads()), torch.random.fork_rng([device] if is_card else []):
+        gauges = [gauge for sample in samples or SAMPLES for gauge in gauges_of(sample, device, watch)]
+        overheads = [overhead_s(device)]
+        for _ in range(NUM_ROUNDS - 1):
+            for gauge in (each for each in gauges if each.taken_s < SLOW_S):
+                gauge.taken_s = min(gauge.taken_s, watch(gauge.run))
+            overheads.append(overhead_s(device))
+        copies, getting = (copies_of(device, watch), None) if is_card else (None, getting_of(watch))
+        return Calibration(curves_through(gauges, getting), min(overheads), copies, getting)
+
+
+@contextmanager
+def with_threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterator[Gauge]:
+    """In each format, from the smallest size to the one that takes long. What a device can't do has none."""
+    for dtype, is_tf32 in formats_of(device, sample.family):
+        for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
+            with suppress(RuntimeError):  # no such kernel, one that is not known, or no memory for it
+                run = in_tf32(sample.make(2**size, dtype, device), is_tf32)
+                amount, num_operators, name, new_bytes = counted(run, sample.family)
+                gauge = Gauge(sample.family, name, amount, num_operators, new_bytes, run, watch(run))
+                yield gauge
+                if gauge.taken_s < SLOW_S:
+                    continue
+            break
+
+
+def formats_of(device: torch.device, family: Family) -> list[tuple[torch.dtype, bool]]:
+    """Number formats, and whether products of fp32 round their factors to TF32."""
+    plain = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    is_extra = device.type == "cuda" and family in PRODUCTS and card_of(device).capability >= AMPERE
+    return [*plain, (torch.float32, True)] if is_extra else plain
+
+
+def in_tf32(run: Run, is_tf32: bool) -> Run:
+    def set_and_run() -> Any:
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # pyright: ignore[reportAttributeAccessIssue]
+            backend.fp32_precision = "tf32" if is_tf32 else "ieee"
+        return run()
+
+    return set_and_run
+
+
+@final
+class Counting(TorchDispatchMode):
+    """Writes down the work of what runs inside, as a trace does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clerk = Clerk()
+        self.clerk.begin()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.clerk.note(func, args, kwargs or {}, out)
+        return out
+
+
+class Counted(NamedTuple):
+    """Of one call."""
+
+    amount: float  # bytes or FLOPs of each of the family's operators on average
+    num_operators: int
+    format: str
+    new_bytes: Tensor  # (operators,)
+
+
+def counted(run: Run, family: Family) -> Counted:
+    """What a call does, as traces count it.
+
+    Raises:
+        RuntimeError: torch runs it with an operator that `MEMBERS` doesn't know, as a new version may.
+    """
+    with Counting() as counting:
+        run()
+    work = counting.clerk.work()
+    work = work[work[:, Column.FAMILY] == FAMILIES.index(family)]
+    if not len(work):
+        raise RuntimeError(f"none of the operators that ran is known as {family.value}")
+    column = Column.FLOPS if family in PRODUCTS else Column.BYTES
+    amount = float(work[:, column].double().mean())
+    return Counted(amount, len(work), FORMATS[int(work[-1, Column.FORMAT])], work[:, Column.NEW])
+
+
+def curves_through(gauges: Iterable[Gauge], getting: Curve | None) -> dict[str, dict[str, Curve]]:
+    """Rates of the work alone, without the time to get memory for what it makes."""
+    curves: dict[str, dict[str, Curve]] = {}
+    for gauge in gauges:
+        curve = curves.setdefault(gauge.family.value, {}).setdefault(gauge.format, Curve([], []))
+        getting_s = float(seconds(getting, gauge.new_bytes.double()).sum()) if getting else 0.0
+        curve.amounts.append(gauge.amount)
+        working_s = max(gauge.taken_s - getting_s, LEAST_SHARE * gauge.taken_s)
+        curve.rates.append(gauge.amount * gauge.num_operators / working_s)
+    return curves
+
+
+def getting_of(watch: Stopwatch) -> Curve:
+    """Rates of memory that a tensor gets from the system: the time to fill a new one, less that to fill one which is
+    there. The C library keeps small pieces for itself and returns others at once: each page of these is a fault of the
+    processor when it is touched, which can take ten times as long as the work on it."""
+
+    def got_s(num_bytes: int) -> float:
+        there = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(NUM_ALIVE)]
+        new_s = watch(lambda: [torch.empty(num_bytes, dtype=torch.uint8).fill_(0) for _ in there])
+        return (new_s - watch(lambda: [(torch.empty(1), tensor.fill_(0)) for tensor in there])) / NUM_ALIVE
+
+    taken_s = {num_bytes: median(got_s(num_bytes) for _ in range(NUM_ROUNDS)) for num_bytes in GOT_BYTES}
+    rates = [num_bytes / max(LEAST_S, each) for num_bytes, each in taken_s.items()]
+    return Curve([float(num_bytes) for num_bytes in GOT_BYTES], rates)
+
+
+def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:
+    """Seconds of the fastest call of a stretch. Where other processes take the cores, threads wait for each other much
+    longer than they work: of that wait no more than `most_wait_s` counts. They must sleep then and not spin, as they do
+    in the children of the fork server (OMP_WAIT_POLICY=passive)."""
+    end, least_s = time.perf_counter() + STRETCH_S, float("inf")
+    for num_calls in count(1):
+        start, start_busy = time.perf_counter(), time.thread_time()
+        run()
+        busy_s, passed_s = time.thread_time() - start_busy, time.perf_counter() - start
+        least_s = min(least_s, passed_s, busy_s + most_wait_s)
+        if num_calls > 1 and time.perf_counter() > end:
+            break
+    return least_s
+
+
+def card_watch(run: Run) -> float:
+    """Seconds of a call among many that the card is given at once, by its own clock."""
+    run()
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for num_calls in (2, 32):
+        before.record()
+        for _ in range(num_calls):
+            run()
+        after.record()
+        after.synchronize()
+        taken_s = before.elapsed_time(after) / 1e3
+        if taken_s > STRETCH_S:
+            break
+    return taken_s / num_calls
+
+
+def overhead_s(device: torch.device) -> float:
+    """What an operator of a training step takes by itself: a network of almost no work, forward and backward, with the
+    modules, views and gradients that real ones have; by operator, as traces count them."""
+    width, num_layers = 8, 12
+    layers = [nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, width)]).to(device) for _ in range(num_layers)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    start = torch.zeros(1, 2, width, device=device)
+
+    def run() -> None:
+        x = start
+        for norm, linear in layers:
+            x = x + F.gelu(linear(norm(x))).view(1, 2, 2, 4).transpose(1, 2).flatten(2).view_as(x)
+        torch.autograd.grad(x.sum(), weights)
+
+    with Counting() as counting:
+        run()
+    # On a card another thread runs the backward pass, so waiting for it counts.
+    most_wait_s = float("inf") if device.type == "cuda" else MOST_WAIT_S
+    return host_watch(run, most_wait_s) / len(counting.clerk.lines)
+
+
+def copies_of(device: torch.device, watch: Stopwatch) -> dict[str, float]:
+    """Bytes/s of copies between pinned memory and a card, and of what its host computes."""
+    there = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    numbers = torch.zeros(COPIED_BYTES // 4)
+    return {
+        Lane.TO_HOST.value: COPIED_BYTES / watch(lambda: here.copy_(there, non_blocking=True)),
+        Lane.TO_DEVICE.value: COPIED_BYTES / watch(lambda: there.copy_(here, non_blocking=True)),
+        Lane.HOST.value: 2 * COPIED_BYTES / host_watch(lambda: numbers.add_(1.0)),
+    }

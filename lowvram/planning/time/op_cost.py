@@ -1,0 +1,295 @@
+"""What the operators of a step compute and move: one line of whole numbers for each, collected while a step is traced.
+
+Products are counted by torch's own formulas (torch.utils.flop_counter), fused attention by those of Dao et al.,
+"FlashAttention" (2022), appendix B. Everything else is bound by memory: what it reads and writes counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lowvram.core import host
+from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, PRODUCTS, Family, family_of
+from lowvram.planning.trace.events import PHASES, Phase
+
+ATEN = torch.ops.aten
+
+
+class Column(IntEnum):
+    """Of `Trace.work`. The last three are affine in the samples of a part; the others don't depend on them."""
+
+    PART = 0  # of the batch, from 1 on; 0 before the first
+    PHASE = 1  # index into `PHASES`
+    LANE = 2  # index into `LANES`
+    FAMILY = 3  # index into `FAMILIES`
+    FORMAT = 4  # of a product's factors, or of the narrowest numbers that are computed with; index into `FORMATS`
+    TIMES = 5  # that this line is run
+    FLOPS = 6  # of a product
+    BYTES = 7  # that are read and written; of a copy between host and device, those that travel
+    NEW = 8  # bytes of the tensors that it makes
+
+
+class Lane(Enum):
+    """What runs an operator. Lanes go on beside each other."""
+
+    DEVICE = "device"
+    HOST = "host"  # its processor
+    TO_HOST = "to host"
+    TO_DEVICE = "to device"
+
+
+LANES = list(Lane)
+NO_PRODUCT, UNKNOWN = "none", "other"
+FORMATS = [NO_PRODUCT, "fp32", "tf32", "bf16", "fp16", "fp8", UNKNOWN]
+CALLED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FP8_BYTES = 1
+
+# No kernel runs.
+FREE = {
+    ATEN._unsafe_view,
+    ATEN.empty,
+    ATEN.empty_like,
+    ATEN.empty_strided,
+    ATEN.new_empty,
+    ATEN.new_empty_strided,
+    ATEN.lift_fresh,
+    ATEN.resize_,
+    ATEN.set_,
+}
+# Of their first tensor they touch what the others name, and no more.
+PICKING = {
+    ATEN.embedding,
+    ATEN.gather,
+    ATEN.index,
+    ATEN.index_select,
+    ATEN.nll_loss_forward,
+    ATEN.index_add_,
+    ATEN.index_put_,
+    ATEN.scatter_,
+    ATEN.scatter_add_,
+}
+OVERWRITING = {ATEN.copy_, ATEN._foreach_copy_, ATEN.fill_, ATEN.zero_, ATEN._foreach_zero_}  # they don't read it
+UNREAD = {ATEN.nll_loss_backward: "self"}  # is there for its shape alone
+SCALED = "grads"  # fused optimizers write into them only where a scale is given, and none is
+COPIES = {ATEN.copy_, ATEN._foreach_copy_}
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """How an operator's work is found from its arguments."""
+
+    reads: list[tuple[int, str, int]]  # arguments of tensors: place, name, how often each byte is read or written
+    written: int | None  # place of the first one that it writes into
+    makes: bool  # tensors
+    new: int  # how often each byte of what it makes is read or written
+    count_flops: Callable[..., int] | None  # None: it is no product
+    is_copy: bool
+    family: Family
+
+
+@cache
+def recipe_of(operator: Any) -> Recipe | None:
+    """None: it does nothing that takes time."""
+    packet, schema = operator._overloadpacket, operator._schema
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    makes = any("Tensor" in str(result.type) and result.alias_info is None for result in schema.returns)
+    if packet in FREE or not (writes or makes):
+        return None
+    reads: list[tuple[int, str, int]] = []
+    written: int | None = None
+    for place, argument in enumerate(schema.arguments):
+        if "Tensor" in str(argument.type):
+            may_write = argument.alias_info is not None and argument.alias_info.is_write
+            is_written = may_write and argument.name != SCALED
+            written = place if is_written and written is None else written
+            is_read = not (argument.is_out or (is_written and packet in OVERWRITING))
+            if argument.name != UNREAD.get(packet):
+                reads.append((place, argument.name, is_written + is_read))
+    if packet in PICKING:
+        reads = [(place, name, 2 * times * (place > 0)) for place, name, times in reads]
+    new = int(makes) * (2 if packet in PICKING else 1)
+    count_flops = flops_formula(packet)
+    family = family_of(packet, count_flops is not None)
+    return Recipe(reads, written, makes, new, count_flops, packet in COPIES, family)
+
+
+def flops_formula(packet: Any) -> Callable[..., int] | None:
+    family = family_of(packet, is_product=True)
+    if family in ATTENTIONS:
+        is_backward = family is Family.ATTENTION_BACKWARD
+        names = [argument.name for argument in packet.default._schema.arguments]
+        causal = names.index("is_causal")
+
+        def count(*args: Any, out_val: Any, **named: Any) -> int:
+            is_causal = named.get("is_causal", args[causal] if len(args) > causal else False)
+            query, key, value = args[is_backward : is_backward + 3]
+            return attention_flops(query, key, value, is_backward, is_causal)
+
+        return count
+    return flop_registry.get(packet)
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool, is_causal: bool) -> int:
+    """Of a fused kernel, for (samples, heads, length, width): two products of all pairs, or in the backward pass five,
+    one of which it does again. It leaves out the half that a causal mask hides."""
+    num_pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    widths = (3, 2) if is_backward else (1, 1)
+    flops = 2 * num_pairs * (widths[0] * query.shape[-1] + widths[1] * value.shape[-1])
+    return flops // 2 if is_causal else flops
+
+
+@final
+class Clerk:
+    """Writes down the work of a step, line by line."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, ...]] = []  # by `Column`
+        self.place = (0, PHASES.index(Phase.BETWEEN))  # part and phase
+        self.num_before_update = 0
+        self.traffic = (0, 0)  # as far as it is written down
+
+    def begin(self) -> None:
+        """A step starts here."""
+        self.traffic = traffic_so_far()
+
+    def mark(self, phase: Phase) -> None:
+        """From here on it is another phase; each forward pass is another part of the batch."""
+        self.note_traffic()
+        self.place = (self.place[0] + (phase is Phase.FORWARD), PHASES.index(phase))
+
+    def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
+        recipe = recipe_of(operator)
+        if recipe is None:
+            return
+        lane = lane_of(recipe, args) if host.is_anything_marked() else Lane.DEVICE
+        if lane is None:
+            return
+        given = len(args)
+        new_bytes = size(out) if recipe.makes else 0
+        num_bytes = recipe.new * new_bytes
+        for place, name, times in recipe.reads:
+            if times and (place < given or name in named):
+                num_bytes += times * size(args[place] if place < given else named[name])
+        flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
+        number_format = format_of([*args, *named.values()], recipe.family)
+        self.line(lane, number_format, flops, num_bytes, recipe.family, new_bytes)
+
+    def note_traffic(self) -> None:
+        """Write down what has travelled in the phase that ends."""
+        now = traffic_so_far()
+        for lane, before, after in zip((Lane.TO_HOST, Lane.TO_DEVICE), self.traffic, now, strict=True):
+            if after > before:
+                self.line(lane, NO_PRODUCT, 0, after - before)
+        self.traffic = now
+
+    def line(
+        self,
+        lane: Lane,
+        number_format: str,
+        flops: int,
+        num_bytes: int,
+        family: Family = Family.MOVING,
+        new_bytes: int = 0,
+    ) -> None:
+        codes = (LANES.index(lane), FAMILIES.index(family), FORMATS.index(number_format))
+        self.lines.append((*self.place, *codes, 1, flops, num_bytes, new_bytes))
+
+    def begin_update(self, *_: Any) -> None:
+        self.num_before_update = len(self.lines)
+
+    def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An update that no operator was seen of is a compiled kernel: it reads gradients, and reads and writes weights
+        and state, once."""
+        if len(self.lines) > self.num_before_update:
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+        gradients = [weight.grad for weight in weights]
+        if weights:
+            lane = Lane.HOST if host.is_computing() else Lane.DEVICE
+            self.line(lane, NO_PRODUCT, 0, size(gradients) + 2 * size(weights) + 2 * inner_size(state))
+
+    def work(self) -> Tensor:
+        """(operators, columns) int64."""
+        self.note_traffic()
+        return torch.tensor(self.lines, dtype=torch.int64).view(-1, len(Column))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensor that an argument is, or those of its list."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list | tuple) else []
+
+
+def size(value: Any) -> int:
+    """In bytes, of a tensor, a list of some, or anything else: 0."""
+    return sum(tensor.nbytes for tensor in tensors_of(value))
+
+
+def inner_size(tensors: list[Tensor]) -> int:
+    """In bytes, of tensors and of those that wrappers are made of."""
+    return sum(storage.nbytes() for tensor in tensors for storage in host.storages(tensor))
+
+
+def format_of(arguments: list[Any], family: Family) -> str:
+    """The narrowest of an operator's numbers, such as a product's factors, and how a card multiplies it now."""
+    parts = [part for value in arguments for tensor in tensors_of(value) for part in parts_of(tensor)]
+    dtypes = {part.dtype for part in parts if part.is_floating_point()}
+    if not dtypes:
+        return UNKNOWN
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    if narrowest.itemsize == FP8_BYTES:
+        return "fp8"
+    if narrowest is torch.float32:
+        return "tf32" if family in PRODUCTS and multiplies_in_tf32(family in CONVOLUTIONS) else "fp32"
+    return CALLED.get(narrowest, UNKNOWN)
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """What a wrapper is made of; any other tensor is itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]
+    return [part for each in inner if isinstance(each, Tensor) for part in parts_of(each)]
+
+
+def multiplies_in_tf32(is_convolution: bool) -> bool:
+    backend = torch.backends.cudnn.conv if is_convolution else torch.backends.cuda.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    return backend.fp32_precision == "tf32"
+
+
+def traffic_so_far() -> tuple[int, int]:
+    """Bytes to the host and to the device."""
+    return host.traffic.to_host_bytes, host.traffic.to_device_bytes
+
+
+def lane_of(recipe: Recipe, args: tuple[Any, ...]) -> Lane | None:
+    """The host computes where it says so, and what is written into its memory. None: a copy between the two, which
+    `host.traffic` knows of."""
+    if host.is_computing():
+        return Lane.HOST
+    if recipe.written is None or recipe.written >= len(args):
+        return Lane.DEVICE
+    is_host = is_on_host(args[recipe.written])
+    if recipe.is_copy and is_host != is_on_host(args[1]):
+        return None
+    return Lane.HOST if is_host else Lane.DEVICE
+
+
+def is_on_host(value: Any) -> bool:
+    """Of several tensors the first tells."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, Tensor) and host.holds(first)

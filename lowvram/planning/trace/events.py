@@ -1,0 +1,142 @@
+"""A trace: every tensor's birth and death in a build and two steps, as columns of numbers that are quick to add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from itertools import repeat
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lowvram.core.knob import Kind
+from lowvram.core.peak import ROUND_BYTES
+from lowvram.planning.memory.replay import FREE
+
+KINDS = list(Kind)
+
+
+class Phase(Enum):
+    """What the point is doing."""
+
+    BUILD = "build"  # weights get their initial values
+    FORWARD = "forward"  # with the loss
+    BACKWARD = "backward"  # with recomputation
+    UPDATE = "update"
+    BETWEEN = "between"
+
+
+PHASES = list(Phase)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a trace adds up to, in bytes, each storage in multiples of 512."""
+
+    peak_bytes: int  # of the device
+    by_kind: dict[Kind, int]  # at the moment of the peak
+    by_kind_max: dict[Kind, int]  # each kind's own largest moment
+    by_phase: dict[Phase, int]  # the device's largest moment in each
+    host_bytes: int  # the host's own largest moment
+    with_host_bytes: int  # the largest moment of device and host together
+
+
+class Large(NamedTuple):
+    """A storage that is alive at the peak."""
+
+    num_bytes: int
+    kind: Kind
+    maker: str
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Events in their order, one of each column: from here on a storage has so many bytes. 0 is its death."""
+
+    storages: Tensor  # (events,) int64: a number, counted by birth
+    num_bytes: Tensor  # (events,) int64: of that storage from now on, as it was asked for
+    phases: Tensor  # (events,) int64: index into `PHASES`
+    kinds: Tensor  # (storages,) int64: index into `KINDS`
+    makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
+    second_step: int  # the first event of the second step: by then the optimizer's state exists
+    work: Tensor  # (operators, columns) int64: of the second step, by lowvram.planning.time.op_cost.Column
+
+    def sized(self, num_bytes: Tensor, work: Tensor) -> Trace:
+        """The same events with other sizes, and the work that goes with them."""
+        other = replace(self, num_bytes=num_bytes, work=work)
+        vars(other).update(before=self.before, _is_host=self._is_host)  # which no size changes
+        return other
+
+    def sums(self, is_steady: bool = False) -> Sums:
+        """Of the whole, as an allocator's peak that is never reset tells; or of the second step alone."""
+        first = self.second_step if is_steady else 0
+        growth = self._growth
+        on_device, live = growth * ~self._is_host, torch.zeros(len(KINDS), len(growth) + 1, dtype=torch.int64)
+        live[self.kinds[self.storages], torch.arange(1, len(growth) + 1)] = growth
+        live = live.cumsum(1)[:, first:]
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), on_device]).cumsum(0)[first:]
+        at = int(total.argmax())
+        most = live.amax(1).tolist()
+        return Sums(
+            int(total[at]),
+            dict(zip(KINDS, live[:, at].tolist(), strict=True)),
+            dict(zip(KINDS, most, strict=True)),
+            self._by_phase(total[1:], self.phases[first:]),
+            most[KINDS.index(Kind.HOST)],
+            int(live.sum(0).amax()),
+        )
+
+    def _by_phase(self, total: Tensor, phases: Tensor) -> dict[Phase, int]:
+        most = torch.zeros(len(PHASES), dtype=torch.int64).scatter_reduce(0, phases, total, "amax")
+        return dict(zip(PHASES, most.tolist(), strict=True))
+
+    def largest(self, num: int, is_steady: bool = False) -> list[Large]:
+        """What holds the most of the device at the peak, the largest first."""
+        first = self.second_step if is_steady else 0
+        total = (self._growth * ~self._is_host).cumsum(0)
+        last = first + int(total[first:].argmax())
+        sizes = torch.zeros(len(self.kinds), dtype=torch.int64)
+        sizes.scatter_add_(0, self.storages[: last + 1], self._growth[: last + 1])
+        sizes[self.kinds == KINDS.index(Kind.HOST)] = 0
+        found = sizes.topk(min(num, len(sizes)))
+        each = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in each if size]
+
+    def requests(self) -> list[tuple[int, int, int]]:
+        """What an allocator of the device is asked for: `Event`s. A storage that changes its size is freed and asked
+        for anew."""
+        before = self._at_event_before(self.num_bytes)
+        is_asked = ~self._is_host & (self.num_bytes != before)
+        storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
+        asked, is_anew = num_bytes.where(num_bytes > 0, FREE), (before > 0) & (num_bytes > 0)
+        if is_anew.any():
+            times = 1 + is_anew.long()
+            storages, asked = storages.repeat_interleave(times), asked.repeat_interleave(times)
+            asked[(times.cumsum(0) - times)[is_anew]] = FREE
+        return list(zip(storages.tolist(), asked.tolist(), repeat(0)))
+
+    @cached_property
+    def before(self) -> Tensor:
+        """(events,) int64: the event before of the same storage; -1 at a birth."""
+        order = self.storages.argsort(stable=True)
+        before = torch.full_like(order, -1)
+        is_again = self.storages[order[1:]] == self.storages[order[:-1]]
+        before[order[1:]] = torch.where(is_again, order[:-1], -1)
+        return before
+
+    @cached_property
+    def _growth(self) -> Tensor:
+        """(events,) int64: by which the memory of the event's storage grows, in multiples of 512 bytes."""
+        sizes = (self.num_bytes + (ROUND_BYTES - 1)) // ROUND_BYTES * ROUND_BYTES
+        return sizes - self._at_event_before(sizes)
+
+    def _at_event_before(self, sizes: Tensor) -> Tensor:
+        """(events,) int64: those of the same storage one event earlier; 0 before its birth."""
+        return sizes[self.before].where(self.before >= 0, 0)
+
+    @cached_property
+    def _is_host(self) -> Tensor:
+        return self.kinds[self.storages] == KINDS.index(Kind.HOST)

@@ -1,0 +1,220 @@
+"""Plans: what points would hold, before they run. Many of them in one process, which computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.settings import KNOB_GROUPS, Settings
+from lowvram.core.assemble import skeleton
+from lowvram.core.device import card_of, choose_device
+from lowvram.core.knob import Knob, Stage
+from lowvram.data.source import Data
+from lowvram.loops.fields import about_model
+from lowvram.loops.setup import can_replace, check_batch_size, open_data, wanted_ranks
+from lowvram.planning.cache import Store
+from lowvram.planning.devices import DeviceSpec, find_device, load_device
+from lowvram.planning.estimate import Fields, Place, needs
+from lowvram.planning.scaling import Pricer
+from lowvram.planning.target import Target
+from lowvram.planning.time.calibration import Calibrations
+from lowvram.planning.trace.fake import CantPlan
+from lowvram.planning.trace.tracer import is_equivalent
+from lowvram.results.advice import out_of_memory_advice
+from lowvram.tasks import Problem
+
+CPU = torch.device("cpu")
+MARGIN = 0.1  # until it is known how wrong plans for a device are
+GENERIC = "generic"  # what plans are for where there is no card
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """conf/mode/plan.yaml. The parent has plans made by a `Planner`: no point runs."""
+
+
+@final
+class Planner:
+    """Plans points one after another; what they share is done once."""
+
+    def __init__(self, store: Store | None = None, calibrations: Calibrations | None = None) -> None:
+        self.store, self.calibrations = store, calibrations
+        self.opened: dict[str, Data] = {}  # by the configuration of the data
+        self.pricers: dict[tuple[str, Target], Pricer] = {}
+        self.models: dict[str, nn.Module] = {}  # on the meta device
+        self.about: dict[str, Fields] = {}  # what is known of them before they run
+
+    def fields(self, settings: Settings, choices: Mapping[str, str]) -> Fields:
+        """What the row of a point says that is only planned, for what `plan.device` says."""
+        return self.told(settings, choices, lambda: place_of(settings))
+
+    def fields_here(self, settings: Settings, choices: Mapping[str, str], num_launched: int | None = None) -> Fields:
+        """The same of a point that runs on this machine.
+
+        Args:
+            num_launched: ranks that torchrun has started; None: it hasn't.
+        """
+        return self.told(settings, choices, lambda: place_here(settings, num_launched))
+
+    def told(self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], Place]) -> Fields:
+        """A plan, or why there is none."""
+        try:
+            return {"status": "ok", **self.planned(settings, choices, find_place())}
+        except (BadInput, Incompatible) as error:
+            return {"status": "incompatible", "reason": str(error)}
+        except CantPlan as error:
+            return {"status": "error", "reason": str(error)}
+
+    def planned(self, settings: Settings, choices: Mapping[str, str], place: Place) -> Fields:
+        """The model and its plan.
+
+        Raises:
+            BadInput: a value that no point can have.
+            Incompatible: the knobs conflict, with each other or with the device that the plan is for.
+            CantPlan: the model can't be traced.
+        """
+        target, parts = place.target, settings.groups["accum"].parts
+        check_batch_size(settings.train.batch_size, parts, target.num_ranks)
+        knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
+        problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
+        priced = self.pricer(problem, target).price(without_parts(knobs), parts, num_rows)
+        place = self.with_rates(place, settings, choices)
+        plan = needs(priced.trace, place, choices["allocator"] == "expandable")
+        is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
+        advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, settings.vram_bytes)
+        grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
+        about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
+        fit = verdict(plan, settings, place)
+        return {
+            **self.about_model(problem, knobs),
+            "plan": {**about, **plan, "error": place.device.error, **fit, "advice": advice},
+        }
+
+    def with_rates(self, place: Place, settings: Settings, choices: Mapping[str, str]) -> Place:
+        """With the rates that were measured before, where it is a device of this machine; nothing is measured now."""
+        if place.here is None or self.calibrations is None:
+            return place
+        return replace(place, rates=self.calibrations.known(place.here, allocator_of(settings, choices)))
+
+    def problem(self, settings: Settings) -> Problem:
+        """The problem of a point."""
+        return settings.groups["task"].pose(settings.groups["model"], self.data(settings).spec)
+
+    def data(self, settings: Settings) -> Data:
+        """The data of a point; opened once."""
+        key = repr(([settings.groups[name] for name in ("data", "loader", "model")], settings.root.seed))
+        if key not in self.opened:
+            self.opened[key] = open_data(settings)
+        return self.opened[key]
+
+    def most_rows(self, settings: Settings, unit: int) -> int:
+        """How many rows a batch takes at most: a multiple of `unit`, as that of its samples is."""
+        batch_size = settings.train.batch_size
+        found = settings.groups["loader"].most_rows(self.data(settings).train, batch_size)
+        return min(batch_size, -(-found // unit) * unit)
+
+    def pricer(self, problem: Problem, target: Target) -> Pricer:
+        key = (problem.description, target)
+        if key not in self.pricers:
+            self.pricers[key] = Pricer(problem, target, self.store)
+        return self.pricers[key]
+
+    def about_model(self, problem: Problem, knobs: Mapping[str, Knob]) -> Fields:
+        """Of the model, as the knobs build it and change what it computes."""
+        key = repr((problem.description, list(knobs.values())))
+        if key not in self.about:
+            self.about[key] = about_model(problem, self.model(problem, knobs), list(knobs.values()))
+        return self.about[key]
+
+    def model(self, problem: Problem, knobs: Mapping[str, Knob]) -> nn.Module:
+        """The model without its weights, as the knobs build it."""
+        key = repr((problem.description, [knob for knob in knobs.values() if knob.stage is Stage.BUILD]))
+        if key not in self.models:
+            self.models[key] = skeleton(problem, knobs)
+        return self.models[key]
+
+
+def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
+    return {name: knob for name, knob in knobs.items() if knob.stage is not Stage.BATCH}
+
+
+def place_of(settings: Settings) -> Place:
+    """What `plan.device` says. `sharding.ranks=auto` is one: nobody knows how many devices there will be."""
+    sharding = settings.groups["sharding"]
+    num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
+    if settings.plan.device != "auto":
+        here = CPU if settings.plan.device == CPU.type else None
+        return Place(settings.plan.device, load_device(settings.plan.device), num_ranks, here)
+    if settings.root.device == "cpu":
+        return Place("cpu", load_device("cpu"), num_ranks, CPU)
+    if not torch.cuda.is_available():
+        return Place(GENERIC, load_device(GENERIC), num_ranks)
+    here = choose_device(settings.root.device)
+    return Place(*device_here(here), num_ranks, here)
+
+
+def place_here(settings: Settings, num_launched: int | None = None) -> Place:
+    """Where a point runs.
+
+    Args:
+        num_launched: ranks that torchrun has started; None: it hasn't.
+
+    Raises:
+        BadInput: this machine has no such device.
+    """
+    device = choose_device(settings.root.device)
+    num_ranks = num_launched
+    if num_ranks is None:
+        num_ranks = wanted_ranks(settings.groups["sharding"], device, settings.root.names_card)
+    free_bytes = free_host_bytes()
+    if device.type == "cpu":
+        spec = replace(load_device("cpu"), memory_bytes=free_bytes)
+        return Place("cpu", spec, num_ranks, device)
+    return Place(*device_here(device), num_ranks, device, host_bytes=free_bytes)
+
+
+def allocator_of(settings: Settings, choices: Mapping[str, str]) -> str:
+    """The option that acts where the point runs: a cap on a CPU takes another one (worker/job.py)."""
+    is_capped = settings.vram_bytes is not None and choices["allocator"] == "default"
+    return "tight" if is_capped else choices["allocator"]
+
+
+def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
+    """A card of this machine, by its name and with the memory that its driver reports."""
+    card, num_bytes = card_of(device), torch.cuda.get_device_properties(device).total_memory
+    major, minor = card.capability
+    unknown = DeviceSpec(names=[card.name], compute_capability=f"{major}.{minor}")
+    return card.name, replace(find_device(card.name) or unknown, memory_bytes=num_bytes)
+
+
+def free_host_bytes() -> int:
+    """What the kernel could give to a process."""
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+    return int(line.split()[1]) * 1024
+
+
+def margin_of(settings: Settings, place: Place) -> float:
+    """By how much more than is planned must fit, to be safe: what 95 % of the plans for such a device were off, at
+    most."""
+    if settings.plan.margin is not None:
+        return settings.plan.margin
+    return MARGIN if place.device.error_p95 is None else place.device.error_p95
+
+
+def verdict(plan: Fields, settings: Settings, place: Place) -> Fields:
+    """Whether it fits, with a margin, into `vram` or else into all that the device has, and into the host's memory
+    where that is known; null where no budget of the device is known."""
+    budget, host_budget = settings.vram_bytes or place.device.memory_bytes, settings.host_bytes or place.host_bytes
+    margin = margin_of(settings, place)
+    share = 1 + margin
+    fits = None if budget is None else plan["least_vram_bytes"] * share <= budget
+    fits_host = host_budget is None or (plan["host_bytes"] or 0) * share <= host_budget
+    budgets = {"budget_bytes": budget, "host_budget_bytes": host_budget, "margin": margin}
+    return {**budgets, "fits": fits and fits_host}

@@ -1,0 +1,169 @@
+"""What differs between the points of a sweep, and what each difference did. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from lowvram.config.identity import NOT_IDENTITY
+from lowvram.config.registry import neutral_options
+from lowvram.config.settings import KNOB_GROUPS
+from lowvram.results.columns import value_at
+from lowvram.results.row import Row, Status
+from lowvram.results.shown import shown
+
+Settings = Mapping[str, str]  # what differs: a group's option, or a dotted key's value
+LEAST_STEPS = 3  # of a waterfall: a baseline and two choices that were added
+ACCUMULATION = "accum"  # saves what a smaller batch would: no evidence for the other knobs
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one choice did, as medians over all pairs of points that differ in nothing else."""
+
+    name: str  # of the group or key
+    value: str
+    against: str
+    pairs: tuple[tuple[int, int], ...]  # the point with it, the point without
+    memory_ratio: float | None
+    speed_ratio: float | None
+    loss_ratio: float | None
+    gradient_error: float | None
+
+
+def settings(rows: Sequence[Row]) -> list[Settings]:
+    """Of each row the options and values that are not the same in all; an option's own values are left out."""
+    flat = [{**dict(_leaves(row["config"])), **row["choices"]} for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row["choices"]) | dict.fromkeys(
+        name for leaves in flat for name in leaves
+    )
+    varying = [name for name in names if _is_setting(name) and _varies(name, rows, flat)]
+    return [{name: _text(leaves[name]) for name in varying if name in leaves} for leaves in flat]
+
+
+def _leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _is_setting(name: str) -> bool:
+    parents = {name, name.partition(".")[0]}
+    return parents.isdisjoint(NOT_IDENTITY) and not name.endswith("._target_") and name not in NOT_IDENTITY
+
+
+def _varies(name: str, rows: Sequence[Row], flat: Sequence[Mapping[str, Any]]) -> bool:
+    """A group: between rows. A key: between rows that chose the same option of its group."""
+    group, dot, _ = name.partition(".")
+    seen: dict[str | None, set[str]] = {}
+    for row, leaves in zip(rows, flat, strict=True):
+        if name in leaves:
+            seen.setdefault(row["choices"].get(group) if dot else None, set()).add(_text(leaves[name]))
+    return any(len(values) > 1 for values in seen.values())
+
+
+def _text(value: Any) -> str:
+    return shown(value) if isinstance(value, str) else "null" if value is None else str(value).lower()
+
+
+def baseline(rows: Sequence[Row]) -> int:
+    """The point that others are compared to: of those that ran to their end, the one closest to the defaults."""
+    neutral = neutral_options()
+
+    def place(i: int) -> tuple[bool, int]:
+        changed = sum(rows[i]["choices"].get(group, option) != option for group, option in neutral.items())
+        return rows[i]["status"] != Status.OK, changed
+
+    return min(range(len(rows)), key=place)
+
+
+def memory_bytes(row: Row) -> float | None:
+    """Measured, or else planned: only plans never measure."""
+    is_plan = row["choices"].get("mode") == "plan"
+    return value_at(row, "plan.allocated_bytes" if is_plan else "memory.peak_bytes")
+
+
+def samples_per_s(row: Row) -> float | None:
+    """Measured, or else planned."""
+    planned_ms = value_at(row, "plan.step_ms")
+    if row["choices"].get("mode") == "plan" and planned_ms:
+        return row["config"]["train"]["batch_size"] / planned_ms * 1000
+    return value_at(row, "throughput.samples_per_s")
+
+
+def effects(rows: Sequence[Row], differing: Sequence[Settings], reference: int) -> list[Effect]:
+    """What each option and value did against that of the point `reference`, in the order of the points."""
+    finished = [i for i, row in enumerate(rows) if row["status"] == Status.OK]
+    found = {frozenset(differing[i].items()): i for i in reversed(finished)}
+    pairs: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for i in finished:
+        for name, value in differing[i].items():
+            against = differing[reference].get(name)
+            if against is None or value == against:
+                continue
+            without = found.get(frozenset({**differing[i], name: against}.items()))
+            if without is not None and rows[i]["memory"]["source"] == rows[without]["memory"]["source"]:
+                pairs.setdefault((name, value), []).append((i, without))
+    return [_effect(rows, name, value, differing[reference][name], couples) for (name, value), couples in pairs.items()]
+
+
+def _effect(rows: Sequence[Row], name: str, value: str, against: str, pairs: list[tuple[int, int]]) -> Effect:
+    ratios = [
+        [_ratio(measure(rows[i]), measure(rows[j])) for i, j in pairs] for measure in (memory_bytes, samples_per_s)
+    ]
+    losses = [
+        _ratio(value_at(rows[i], "loss.eval"), value_at(rows[j], "loss.eval"))
+        for i, j in pairs
+        if rows[i]["time"]["steps"] == rows[j]["time"]["steps"]  # a window that was cut short has trained less
+    ]
+    errors = [value_at(rows[i], "fidelity.gradient_error") for i, _ in pairs]
+    return Effect(name, value, against, tuple(pairs), *(_middle(values) for values in (*ratios, losses, errors)))
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def frontier(rows: Sequence[Row]) -> list[int]:
+    """The points that no other one beats in memory and speed, the smallest first; none if peaks can't be compared."""
+    found = [
+        (memory, -speed, i)
+        for i, row in enumerate(rows)
+        if row["status"] == Status.OK and (memory := memory_bytes(row)) and (speed := samples_per_s(row))
+    ]
+    if len({rows[i]["memory"]["source"] for *_, i in found}) > 1:
+        return []
+    best, fastest = [], 0.0
+    for _, slowness, i in sorted(found):
+        if -slowness > fastest:
+            best.append(i)
+            fastest = -slowness
+    return best
+
+
+def waterfall(rows: Sequence[Row], differing: Sequence[Settings]) -> list[dict[str, Any]] | None:
+    """The steps of a sweep whose points add knobs one by one, each with what it added; None for another sweep."""
+    if len(rows) < LEAST_STEPS or any(name not in KNOB_GROUPS for each in differing for name in each):
+        return None
+    steps: list[dict[str, Any]] = [{"point": 0, "added": [], "is_accumulation": False}]
+    before: set[tuple[str, str]] = set()
+    for i in range(1, len(rows)):
+        changed = set(differing[i].items()) - set(differing[0].items())
+        if not changed > before:
+            return None
+        added = sorted(changed - before)
+        names = [name for name, _ in added]
+        steps.append(
+            {"point": i, "added": ["=".join(one) for one in added], "is_accumulation": names == [ACCUMULATION]}
+        )
+        before = changed
+    return steps

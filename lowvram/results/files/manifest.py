@@ -1,0 +1,162 @@
+"""`files.json` in an exported folder: what lowvram has written there, with the hash of each file. Imports no torch.
+
+An export replaces an earlier one file by file, because the user may have put files into the folder too. While it does,
+the list says both what comes and what was there `before`, so that the next export still knows our files if this one is
+cut off; the last thing that it writes is a list of what came. A folder that is not as its list says is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from lowvram.config.errors import BadInput
+from lowvram.results.files.durable import flush, flush_folder, write_text
+
+NAME = "files.json"
+
+
+@final
+@dataclass(frozen=True)
+class Content:
+    """What is in a file."""
+
+    sha256: str
+    bytes: int
+
+    def is_in(self, path: Path) -> bool:
+        """Whether a file holds just that; a link to one doesn't."""
+        with suppress(FileNotFoundError):
+            told = path.lstat()
+            return stat.S_ISREG(told.st_mode) and told.st_size == self.bytes and content_of(path) == self
+        return False
+
+
+Files = Mapping[str, Content]  # by their names
+
+
+@final
+@dataclass(frozen=True)
+class Manifest:
+    """The list, and what was there before it; None: all of its files have come."""
+
+    files: Files
+    before: Files | None = None
+
+
+def content_of(path: Path) -> Content:
+    with path.open("rb") as file:
+        return Content(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
+
+def read(folder: Path) -> Manifest | None:
+    """The list of a folder; None where there is none. Raises ValueError if it is damaged or somebody else's."""
+    try:
+        told = json.loads((folder / NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    try:
+        return Manifest(files_of(told["files"]), told["before"] and files_of(told["before"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no list of files: {error}") from None
+
+
+def files_of(told: Mapping[str, Mapping[str, Any]]) -> Files:
+    if any(name != Path(name).name for name in told):
+        raise ValueError("a name in it leads out of the folder")
+    return {name: Content(**about) for name, about in told.items()}
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    write_text(folder / NAME, json.dumps(asdict(manifest), indent=2) + "\n")
+
+
+def check(folder: Path) -> None:
+    """Whether an exported folder is as it was written. Early versions of lowvram wrote no list.
+
+    Raises:
+        BadInput: a file isn't, or isn't there, or an export was cut off.
+    """
+    try:
+        manifest = read(folder)
+    except ValueError as error:
+        raise damaged(folder, NAME, str(error)) from None
+    if manifest is None:
+        warnings.warn(f"{folder} has no {NAME}, so nobody knows whether its files are whole", stacklevel=3)
+        return
+    changed = [name for name, content in manifest.files.items() if not content.is_in(folder / name)]
+    left = [name for name in manifest.before or () if name not in manifest.files and os.path.lexists(folder / name)]
+    if manifest.before is not None and (changed or left):
+        allowed = f"a whole export: writing this one was cut off; resume={folder.parent} writes it again"
+        raise BadInput("folder", str(folder), allowed)
+    if changed:
+        is_there = os.path.lexists(folder / changed[0])
+        raise damaged(folder, changed[0], "its bytes don't match their hash" if is_there else "it is missing")
+
+
+def damaged(folder: Path, name: str, what: str) -> BadInput:
+    mend = f"take a copy of it, or export again; if you have changed it yourself, remove {NAME}"
+    return BadInput("folder", str(folder), f"as it was exported: {name} is damaged ({what}); {mend}")
+
+
+def put(fresh: Path, folder: Path) -> None:
+    """Move the files of a new export to their place. Raises FileExistsError, before anything is changed, if a file of
+    somebody else is in the way."""
+    new = {path.name: content_of(path) for path in sorted(fresh.iterdir())}
+    before = ours_in(folder, new)
+    for name in new:
+        flush(fresh / name)
+    folder.mkdir(exist_ok=True)
+    flush_folder(folder.parent)
+    write(folder, Manifest(new, before))
+    for name in new:
+        (fresh / name).replace(folder / name)
+    for name in before.keys() - new.keys():
+        (folder / name).unlink()
+    flush_folder(folder)
+    write(folder, Manifest(new))
+
+
+def ours_in(folder: Path, names: Iterable[str]) -> Files:
+    """The files of an earlier export, as they are now.
+
+    Args:
+        names: of what is to come.
+
+    Raises:
+        FileExistsError: one of these names, or of those of the list, is taken by what isn't ours, or is no more.
+    """
+    if not os.path.lexists(folder):
+        return {}
+    if folder.is_symlink() or not folder.is_dir():
+        raise in_the_way(folder, folder.parent)
+    try:
+        manifest = read(folder) or Manifest({})
+    except ValueError:
+        raise in_the_way(folder / NAME, folder.parent) from None
+    known = [*manifest.files.items(), *(manifest.before or {}).items()]
+    ours = {name: content for name, content in known if content.is_in(folder / name)}
+    wanted = dict.fromkeys([*names, *manifest.files])
+    taken = [folder / name for name in wanted if name not in ours and os.path.lexists(folder / name)]
+    if taken:
+        raise in_the_way(taken[0], folder.parent)
+    return ours
+
+
+class InTheWay(FileExistsError):
+    """The user's file has the name of one of ours."""
+
+
+def in_the_way(path: Path, run: Path) -> InTheWay:
+    what = f"{path} is in the way of what lowvram exports, and isn't as lowvram wrote it there ({NAME} tells)"
+    return InTheWay(f"{what}: move it elsewhere, then go on with resume={run}")

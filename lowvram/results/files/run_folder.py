@@ -1,0 +1,384 @@
+"""The folder of a run or of a sweep: which program writes in it, and what in it is ours. Imports no torch.
+
+`.lowvram` marks a folder whose results are ours. A program that runs a point holds a lock on that file (flock), and so
+do the point's processes, until the last of them has ended: the kernel lets the lock go whichever way they die, and
+network file systems pass it on to other machines. The file also tells who holds it. Where a file system has no such
+locks, the process that it names counts, if it runs on this machine, and any other machine's does.
+
+A program removes only what it has made itself: folders that it has created, and files whose names it has found free.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, final
+
+from lowvram.config.errors import BadInput
+from lowvram.config.version import __version__
+from lowvram.results import row as rows
+from lowvram.results.files.durable import flush_folder, remove_leftovers
+from lowvram.results.files.marker import MARKER, read_marker
+
+NUM_TRIES, TRY_S = 5, 0.05  # somebody may only look whether the lock is held
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
+NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
+LARGEST_MARKER_BYTES = 2**16
+SNAPSHOTS = "snapshots"  # the folder
+SNAPSHOT_NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
+
+
+class Kind(Enum):
+    """What a folder holds."""
+
+    RUN = "run"
+    SWEEP = "sweep"
+
+
+# Patterns of the files and folders that are written there.
+SHARED = ("table.md", "table.csv", "rows.jsonl", "report.html", "figures", "wandb", "wandb_run_id", "wandb_table")
+NAMES = {
+    Kind.RUN: (
+        *SHARED,
+        ".hydra",
+        "metrics.jsonl",
+        "metrics.damaged.jsonl",
+        "result.json",
+        "native.log",
+        "native.*.log",
+        SNAPSHOTS,
+        "model",
+        "disturbed-*.json*",
+        "fidelity",
+        "experiment",
+        "memory.md",
+        "snapshot.pickle",
+        "snapshot.html",
+    ),
+    Kind.SWEEP: (*SHARED, "multirun.yaml", "references"),
+}
+
+
+POINT = re.compile(r"[0-9a-f]{16}")  # the folder of a search's probe
+FOLDERS = (".hydra", "snapshots", "model", "fidelity", "experiment")  # of a run, in which files are written whole
+
+
+class Held(BadInput):
+    """Another program writes in the folder: `who`, as far as that is known."""
+
+    def __init__(self, key: str, folder: Path, owner: Owner | None) -> None:
+        self.who = str(owner or "another program")
+        mend = "wait for its end, stop it, or choose another folder"
+        super().__init__(key, str(folder), f"a folder in which nobody else runs: {self.who} does; {mend}")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The program that a marker names."""
+
+    pid: int
+    host: str
+    started: str  # UTC
+    born_ticks: int  # since the machine started: another process may get the same pid
+
+    @classmethod
+    def me(cls) -> Owner:
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(os.getpid(), socket.gethostname(), started, born_ticks(os.getpid()) or 0)
+
+    def may_be_alive(self) -> bool:
+        """What can be told without its lock."""
+        return self.host != socket.gethostname() or born_ticks(self.pid) == self.born_ticks
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.started}"
+
+
+def born_ticks(pid: int) -> int | None:
+    """When a process of this machine began; None: there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@final
+class Claim:
+    """A folder that this program may write in, until `release` or `undo`.
+
+    Args:
+        key: what the user typed for the folder, for messages.
+        point: the id of the point that the folder is for; None: whichever it held.
+
+    Raises:
+        Held: another program writes there.
+        BadInput: it holds another point, or files of somebody else that have the names of ours.
+        OSError: it can't be made or written.
+    """
+
+    def __init__(self, folder: Path, kind: Kind, key: str, point: str | None = None) -> None:
+        self.folder, self.kind, self._key = folder.absolute(), kind, key
+        self.made = made_folders(self.folder)
+        self._before = b""  # what the marker said
+        self.is_new = False  # whether this program has made the marker
+        self.run: str | None = None  # what the run is called in its snapshots
+        self.fd = -1
+        try:
+            self.fd = self._open()
+            self._check(self._before, point)
+            self._tidy()
+            self.run = self._named_run()
+            self._tell(Owner.me(), point)
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def marker(self) -> Path:
+        return self.folder / MARKER
+
+    def _open(self) -> int:
+        """The marker, locked."""
+        while True:
+            fd = self._open_marker()
+            try:
+                self._before = os.pread(fd, LARGEST_MARKER_BYTES, 0)
+                if self.kind is Kind.SWEEP:
+                    self._tidy_alone(fd)
+                self._lock(fd)
+                if is_same_file(fd, self.marker):  # else whoever held it has just removed it
+                    self._before = os.pread(fd, LARGEST_MARKER_BYTES, 0)
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _open_marker(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self.is_new = False
+        try:
+            return os.open(self.marker, flags)
+        except FileNotFoundError:
+            self._check_names()
+        try:
+            fd = os.open(self.marker, flags | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return os.open(self.marker, flags)
+        self.is_new = True
+        return fd
+
+    def _lock(self, fd: int) -> None:
+        how = fcntl.LOCK_EX if self.kind is Kind.RUN else fcntl.LOCK_SH  # the points of a sweep have locks of their own
+        for _ in range(NUM_TRIES):
+            try:
+                return fcntl.flock(fd, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(TRY_S)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                owner = owner_of(read_marker(self._before))
+                if owner is None or not owner.may_be_alive():
+                    return None
+                break
+        owner = owner_of(read_marker(os.pread(fd, LARGEST_MARKER_BYTES, 0)))
+        raise Held(self._key, self.folder, owner)
+
+    def _check(self, text: bytes, point: str | None) -> None:
+        """What the marker says must go with what comes."""
+        held = read_marker(text)
+        if text.strip() and "lowvram" not in held:  # empty: its maker was killed at once
+            allowed = (
+                f"a folder whose {MARKER} can be read: it is damaged or somebody else's; remove it if nothing runs"
+            )
+            raise BadInput(self._key, str(self.folder), f"{allowed} there")
+        if held.get("kind", self.kind.value) != self.kind.value:
+            allowed = f"a folder for a {self.kind.value}: this one holds a {held['kind']}"
+            raise BadInput(self._key, str(self.folder), allowed)
+        if point is not None and held.get("point") not in (None, point):
+            raise other_point(self._key, str(self.folder))
+
+    def _check_names(self) -> None:
+        """Nobody else's file may be where one of ours will be. What an early version has left is ours."""
+        if HOLDS[self.kind](self.folder):
+            return
+        taken = sorted(path.name for name in NAMES[self.kind] for path in self.folder.glob(name))
+        if taken:
+            allowed = f"a folder without {', '.join(taken)}, which lowvram would write: choose another one, or rename"
+            raise BadInput(self._key, str(self.folder), f"{allowed} what is there")
+
+    def _tidy_alone(self, fd: int) -> None:
+        """What programs of this sweep left that died while they wrote, if none of them runs now."""
+        if read_marker(self._before).get("kind") != self.kind.value:
+            return
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_leftovers(self.folder)
+            remove_leftovers(self.folder / "references")
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def _tidy(self) -> None:
+        """What programs left here that died while they wrote. Those of a sweep share its folder: see `_tidy_alone`."""
+        if self.kind is Kind.RUN:
+            probes = [path for path in self.folder.iterdir() if POINT.fullmatch(path.name)]
+            for folder in (self.folder, *(self.folder / name for name in FOLDERS), *probes):
+                if not folder.is_symlink():
+                    remove_leftovers(folder)
+
+    def _named_run(self) -> str | None:
+        """Of the run that the folder holds; None if an early version, or nobody, has named it."""
+        named = read_marker(self._before).get("run")
+        is_new = self.kind is Kind.RUN and not has_snapshots(self.folder)
+        return named or (secrets.token_hex(8) if is_new else None)
+
+    def _tell(self, owner: Owner | None, point: str | None) -> None:
+        """Write into the marker who holds the lock; the file stays the same one, as its lock must."""
+        told = {
+            "lowvram": __version__,
+            "kind": self.kind.value,
+            "point": point or read_marker(self._before).get("point"),
+            "run": self.run,
+        }
+        self._rewrite(json.dumps(told | {"owner": owner and vars(owner)}).encode() + b"\n")
+
+    def _rewrite(self, text: bytes) -> None:
+        """In one call, over all of an older text: whoever is killed before the next one leaves blanks at its end."""
+        os.pwrite(self.fd, text.ljust(os.fstat(self.fd).st_size), 0)
+        os.ftruncate(self.fd, len(text))
+
+    def release(self) -> None:
+        """The results stay, and others may go on with them."""
+        if self.fd >= 0:
+            with suppress(OSError):
+                text = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
+                self._rewrite(json.dumps(text | {"owner": None}).encode() + b"\n")
+            os.close(self.fd)
+            self.fd = -1
+
+    def undo(self) -> None:
+        """What was to come was refused: all is as before."""
+        if self.fd >= 0:
+            with suppress(OSError):
+                if self.is_new and self._is_alone():
+                    self._remove_ours()
+                elif not self.is_new:
+                    self._rewrite(self._before)
+            os.close(self.fd)
+            self.fd = -1
+        remove_empty(self.made)
+
+    def _is_alone(self) -> bool:
+        """Whether no other program has joined."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in NO_LOCKS
+        return True
+
+    def _remove_ours(self) -> None:
+        """Files that a refused run leaves: their names were free when this program came."""
+        logs = [*self.folder.glob("native.log"), *self.folder.glob("native.*.log")]
+        remove_files([*(self.folder / name for name in (*NOTES, "multirun.yaml")), *logs])
+        remove_empty([self.folder / ".hydra"])
+        self.marker.unlink()
+
+
+def other_point(key: str, folder: str) -> BadInput:
+    """A folder has the results of another point."""
+    return BadInput(
+        key, folder, "a folder for each point: this one is another point's; choose another, such as ${point_id:}"
+    )
+
+
+def made_folders(folder: Path) -> list[Path]:
+    """Make a folder, and those above it; returns those that were not there, the uppermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made: list[Path] = []
+    for path in reversed(missing):
+        with suppress(FileExistsError):  # another program was faster
+            path.mkdir()
+            made.append(path)
+            flush_folder(path.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    return made
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """From the lowest up, as long as nothing is in them."""
+    for folder in reversed(list(folders)):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def owner_of(told: dict[str, Any]) -> Owner | None:
+    try:
+        return Owner(**told["owner"])
+    except (KeyError, TypeError):
+        return None
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a program writes in a folder now."""
+    try:
+        fd = os.open(folder / MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        owner = owner_of(read_marker(os.pread(fd, LARGEST_MARKER_BYTES, 0)))
+        return owner is not None and owner.may_be_alive()
+    finally:
+        os.close(fd)
+    return False
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has what a run leaves."""
+    return rows.read(folder) is not None or has_snapshots(folder)
+
+
+def holds_sweep(folder: Path) -> bool:
+    """Whether a folder has what a sweep leaves."""
+    return any(rows.read(path.parent) is not None for path in folder.glob(f"*/{rows.FILE_NAME}"))
+
+
+def has_snapshots(folder: Path) -> bool:
+    return bool(snapshots_in(folder / SNAPSHOTS))
+
+
+def snapshots_in(folder: Path) -> list[Path]:
+    """The newest first. What else has such a name, a folder, a link to nothing or a pipe, is none of ours."""
+    found = (path for path in folder.glob("step_*.pt") if SNAPSHOT_NAME.fullmatch(path.name) and path.is_file())
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+HOLDS = {Kind.RUN: holds_run, Kind.SWEEP: holds_sweep}

@@ -1,0 +1,170 @@
+"""What a report shows: the rows of one or more sweeps as one plain value, ready for JSON. Needs no torch.
+
+Units: memory in the unit named by `unit`, speed in `speed_unit` per second, times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowvram.results import table
+from lowvram.results.ablation import (
+    Settings,
+    baseline,
+    effects,
+    frontier,
+    memory_bytes,
+    samples_per_s,
+    settings,
+    waterfall,
+)
+from lowvram.results.columns import Column, value_at, words_column
+from lowvram.results.metric_lines import FILE_NAME as LOG_FILE
+from lowvram.results.report.curves import curve
+from lowvram.results.row import KINDS, Row
+from lowvram.results.shown import shown
+
+Evidence = dict[str, Any]
+PEAK_KINDS = tuple(kind for kind in KINDS if kind != "host")  # the host's is no part of the peak
+
+OF_TRAINING = ("last loss", "eval loss", "accuracy", "perplexity")  # only compared after equally many steps
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row, and where it was found."""
+
+    sweep: Path
+    folder: Path
+    row: Row
+
+
+def entries(folders: Sequence[Path]) -> list[Entry]:
+    """The points of all sweeps, in the order of the folders."""
+    return [
+        Entry(folder, point, row)
+        for folder in dict.fromkeys(path.resolve() for path in folders)
+        for point, row in table.collect_with_folders(folder)
+    ]
+
+
+def evidence(found: Sequence[Entry]) -> Evidence:
+    """All that the report shows of at least one point."""
+    rows = [entry.row for entry in found]
+    unit, unit_bytes = table.memory_unit(rows)
+    differing, reference = settings(rows), baseline(rows)
+    has_tokens = any(value_at(row, "throughput.tokens_per_s") for row in rows)
+    is_plan = all(row["choices"].get("mode") == "plan" for row in rows)
+    sweeps = list(dict.fromkeys(entry.sweep for entry in found))
+    points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(found, differing, strict=True)]
+    return {
+        "title": shown(", ".join(sweep.name for sweep in sweeps)),
+        "about": _about(rows, differing),
+        "unit": unit,
+        "memory_title": f"{'planned' if is_plan else 'peak'} memory",
+        "memory_source": _source(rows),
+        "speed_unit": "tokens" if has_tokens else "samples",
+        "kinds": PEAK_KINDS,
+        "baseline": reference,
+        "points": points,
+        "frontier": frontier(rows),
+        "effects": [vars(effect) for effect in effects(rows, differing, reference)],
+        "waterfall": waterfall(rows, differing),
+        "columns": [_column(column) for column in _columns(found, differing)],
+        "notes": [*table.build(rows).notes, *_damages(points)],
+    }
+
+
+def _damages(points: Sequence[Evidence]) -> list[str]:
+    """Of which points lines of the log can't be read."""
+    damaged = ((point["name"], point["curve"]["num_damaged"]) for point in points)
+    return [f"{name}: {number} damaged lines of {LOG_FILE} are left out" for name, number in damaged if number]
+
+
+def _about(rows: Sequence[Row], differing: Sequence[Settings]) -> list[str]:
+    """What was swept, on what and with what it was measured; each once."""
+    names = ", ".join(dict.fromkeys(name for each in differing for name in each))
+    where = [row["provenance"] for row in rows]
+    models = [f"model={model}" for model in dict.fromkeys(row["choices"].get("model") for row in rows) if model]
+    devices = [each["device_name"] for each in where]
+    versions = [f"{name} {each[name]}" for name in ("lowvram", "torch") for each in where if each[name]]
+    swept = f"{len(rows)} points over {names}" if names else None
+    return list(dict.fromkeys(str(one) for one in (swept, *models, *devices, *versions) if one))
+
+
+def _source(rows: Sequence[Row]) -> str:
+    """How the peaks were measured."""
+    sources = dict.fromkeys(row["memory"]["source"] for row in rows if row["memory"]["source"])
+    return ", ".join(table.SOURCES.get(source, str(source)) for source in sources)
+
+
+def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool) -> Evidence:
+    """One point, for every figure."""
+    row = entry.row
+    speed, per_sample = samples_per_s(row), _tokens_per_sample(row) if has_tokens else 1.0
+    batch_size = (row["config"].get("train") or {}).get("batch_size")
+    kinds = row["memory"]["by_kind"] or (row["plan"] or {}).get("by_kind" if _is_plan(row) else "")
+    return {
+        "name": table.label(row),
+        "sweep": shown(entry.sweep.name),
+        "status": row["status"] or "unfinished",
+        "reason": row["reason"] and shown(row["reason"]),
+        "command": row["provenance"]["command"] and shown(row["provenance"]["command"]),
+        "settings": dict(differing),
+        "memory": _scaled(memory_bytes(row), unit_bytes),
+        "planned": None if _is_plan(row) else _scaled(value_at(row, "plan.allocated_bytes"), unit_bytes),
+        "by_kind": kinds and [_scaled(kinds.get(kind) or 0, unit_bytes) for kind in PEAK_KINDS],
+        "by_kind_reason": row["memory"]["by_kind_reason"],
+        "speed": speed and per_sample and speed * per_sample,
+        "loss": value_at(row, "loss.eval"),
+        "num_steps": value_at(row, "time.steps"),
+        "gradient_error": value_at(row, "fidelity.gradient_error"),
+        "loss_gap": value_at(row, "fidelity.loss_gap"),
+        "curve": vars(curve(entry.folder, row, batch_size and per_sample and batch_size * per_sample)),
+    }
+
+
+def _is_plan(row: Row) -> bool:
+    return row["choices"].get("mode") == "plan"
+
+
+def _tokens_per_sample(row: Row) -> float | None:
+    """Real ones, as they were counted."""
+    samples, tokens = value_at(row, "throughput.samples_per_s"), value_at(row, "throughput.tokens_per_s")
+    return tokens / samples if samples and tokens else None
+
+
+def _scaled(num_bytes: float | None, unit_bytes: int) -> float | None:
+    return None if num_bytes is None else float(f"{num_bytes / unit_bytes:.6g}")
+
+
+def _columns(found: Sequence[Entry], differing: Sequence[Settings]) -> list[Column]:
+    """Those of the table, with what differs, the reasons and the commands."""
+    rows = [entry.row for entry in found]
+    name, status, *numbers = table.build(rows).shown
+    names = dict.fromkeys(key for each in differing for key in each)
+    sweeps = [entry.sweep.name for entry in found]
+    columns = [
+        name,
+        words_column("sweep", sweeps if len({entry.sweep for entry in found}) > 1 else ()),
+        status,
+        *(words_column(key, (each.get(key) for each in differing)) for key in names),
+        *numbers,
+        words_column("reason", (row["reason"] for row in rows)),
+        words_column("command", (row["provenance"]["command"] for row in rows)),
+    ]
+    return [column for column in columns if any(column.texts)]
+
+
+def _column(column: Column) -> Evidence:
+    return {
+        "title": column.title,
+        "texts": column.texts,
+        "values": column.values if column.is_number else None,
+        "best": sorted(column.best),
+        "better": column.better,
+        "is_of_training": column.title in OF_TRAINING,
+    }

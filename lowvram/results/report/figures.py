@@ -1,0 +1,198 @@
+"""The figures of a report as PNGs, for papers and for W&B. Needs matplotlib, which nothing else imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowvram.config.errors import Refused
+from lowvram.results.columns import number_texts
+from lowvram.results.report.data import Evidence
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH_INCHES, HEIGHT_INCHES, ROW_INCHES = 6.4, 4.2, 0.28
+DOTS_PER_INCH = 200
+MOST_NAMED = 12  # curves that a legend can name
+LOG_FROM = 12  # times between the smallest and the largest peak
+# Okabe and Ito's colours, which colour-blind people can tell apart; as in page/report.css.
+GOOD, BAD, GREY, DIM = "#0063a0", "#b54800", "#8a8f96", "#55595f"
+KIND_COLOURS = {
+    "parameters": "#0072b2",
+    "gradients": "#e69f00",
+    "optimizer": "#009e73",
+    "activations": "#56b4e9",
+    "inputs": "#cc79a7",
+    "other": GREY,
+}
+Draw = Callable[["Axes", Evidence], None]
+
+
+def save_figures(folder: Path, shown: Evidence) -> list[Path]:
+    """Leaves a PNG of each figure that the evidence has something for; returns their paths.
+
+    Raises:
+        Refused: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Refused("PNGs need matplotlib, which isn't installed: pip install 'lowvram[report]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for name, (draw, num_rows) in _wanted(shown).items():
+        height = max(HEIGHT_INCHES, ROW_INCHES * num_rows + 1.2)
+        figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
+        draw(figure.add_subplot(), shown)
+        made.append(folder / f"{name}.png")
+        figure.savefig(made[-1])
+    return made
+
+
+def _wanted(shown: Evidence) -> dict[str, tuple[Draw, int]]:
+    """Name -> how it is drawn, and how many rows it has."""
+    points = shown["points"]
+    figures: dict[str, tuple[Draw, int]] = {}
+    if any(point["memory"] and point["speed"] for point in points):
+        figures["memory_and_speed"] = (_scatter, 0)
+    if shown["effects"]:
+        figures["choices"] = (_effects, len(shown["effects"]))
+    if shown["waterfall"] and any(point["memory"] for point in points):
+        figures["waterfall"] = (_waterfall, len(shown["waterfall"]))
+    if any(point["by_kind"] and point["memory"] for point in points):
+        figures["kinds"] = (_kinds, sum(bool(point["by_kind"] and point["memory"]) for point in points))
+    for field in ("seconds", "seen"):
+        if any(point["curve"][field] for point in points):
+            figures[f"loss_over_{'time' if field == 'seconds' else shown['speed_unit']}"] = (_losses(field), 0)
+    return figures
+
+
+def _memory(shown: Evidence) -> str:
+    source = f" ({shown['memory_source']})" if shown["memory_source"] else ""
+    return f"{shown['memory_title']}, {shown['unit']}{source}"
+
+
+def _plain(text: str) -> str:
+    """Not read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def _scatter(axes: Axes, shown: Evidence) -> None:
+    found = [(i, point) for i, point in enumerate(shown["points"]) if point["memory"] and point["speed"]]
+    errors = [point["gradient_error"] for _, point in found]
+    at = [point["memory"] for _, point in found], [point["speed"] for _, point in found]
+    if any(error is not None for error in errors):
+        colours = [float("nan") if error is None else max(error, 1e-8) for error in errors]
+        dots = axes.scatter(*at, c=colours, cmap="cividis", norm="log", edgecolors=GREY, plotnonfinite=True, zorder=3)
+        axes.get_figure().colorbar(dots, label="error of the gradient")  # pyright: ignore[reportOptionalMemberAccess]
+    else:
+        axes.scatter(*at, c=[GOOD if i in shown["frontier"] else GREY for i, _ in found], zorder=3)
+    edge = [shown["points"][i] for i in shown["frontier"]]
+    axes.plot([point["memory"] for point in edge], [point["speed"] for point in edge], "--", color=GOOD, linewidth=1)
+    named = edge if len(edge) <= MOST_NAMED else [edge[0], edge[-1]]
+    for number, point in enumerate(named):
+        offset, side = (0, -13 if number % 2 else 7), "left" if point is edge[0] else "right"
+        words, place = _plain(point["name"]), (point["memory"], point["speed"])
+        axes.annotate(words, place, offset, textcoords="offset points", fontsize=7, ha=side)
+    axes.set(xlabel=_memory(shown), ylabel=f"{shown['speed_unit']}/s")
+    axes.set_ylim(0, 1.08 * max(at[1]))
+    if max(at[0]) > LOG_FROM * min(at[0]):
+        _log_axis(axes)
+    axes.grid(alpha=0.3)
+
+
+def _log_axis(axes: Axes) -> None:
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _effects(axes: Axes, shown: Evidence) -> None:
+    found = sorted(shown["effects"], key=lambda effect: -(effect["memory_ratio"] or 1))
+    for shift, key, label, colour in ((0.2, "memory_ratio", "memory", GOOD), (-0.2, "speed_ratio", "speed", "#e69f00")):
+        places = [i + shift for i in range(len(found))]
+        changes = [100 * ((effect[key] or 1) - 1) for effect in found]
+        axes.barh(places, changes, 0.38, label=label, color=colour)
+    names = [_plain(f"{effect['name']}={effect['value']}") for effect in found]
+    axes.set_yticks(range(len(found)), names)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("change, % (median over pairs that differ in nothing else)")
+    axes.legend()
+
+
+def _waterfall(axes: Axes, shown: Evidence) -> None:
+    peaks = [shown["points"][step["point"]]["memory"] for step in shown["waterfall"]]
+    known = [peak for peak in peaks if peak is not None]
+    least, most = 0.7 * min(known), max(known)
+    labels, before = [], None
+    for row, (step, peak) in enumerate(zip(shown["waterfall"], peaks, strict=True)):
+        status = shown["points"][step["point"]]["status"]
+        name = "+ " + " ".join(step["added"]) if row else "baseline"
+        labels.append(_plain(name if status == "ok" else f"{name} ({status})"))
+        if peak is None or status != "ok":
+            continue
+        start = peak if before is None else before
+        colour = GREY if step["is_accumulation"] else GOOD if start >= peak else BAD
+        axes.barh(row, min(start, peak) - least, left=least, color=GOOD, alpha=0.25)
+        axes.barh(row, abs(start - peak), left=min(start, peak), color=colour)
+        words = f"{peak:.3g} {shown['unit']}" + (f": {known[0] / peak:.3g} × less" if row else "")
+        axes.text(1.12 * most, row, words, va="bottom", fontsize=8)
+        axes.text(1.12 * most, row, _pace(shown, step["point"]), va="top", fontsize=7, color=DIM)
+        before = peak
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{_memory(shown)}, log scale\ngrey: plain accumulation")
+    _log_axis(axes)
+    axes.set_xlim(least, most * (most / least) ** 0.55)
+
+
+def _pace(shown: Evidence, index: int) -> str:
+    """The speed of a point of the waterfall, beside that of its first."""
+    speed, first = shown["points"][index]["speed"], shown["points"][shown["waterfall"][0]["point"]]["speed"]
+    if not (speed and first):
+        return ""
+    if index == shown["waterfall"][0]["point"]:
+        return f"{number_texts([speed], num_digits=3)[0]} {shown['speed_unit']}/s"
+    return f"{speed / first:.2g} × the speed"
+
+
+def _kinds(axes: Axes, shown: Evidence) -> None:
+    found = sorted(
+        (point for point in shown["points"] if point["by_kind"] and point["memory"]), key=lambda point: point["memory"]
+    )
+    left = [0.0] * len(found)
+    for k, kind in enumerate(shown["kinds"]):
+        sizes = [point["by_kind"][k] for point in found]
+        if any(sizes):
+            axes.barh(range(len(found)), sizes, left=left, label=kind, color=KIND_COLOURS[kind])
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    rests = [max(0.0, point["memory"] - start) for point, start in zip(found, left, strict=True)]
+    if any(rest > 0.005 * point["memory"] for point, rest in zip(found, rests, strict=True)):
+        axes.barh(range(len(found)), rests, left=left, label="kind unknown", color=GREY, alpha=0.45)
+    planned = [(point["planned"], row) for row, point in enumerate(found) if point["planned"] is not None]
+    if planned:
+        axes.plot(*zip(*planned, strict=True), "|", color="black", markersize=10, label="planned")
+    axes.set_yticks(range(len(found)), [_plain(point["name"]) for point in found], fontsize=7)
+    axes.set_xlabel(_memory(shown))
+    axes.legend(fontsize=8)
+
+
+def _losses(field: str) -> Draw:
+    def draw(axes: Axes, shown: Evidence) -> None:
+        found: list[dict[str, Any]] = [point for point in shown["points"] if point["curve"][field]]
+        for point in found:
+            label = _plain(point["name"]) if len(found) <= MOST_NAMED else None
+            axes.plot(point["curve"][field], point["curve"]["loss"], linewidth=1.2, label=label)
+        axes.set(
+            xlabel="time of steps, s" if field == "seconds" else f"{shown['speed_unit']} seen", ylabel="training loss"
+        )
+        axes.grid(alpha=0.3)
+        if len(found) <= MOST_NAMED:
+            axes.legend(fontsize=7)
+
+    return draw

@@ -1,0 +1,301 @@
+"""Weights & Biases: one run per point, recorded by the parent. Needs no torch; imports wandb on first use.
+
+W&B is a view: whatever happens to it, the point goes on; `result.json` and `metrics.jsonl` have everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowvram.config.secret import text_without_secrets, without_secrets
+from lowvram.results.files.durable import write_text
+from lowvram.results.row import GIB, KINDS, Row, Status
+from lowvram.results.terminal import shown_path
+
+if TYPE_CHECKING:
+    import wandb
+
+Tables = Mapping[str, Mapping[str, Sequence[float | str | None]]]  # by name, each column by column
+
+RUN_ID_FILE = "wandb_run_id"
+_INIT_TIMEOUT_S = 30.0
+_UPLOAD_TIMEOUT_S = 60.0
+_FLUSH_INTERVAL_S = 2.0  # what a kill may cost of an offline run; W&B's own default is 15
+
+
+class Recorder(ABC):
+    """Where the metrics of one point go, or the table of a sweep."""
+
+    records = True  # whether anything is kept
+    notice: str | None = None  # what the user must know: why it is offline, or why it stopped
+    address: str | None = None  # the page of an online run
+    sync_command: str | None = None  # uploads what was recorded offline
+
+    @classmethod
+    @abstractmethod
+    def start(
+        cls,
+        folder: Path,
+        logger_cfg: Mapping[str, Any],
+        name: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        choices: Mapping[str, str],
+        resume_id: str | None = None,
+        job_type: str = "point",
+    ) -> Recorder:
+        """Begins to record a point, or goes on with the run `resume_id`.
+
+        `folder` is the point's, `logger_cfg` names `entity` and `project`, `group` is the sweep.
+        """
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the metrics of one step, under the names of `metrics.jsonl`."""
+
+    @abstractmethod
+    def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
+        """Records tables, and images, by their names."""
+
+    @abstractmethod
+    def finish(self, row: Row) -> None:
+        """Records the row's final numbers and its status, and ends."""
+
+
+class NullRecorder(Recorder):
+    """Records nothing: `logger=none`."""
+
+    records = False
+
+    @classmethod
+    def start(cls, *_: Any, **__: Any) -> NullRecorder:
+        return cls()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
+        pass
+
+    def finish(self, row: Row) -> None:
+        pass
+
+
+class Run(Recorder):
+    """A run of W&B: `logger=wandb`. Nothing here raises; `notice` says what went wrong."""
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        logger_cfg: Mapping[str, Any],
+        name: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        choices: Mapping[str, str],
+        resume_id: str | None = None,
+        job_type: str = "point",
+    ) -> Recorder:
+        run_id = resume_id or _new_run_id(folder)
+        arguments = {
+            "dir": str(folder),
+            "entity": logger_cfg["entity"],
+            "project": logger_cfg["project"],
+            "name": text_without_secrets(name),
+            "group": group,
+            "job_type": job_type,
+            "id": run_id,
+            "resume": "allow" if resume_id else None,
+            "config": choice_columns(choices) | without_secrets(config),
+        }
+        try:
+            run, notice = _open(arguments)
+        except Exception as error:
+            silent = NullRecorder()
+            silent.notice = f"W&B does not record this point: {first_line(error)}"
+            return silent
+        if run is None:
+            return NullRecorder()
+        write_text(folder / RUN_ID_FILE, run_id)
+        return cls(run, folder, notice)
+
+    def __init__(self, run: wandb.Run, folder: Path, notice: str | None) -> None:
+        self._run = run
+        self._folder = folder
+        self._is_recording = True
+        self.notice = notice
+        self.address = None if run.offline else run.url
+        self.sync_command = sync_command(folder.parent, shlex.quote(folder.name)) if run.offline else None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        # Not committed, a step would reach the log only after the next one, and then overwrite the summary.
+        self._attempt(lambda: self._run.log(dict(values), step=step, commit=True))
+
+    def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
+        def log() -> None:
+            with _waiting_in(self._folder):
+                self._run.log({**_tables(tables), **_images(figures)})
+
+        self._attempt(log)
+
+    def finish(self, row: Row) -> None:
+        failed = row["status"] != Status.OK
+        if row["attempts"]:  # the run began with another number of parts
+            self._attempt(lambda: self._run.config.update(without_secrets(row["config"]), allow_val_change=True))
+        self._attempt(lambda: self._run.summary.update(without_secrets(final_values(row))))
+        self._attempt(lambda: self._run.finish(exit_code=int(failed)))
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if not self._is_recording:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._is_recording = False
+            self.notice = f"W&B stopped recording: {first_line(error)}"
+
+
+def choice_columns(choices: Mapping[str, str]) -> dict[str, str]:
+    """By which runs are sorted, grouped and filtered."""
+    return {f"choice.{axis}": option for axis, option in choices.items()}
+
+
+RECORDERS: dict[str, type[Recorder]] = {"wandb": Run, "none": NullRecorder}
+
+
+def stored_run_id(folder: Path) -> str | None:
+    """The `resume_id` that goes on with the run of this point's folder, if it had one."""
+    file = folder / RUN_ID_FILE
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def final_values(row: Row) -> dict[str, float | str]:
+    """The summary of a run: status, reason, and whatever the row knows, under the names of the metrics."""
+    memory, by_kind, traffic = row["memory"], row["memory"]["by_kind_max"] or {}, row["traffic"]
+    planned, fidelity = (row["plan"] or {}).get("allocated_bytes"), row["fidelity"] or {}
+    sizes = {
+        "peak": memory["peak_bytes"],
+        "reserved": memory["reserved_bytes"],
+        "fragmentation": memory["fragmentation_bytes"],
+        "inactive_split": memory["inactive_split_bytes"],
+        "planned": planned,
+        **{kind: by_kind.get(kind) for kind in KINDS},
+    }
+    values = {
+        "status": row["status"],
+        "reason": row["reason"],
+        "disturbed": row["disturbed"],
+        **{f"memory/{what}_gib": size and size / GIB for what, size in sizes.items()},
+        **{f"throughput/{what}": value for what, value in row["throughput"].items()},
+        "memory/alloc_retries": memory["alloc_retries"],
+        "traffic/to_host_gib": traffic["to_host_bytes"] and traffic["to_host_bytes"] / GIB,
+        "traffic/to_device_gib": traffic["to_device_bytes"] and traffic["to_device_bytes"] / GIB,
+        "traffic/waited_ms": traffic["waited_ms"],
+        "time/step_ms": row["time"]["step_ms_p50"],
+        "loss/train": row["loss"]["last"],
+        "loss/eval": row["loss"]["eval"],
+        **{f"eval/{what}": value for what, value in row["eval"].items()},
+        **{f"fidelity/{what}": fidelity.get(what) for what in ("gradient_error", "gradient_cosine", "loss_gap")},
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _open(arguments: dict[str, Any]) -> tuple[wandb.Run | None, str | None]:
+    """The run, and what the user must know about it. No run when W&B is disabled."""
+    import wandb
+
+    try:
+        mode = _mode()
+        return (None if mode == "disabled" else _init(mode, arguments)), None
+    except Exception as error:
+        # The service still holds the id of the failed attempt, or it is gone: begin anew. And stay offline:
+        # not every point of a sweep shall wait for the same timeout.
+        with contextlib.suppress(Exception):
+            wandb.teardown()
+        wandb.setup(settings=wandb.Settings(silent=True, mode="offline"))
+        return _init("offline", arguments), f"W&B records offline: {first_line(error)}"
+
+
+def _mode() -> str:
+    """`online` needs a key (environment, netrc or settings); nobody is ever asked for one."""
+    import wandb
+
+    chosen = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+    if chosen in ("disabled", "offline", "dryrun"):
+        return "disabled" if chosen == "disabled" else "offline"
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
+
+
+def _init(mode: Any, arguments: dict[str, Any]) -> wandb.Run:
+    import wandb
+
+    settings = wandb.Settings(
+        console="off",  # the progress bar has the terminal
+        save_code=False,
+        disable_git=True,
+        x_disable_stats=True,  # sampled memory misses peaks
+        x_disable_meta=True,  # holds the command line, which may hold secrets
+        x_transaction_log_flush_interval=_FLUSH_INTERVAL_S,
+        init_timeout=_INIT_TIMEOUT_S,
+        finish_timeout=_UPLOAD_TIMEOUT_S,
+        silent=True,
+    )
+    return wandb.init(mode=mode, reinit="finish_previous", settings=settings, **arguments)
+
+
+@contextlib.contextmanager
+def _waiting_in(folder: Path) -> Iterator[None]:
+    """What a table's upload reads lies there until then, not in the user's home, unless they say where."""
+    name = "WANDB_DATA_DIR"
+    chosen = os.environ.get(name)
+    os.environ[name] = chosen or str(folder.resolve())
+    try:
+        yield
+    finally:
+        if chosen is None:
+            del os.environ[name]
+
+
+def _tables(tables: Tables) -> dict[str, Any]:
+    import wandb
+
+    return {
+        name: wandb.Table(columns=list(cells), data=[list(line) for line in zip(*cells.values(), strict=True)])
+        for name, cells in tables.items()
+    }
+
+
+def _images(figures: Mapping[str, Path]) -> dict[str, Any]:
+    import wandb
+
+    return {name: wandb.Image(str(path)) for name, path in figures.items()}
+
+
+def _new_run_id(folder: Path) -> str:
+    point = re.sub(r"[^\w.-]", "-", folder.resolve().name)[:80]
+    return f"{point}-{secrets.token_hex(3)}"
+
+
+def sync_command(folder: Path, points: str = "*") -> str:
+    """Uploads the offline runs of the points below `folder`. The shell fills in the stars.
+
+    A resumed run has several parts; W&B joins them when they come together.
+    """
+    program = ["wandb"] if shutil.which("wandb") else [sys.executable, "-m", "wandb"]
+    parts = [shlex.quote(shown_path(folder)), points, "wandb", "offline-run-*"]
+    return f"{shlex.join(program)} sync {'/'.join(parts)}"
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says."""
+    return text_without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])

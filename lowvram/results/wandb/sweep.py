@@ -1,0 +1,88 @@
+"""A sweep at Weights & Biases: one run more, beside those of its points, with their table and the report's figures.
+
+The table's columns are those of the points' runs: `choice.*`, whatever else differs, and the names of the metrics.
+Needs no torch; the figures need matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowvram.config.secret import without_secrets
+from lowvram.results.ablation import settings
+from lowvram.results.report.data import Entry, entries, evidence
+from lowvram.results.report.report import FIGURES
+from lowvram.results.row import Row, Status, empty_row, merge
+from lowvram.results.table import label
+from lowvram.results.wandb.run import RECORDERS, choice_columns, final_values, first_line, stored_run_id
+
+FOLDER = "wandb_table"  # in the sweep's, beside the points: one command uploads them all
+JOB_TYPE = "sweep"
+TABLE = "sweep/table"
+FIGURE = "figures"
+
+Cells = list[float | str | None]
+
+
+def record(folder: Path, logger_cfg: Mapping[str, Any]) -> list[str]:
+    """Records the sweep in `folder` as a run of its own, in the group of its points. Nothing here raises.
+
+    Returns:
+        What to tell the user: where it is online, and what could not be recorded.
+    """
+    found = entries([folder])
+    if all(entry.row["choices"].get("mode") == "plan" for entry in found):
+        return []  # plans are not recorded
+    try:
+        return _recorded(folder, found, logger_cfg)
+    except OSError as error:  # a full disk
+        return [f"W&B has no table of this sweep: {first_line(error)}"]
+
+
+def _recorded(folder: Path, found: Sequence[Entry], logger_cfg: Mapping[str, Any]) -> list[str]:
+    (folder / FOLDER).mkdir(exist_ok=True)
+    about = (f"{folder.name} table", folder.name, {}, {})
+    start = RECORDERS[logger_cfg["name"]].start
+    recorder = start(folder / FOLDER, logger_cfg, *about, resume_id=stored_run_id(folder / FOLDER), job_type=JOB_TYPE)
+    said = None
+    if recorder.records:
+        figures, said = _figures(folder, found)
+        recorder.show({TABLE: columns([entry.row for entry in found])}, figures)
+        recorder.finish(merge(empty_row(), {"status": Status.OK.value}))
+    else:
+        _forget(folder / FOLDER)
+    return [line for line in (said, recorder.notice, recorder.address) if line]
+
+
+def columns(rows: Sequence[Row]) -> dict[str, Cells]:
+    """The table, column by column; those without a value are left out."""
+    about = [{"name": label(row), "status": row["status"], "reason": row["reason"]} for row in rows]
+    differing = [{name: each[name] for name in each if "." in name} for each in settings(rows)]
+    notes = [{key: row[key] for key in ("semantics_changed", "disturbed")} for row in rows]
+    commands = [{"command": row["provenance"]["command"]} for row in rows]
+    choices = [choice_columns(row["choices"]) for row in rows]
+    parts = zip(about, choices, differing, map(final_values, rows), notes, commands, strict=True)
+    joined = [{key: value for part in line for key, value in part.items()} for line in parts]
+    lines: list[dict[str, Any]] = without_secrets(joined)
+    names = dict.fromkeys(name for line in lines for name in line)
+    cells = {name: [line.get(name) for line in lines] for name in names}
+    return {name: values for name, values in cells.items() if any(value is not None for value in values)}
+
+
+def _figures(folder: Path, found: Sequence[Entry]) -> tuple[dict[str, Path], str | None]:
+    """Name -> PNG, as `python -m lowvram.report --png` makes them; or why there are none."""
+    from lowvram.results.report.figures import save_figures
+
+    try:
+        made = save_figures(folder / FIGURES, evidence(found))
+    except Exception as error:
+        return {}, f"W&B has no figures of this sweep: {first_line(error)}"
+    return {f"{FIGURE}/{path.stem}": path for path in made}, None
+
+
+def _forget(folder: Path) -> None:
+    """Nothing was recorded."""
+    if not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,104 @@
+"""`.hydra/` in a run's folder: what was typed and what Hydra has composed, as Hydra's users know it. Imports no torch.
+
+Hydra would write these files itself (`hydra.output_subdir`): in place, before anybody can refuse the run, and with
+every password that was typed. We write each beside and rename it, once the run is known to start, without secrets.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from lowvram.config.compose import container
+from lowvram.config.errors import BadInput, require
+from lowvram.config.secret import REFUSED, text_without_secrets, without_secrets, words_without_secrets
+from lowvram.results.files.durable import write_text
+
+FOLDER = ".hydra"
+OVERRIDES = "overrides.yaml"
+Notes = Mapping[str, str]  # texts by their files' names
+
+
+def notes_of(config: DictConfig) -> Notes:
+    """What is to be noted of the point that Hydra has composed."""
+    hydra = copy.deepcopy(HydraConfig.get())
+    values = hydras_part(hydra)
+    return {
+        "config.yaml": as_yaml(without_secrets(container(config, resolve=False))),
+        "hydra.yaml": as_yaml({"hydra": values}),
+        OVERRIDES: as_yaml(values["overrides"]["task"]),
+    }
+
+
+def sweep_note(config: DictConfig) -> str:
+    """`multirun.yaml` in a sweep's folder: what was typed, and the configuration around the points."""
+    plain = container(config, resolve=False)
+    return as_yaml(without_secrets(plain) | {"hydra": hydras_part(config.hydra)})
+
+
+def hydras_part(hydra: Any) -> dict[str, Any]:
+    """Hydra's own part of a configuration, which holds the words that were typed."""
+    values = container(hydra, resolve=False)
+    values["overrides"] = {kind: words_without_secrets(words) for kind, words in values["overrides"].items()}
+    words = values["job"].get("override_dirname", "")
+    values["job"]["override_dirname"] = text_without_secrets(words, is_config=True)
+    return without_secrets(values)
+
+
+def as_yaml(values: Any) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def write_notes(folder: Path, notes: Notes) -> None:
+    """Each file as a whole; the words, which a resumed run starts from, last."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for name, text in notes.items():
+        write_text(folder / FOLDER / name, text)
+
+
+def check_left_to_us(hydra: Any) -> None:
+    """Raises BadInput if Hydra is to write its own notes as well."""
+    require(
+        hydra.output_subdir is None,
+        "hydra.output_subdir",
+        hydra.output_subdir,
+        "null: lowvram writes .hydra itself, without secrets",
+    )
+
+
+def words_of(folder: Path) -> list[str]:
+    """What was typed for the run in `folder` (its swept values too).
+
+    Raises:
+        BadInput: nothing was noted, or it can't be read, or held a secret, which is kept nowhere.
+    """
+    path = folder / FOLDER / OVERRIDES
+    try:
+        words = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise BadInput("resume", str(folder), f"the folder of a run: {path.name} is missing in its .hydra") from None
+    except (OSError, UnicodeDecodeError, YAMLError, ValueError) as error:
+        raise unreadable(folder, str(error).splitlines()[0]) from None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise unreadable(folder, "it is no list of words")
+    return [str(word) for word in words]
+
+
+def unreadable(folder: Path, why: str) -> BadInput:
+    allowed = f"the folder of a run whose .hydra/{OVERRIDES}, which says what was typed, can be read: {why}"
+    return BadInput("resume", str(folder), allowed)
+
+
+def check_secrets(words: list[str], folder: Path) -> None:
+    """Raises BadInput for a word whose value was a secret and isn't typed again."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if REFUSED in value:
+            allowed = f"typed again beside resume={folder}: it held a secret, which is kept nowhere"
+            raise BadInput(key.lstrip("+"), REFUSED, allowed)

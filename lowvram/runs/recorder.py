@@ -1,0 +1,239 @@
+"""What the children of a point tell, kept: as files, in W&B and in a row. Imports no torch.
+
+The parent is the only writer of `metrics.jsonl`, of W&B and of `result.json`, so a child that dies in whatever way
+still gets its row and its failed W&B run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lowvram.config.secret import text_without_secrets, without_secrets
+from lowvram.launch.client import Ending, Event
+from lowvram.launch.native_log import native_log
+from lowvram.launch.outcome import Circumstances, Told, verdict
+from lowvram.launch.point import Point, with_parts
+from lowvram.launch.stop import Orders
+from lowvram.results import row as rows
+from lowvram.results.advice import data_wait_advice, out_of_memory_advice
+from lowvram.results.checks import doubts
+from lowvram.results.files.durable import write_bytes
+from lowvram.results.metric_lines import FILE_NAME, Values
+from lowvram.results.metrics import DAMAGED, Metrics
+from lowvram.results.row import Row, Status
+from lowvram.results.terminal import Progress
+from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_run_id
+from lowvram.runs.hydra_notes import write_notes
+from lowvram.runs.remeasure import is_due, put_back, set_aside
+from lowvram.runs.retry import in_parts
+
+OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
+
+
+class Recording:
+    """Turns the child's events into files, W&B and a row.
+
+    Args:
+        disturbs: what is said in the row of where the point runs, if its figures suffer.
+        can_begin_again: whether there are fresh processes for another attempt.
+    """
+
+    def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
+        self.point, self.progress = point, progress
+        self._disturbs, self._can_begin_again = disturbs, can_begin_again
+        self.row = point.first_row()
+        self.told: dict[int, Told] = {}  # by rank
+        self.recorder: Recorder = NullRecorder()
+        self.metrics = Metrics(point.folder)
+        self._is_recorded = False
+        self._last_recorded = 0  # of the steps that W&B knows
+        self._disturbed_row: Row | None = None  # of the measurement before this one
+        self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
+
+    def on_event(self, event: Event) -> None:
+        """One event of the child."""
+        handlers: dict[str, Callable[..., None]] = {
+            "ready": self.add,
+            "begin": self._on_begin,
+            "commit": self.metrics.commit,
+            "metrics": self._on_metrics,
+            "record": self._record,
+            "progress": self.progress.update,
+            "say": self.progress.say,
+            "row": self._on_row,
+        }
+        name = event.pop("event")
+        if name in handlers:
+            handlers[name](**event)
+        else:
+            self.progress.say(f"warning: the point's process has told {name!r}, which is nothing that a point tells")
+
+    def add(self, fields: dict[str, Any]) -> None:
+        """More of the row is known."""
+        self.row = rows.merge(self.row, without_secrets(fields))
+
+    def end(self, status: Status, reason: str | None) -> None:
+        """How the point ended."""
+        self.add({"status": status.value, "reason": reason})
+
+    def _on_row(self, rank: int, fields: dict[str, Any], **about: Any) -> None:
+        self.told[rank] = Told(fields, **about)
+
+    def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
+        """All ranks have ended: the row is the first one's, with the largest peak of all, and the point's end."""
+        ended = ended and [{**one, "rank": one["rank"] + self.point.first_rank} for one in ended]
+        all_ranks = sorted({*(one["rank"] for one in ended or ()), *self.told})
+        ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in all_ranks}
+        first = ranks.get(self.point.first_rank, {})
+        self.add(first | {"disturbed": together(self.row["disturbed"], first.get("disturbed"))})
+        if len(ranks) > 1:
+            self._add_ranks(ranks)
+        for log in (native_log(rank) for rank in all_ranks):
+            clean(self.point.folder / log)
+        end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
+        blamed = self.told.get(end.rank)
+        if end.status == Status.ERROR and blamed is not None:
+            for line in blamed.trace.splitlines():
+                self.progress.say(line)
+        self.end(end.status, end.reason)
+
+    def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
+        """What each rank held; the point's memory is that of the rank that held most."""
+        memory = {rank: fields.get("memory", {}) for rank, fields in ranks.items()}
+        each = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
+        self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": each})
+
+    def begins_again(self, orders: Orders) -> bool:
+        """After the end of an attempt: whether another one follows, with more parts. All is ready for it then."""
+        parts = self._more_parts
+        if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
+            return False
+        fewer, self.point = self.row["config"]["accum"]["parts"], in_parts(self.point, parts, self.row)
+        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
+        if orders.is_stopped:
+            self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
+            return False
+        self.progress.say(f"out of memory with accum.parts={fewer}: again with {parts}")
+        return True
+
+    def measures_again(self, orders: Orders) -> bool:
+        """After the end of a measurement: whether another one follows, as this was disturbed. All is ready for it then.
+        The row of one that has failed is none: that of the one before stands."""
+        if self._disturbed_row is not None and self.row["status"] != Status.OK:
+            self.metrics.close()
+            self.row = put_back(self.point.folder, self._disturbed_row, self.row)
+            return False
+        if orders.is_stopped or orders.is_timed_out or not (self._can_begin_again and is_due(self.row)):
+            return False
+        self.metrics.close()
+        self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")
+        self._disturbed_row, reruns = self.row, set_aside(self.point.folder, self.row)
+        self.point = replace(self.point, reruns=reruns)
+        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
+        return True
+
+    def _on_begin(
+        self,
+        step: int,
+        num_steps: int,
+        setup_s: float,
+        parts: int,
+        more_parts: int | None,
+        untold: list[Values],
+        known: list[Values],
+    ) -> None:
+        self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
+        self._more_parts = more_parts
+        if self.point.is_resumed:  # its words may be others now; nothing can be refused any more
+            write_notes(self.point.folder, self.point.notes)
+        found = self.metrics.begin(step, untold, known)
+        if wrong := found.wrong:
+            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and stand in {DAMAGED} as they were")
+        self._start_recorder()
+        for row in found.rows:
+            self._log(row["step"], {name: value for name, value in row.items() if name != "step"})
+        self.progress.start(self.point.name, num_steps)
+        self.progress.update(step, {})
+
+    def _on_metrics(self, step: int, values: dict[str, float]) -> None:
+        self._record(step, values)
+        self.progress.update(step, values)
+
+    def _record(self, step: int, values: dict[str, float]) -> None:
+        """Metrics that are told after their step: no news for the progress."""
+        self.metrics.write(step, values)
+        self._log(step, values)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        if step >= self._last_recorded:  # W&B knows no second time
+            self.recorder.log(step, values)
+            self._last_recorded = step
+
+    def _start_recorder(self) -> None:
+        """The W&B run; once per point."""
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        logger, folder = self.point.config["logger"], self.point.folder
+        start = RECORDERS[logger["name"]].start
+        names = (self.point.name, self.point.sweep, self.point.config, self.row["choices"])
+        self.recorder = start(folder, logger, *names, resume_id=stored_run_id(folder))
+
+    def close(self) -> Row:
+        """The row is whole: add advice, write it, end the W&B run."""
+        self.progress.stop()
+        self.metrics.close()
+        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
+            return self.row  # nothing ran: there is nothing to keep
+        self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *doubts(self.row))})
+        self._advise()
+        self._start_recorder()
+        self.recorder.finish(self.row)
+        rows.write(self.point.folder, self.row)
+        upload = self.recorder.sync_command if self.point.sweep is None else None  # a sweep tells it once, for all
+        for line in (self.recorder.notice, self.recorder.address, upload and f"to upload: {upload}"):
+            if line:
+                self.progress.say(line)
+        return self.row
+
+    def _advise(self) -> None:
+        choices, plan = self.row["choices"], self.row["plan"] or {}
+        if self.row["status"] == Status.OOM:
+            advice = plan["advice"] if "advice" in plan else out_of_memory_advice(None, choices)
+            self.add({"reason": f"{self.row['reason']}; {advice}"})
+            if self._more_parts is not None:
+                which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
+                why = f"{which} can't begin again with more parts: type accum.parts={self._more_parts}"
+                self.add({"reason": f"{self.row['reason']}; {why}"})
+        if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
+            self.progress.say(advice)
+
+    def unwritable(self, error: OSError) -> Row:
+        """The row when something can't be written: it is told, and the sweep goes on."""
+        self.progress.stop()
+        self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
+        self.recorder.finish(self.row)
+        with suppress(OSError):
+            rows.write(self.point.folder, self.row)
+        with suppress(OSError):
+            self.metrics.close()
+        return self.row
+
+
+def clean(log: Path) -> None:
+    """What native code has said is the one thing that is written without us: its secrets are taken out afterwards."""
+    if log.is_symlink() or not log.is_file():
+        return
+    with suppress(OSError):  # a point doesn't end for its log
+        text = log.read_bytes().decode(errors="surrogateescape")
+        if (without := text_without_secrets(text)) != text:
+            write_bytes(log, without.encode(errors="surrogateescape"))
+
+
+def together(*reasons: str | None) -> str | None:
+    """All reasons for one thing, or none."""
+    return "; ".join(filter(None, reasons)) or None

@@ -1,0 +1,75 @@
+"""One point, as its parent knows it: its children compute it, recorder.py keeps what they tell. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowvram.fidelity.client import Comparison
+from lowvram.launch.client import Server
+from lowvram.launch.in_process import Inline
+from lowvram.launch.native_log import NativeLogs
+from lowvram.launch.outcome import Circumstances, num_oom_kills
+from lowvram.launch.point import Point
+from lowvram.launch.stop import Orders
+from lowvram.results.row import Row, Status
+from lowvram.results.terminal import Progress
+from lowvram.runs.recorder import Recording
+from lowvram.runs.retry import continued
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the server asks again and again while the processes of a point run."""
+
+    orders: Orders
+    logs: NativeLogs
+
+    def __call__(self) -> bytes | None:
+        self.logs.look()
+        return self.orders()
+
+
+def run_point(
+    point: Point,
+    server: Server | Inline,
+    progress: Progress,
+    stop_signals: Callable[[], int],
+    plan_again: Callable[[Point], Mapping[str, Any] | None],
+) -> Row:
+    """Run one point and leave its row.
+
+    Args:
+        stop_signals: how often somebody asked to stop so far.
+        plan_again: what the point is expected to hold in other parts than it was planned in.
+    """
+    server.wait_until_ready(Orders(None, stop_signals))
+    recording = Recording(continued(point), progress, server.disturbs, server.is_fresh and point.launch is None)
+    orders = Orders(point.config["timeout_s"], stop_signals)
+    try:
+        while True:
+            if recording.point.attempts:
+                recording.add({"plan": plan_again(recording.point)})
+            around = Circumstances(point.folder, orders, num_oom_kills(), point.config["vram"])
+            watch = Watch(orders, NativeLogs(point.folder))
+            ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
+            watch.logs.cut()
+            recording.conclude(ended, around)
+            if not (recording.begins_again(orders) or recording.measures_again(orders)):
+                add_fidelity(recording, server, stop_signals)
+                return recording.close()
+    except OSError as error:
+        return recording.unwritable(error)
+
+
+def add_fidelity(recording: Recording, server: Server | Inline, stop_signals: Callable[[], int]) -> None:
+    """To the row of a point that has ended well, where it was asked for. A point that was stopped meanwhile is run
+    again, so that nobody takes it for one whose fidelity nobody wanted."""
+    point = recording.point
+    if recording.row["status"] != Status.OK or not point.config["measure"]["fidelity"]:
+        return
+    found = Comparison(point, server, recording.progress, stop_signals).found()
+    if stop_signals() and found["reason"] is not None:
+        recording.end(Status.INTERRUPTED, "stopped while its fidelity was measured")
+    recording.add({"fidelity": found})

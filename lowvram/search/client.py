@@ -1,0 +1,191 @@
+"""mode=search, in the parent: one child finds candidates, and the best of them run as points. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, final
+
+from hydra import compose
+
+from lowvram.config import identity
+from lowvram.config.compose import chosen, plain
+from lowvram.config.secret import words_without_secrets
+from lowvram.config.settings import CHILDS_OWN, KNOB_GROUPS
+from lowvram.config.words import key
+from lowvram.launch.client import Event, Server
+from lowvram.launch.point import Point
+from lowvram.launch.stop import Orders
+from lowvram.results import row as rows
+from lowvram.results import table
+from lowvram.results.report import report
+from lowvram.results.row import Row, Status
+from lowvram.results.terminal import Progress
+from lowvram.results.wandb import sweep as wandb_sweep
+from lowvram.runs.run import run_point
+from lowvram.search import result as winner
+
+MODE = "search"  # conf/mode/search.yaml
+FIRST_SEARCHED = 2  # before it only the options in use are planned, and the search may still be refused
+NUM_TOLD = 10  # candidates of a search that only plans
+Candidate = Mapping[str, Any]  # a plan, and the options that it changes
+
+
+@dataclass
+class Found:
+    """What the child has found."""
+
+    ranking: Sequence[Candidate] = ()  # the fastest first
+    account: Sequence[str] = ()  # of what was ruled out, in lines
+    ending: dict[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass
+class Searches:
+    """The searches of one call of the command line."""
+
+    server: Server
+    progress: Progress
+    stop_signals: Callable[[], int]
+    plan_again: Callable[[Point], Mapping[str, Any] | None]
+
+    def row(self, point: Point, words: Sequence[str]) -> Row | None:
+        """Search, and leave the rows of what was measured below the point's folder.
+
+        Args:
+            words: that were typed for this point.
+
+        Returns:
+            The winner's row, or one that says why there is none; None: somebody asked to stop before that was known.
+        """
+        found = self.find(point, {key(word) for word in words})
+        if not found.ranking:
+            return None if self.stop_signals() else self.ended(point, found.ending)
+        is_real, num_wanted = runs_here(point), point.config["search"]["probes"]
+        ranking = in_turn(found.ranking, num_wanted) if is_real else found.ranking
+        probes = (probe_of(point, words, number, each, is_real) for number, each in enumerate(ranking))
+        measured = self.measure(probes, num_wanted) if is_real else told(islice(probes, NUM_TOLD))
+        if not measured:
+            return None
+        best = min(measured, key=winner.place)
+        table.save(point.folder, measured)
+        report.save(point.folder)
+        self.progress.show(table.render(measured))
+        for line in wandb_sweep.record(point.folder, point.config["logger"]):
+            self.progress.say(line)
+        changes = ranking[best["index"]]["changes"]
+        for line in (*found.account, *winner.report(point.folder, words, best, changes)):
+            self.progress.say(line)
+        row = {**best, "id": point.id, "name": point.name, "index": point.index}
+        if point.sweep:
+            rows.write(point.folder, row)
+        return row
+
+    def find(self, point: Point, typed: set[str]) -> Found:
+        """Have the candidates found."""
+        found = Found()
+
+        def on_event(event: Event) -> None:
+            kind = event.pop("event")
+            if kind == "searched":
+                if event["num_plans"] == FIRST_SEARCHED:
+                    self.progress.start(MODE, None, "plan")
+                if event["num_plans"] >= FIRST_SEARCHED:
+                    self.progress.update(event["num_plans"], {})
+            elif kind == "say":
+                self.progress.say(event["text"])
+            elif kind == "found":
+                found.ranking, found.account = event["ranking"], event["account"]
+            elif kind == "row":
+                found.ending = event["fields"]
+
+        config = {name: point.config[name] for name in CHILDS_OWN}
+        pinned = [group for group in KNOB_GROUPS if group in typed]
+        about = {"config": config, "choices": point.choices, "pinned": pinned, "is_real": runs_here(point)}
+        if runs_here(point):
+            self.server.run({"calibrate": about}, on_event, Orders(None, self.stop_signals))
+        if found.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
+            self.server.run({"search": about}, on_event, Orders(None, self.stop_signals))
+        self.progress.stop()
+        return found
+
+    def ended(self, point: Point, ending: dict[str, Any]) -> Row:
+        """The row of a search that found nothing."""
+        unknown = {"status": Status.KILLED.value, "reason": "the process that searches was ended from outside"}
+        row = rows.merge(point.first_row(), ending or unknown)
+        if point.sweep:
+            rows.write(point.folder, row)
+        return row
+
+    def measure(self, probes: Iterable[Point], num_wanted: int) -> list[Row]:
+        """Run them one after another until so many have fitted: after one that did not, the next is tried."""
+        measured: list[Row] = []
+        for probe in probes:
+            num_fitting = sum(row["status"] == Status.OK for row in measured)
+            if num_fitting == num_wanted or self.stop_signals():
+                break
+            earlier = rows.read(probe.folder)
+            probe.folder.mkdir(parents=True, exist_ok=True)
+            is_known = earlier is not None and rows.is_final(earlier)
+            row = earlier if is_known else self.run(probe)
+            assert row is not None
+            measured.append(row)
+            self.progress.say(": ".join(filter(None, [probe.name, row["status"], row["reason"]])))
+        return measured
+
+    def run(self, probe: Point) -> Row:
+        return run_point(probe, self.server, self.progress, self.stop_signals, self.plan_again)
+
+
+def runs_here(point: Point) -> bool:
+    """Whether candidates are measured; for another device they are only planned."""
+    return point.config["plan"]["device"] == "auto"
+
+
+def in_turn(ranking: Sequence[Candidate], num_wanted: int) -> list[Candidate]:
+    """In which order candidates are measured: the fastest first, and as the last of those that are wanted the
+    thriftiest of all, by its time and memory together.
+
+    The fastest are often alike, and so are the errors of their times: what is small enough for a device's caches, or
+    for memory that is at hand, can be a third faster than predicted.
+    """
+    if not 1 < num_wanted < len(ranking):
+        return list(ranking)
+    sooner, later = list(ranking[: num_wanted - 1]), list(ranking[num_wanted - 1 :])
+    thriftiest = min(ranking, key=lambda plan: plan["step_ms"] * plan["least_vram_bytes"])
+    return [*sooner, *sorted(later, key=lambda plan: plan is not thriftiest)]
+
+
+def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candidate, is_real: bool) -> Point:
+    """A candidate as a point: what was typed, with the options that the search has chosen."""
+    changes = dict(candidate["changes"])
+    chosen_words = winner.with_changes(words, changes)
+    mode = "measure" if is_real else "plan"
+    config = compose("config", [*chosen_words, f"mode={mode}"], return_hydra_config=True)
+    folder = point.folder / identity.point_id(_root_=config)
+    command = shlex.join(["python", "train.py", *words_without_secrets([*chosen_words, f"mode={mode}"])])
+    return Point(
+        id=folder.name,
+        name="-".join(changes.values()) or "as typed",
+        index=number,
+        folder=folder,
+        config=plain(config),
+        choices=chosen(config.hydra.runtime.choices),
+        sweep=point.folder.name,
+        provenance=identity.provenance(point.config["seed"], command),
+        plan={name: value for name, value in candidate.items() if name != "changes"},
+        locks=point.locks,
+    )
+
+
+def told(probes: Iterable[Point]) -> list[Row]:
+    """The rows of candidates that are only planned."""
+    planned: list[Row] = []
+    for probe in probes:
+        probe.folder.mkdir(parents=True, exist_ok=True)
+        planned.append(rows.merge(probe.first_row(), {"status": Status.OK.value}))
+        rows.write(probe.folder, planned[-1])
+    return planned

@@ -1,0 +1,68 @@
+"""What a search ends with: the winner, predicted beside measured, as a command and as a file. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lowvram.config.words import key
+from lowvram.results.files.durable import write_text
+from lowvram.results.row import Row, Status, size_text
+from lowvram.results.terminal import command_line, shown_path
+
+NAME = "winner"
+OF_THE_SEARCH = ("mode", "search", "hydra", "plan")  # keys that only the search needs
+
+
+def place(row: Row) -> tuple[bool, float]:
+    """The smaller, the better: what ran before what did not, then by the time of a sample, measured or else planned."""
+    samples_per_s = row["throughput"]["samples_per_s"]
+    return row["status"] != Status.OK, 1 / samples_per_s if samples_per_s else row["plan"]["step_ms"]
+
+
+def with_changes(words: Sequence[str], changes: Mapping[str, str]) -> list[str]:
+    """What was typed, without what only the search needs, and with the options that it has chosen."""
+    kept = [word for word in words if key(word).partition(".")[0] not in OF_THE_SEARCH and key(word) not in changes]
+    return [*kept, *(f"{group}={option}" for group, option in changes.items())]
+
+
+def report(folder: Path, words: Sequence[str], best: Row, changes: Mapping[str, str]) -> list[str]:
+    """The last lines of a search. Leaves the winner's file.
+
+    Args:
+        changes: the winner's options, where they are not those that were typed.
+    """
+    if best["status"] != Status.OK:
+        return ["none of those that were measured ran to its end"]
+    write_file(folder, best, changes)
+    experiments = [word.partition("=")[2] for word in words if key(word) == "experiment"]
+    names = f"[{','.join([*experiments, NAME])}]" if experiments else NAME
+    rest = [word for word in with_changes(words, {}) if key(word) not in (*changes, "experiment")]
+    path = shown_path(folder)
+    return [
+        f"the fastest: {described(best)}",
+        f"  {command_line(*with_changes(words, changes))}",
+        "the same from a file:",
+        f"  {command_line('--config-dir', path, f'experiment={names}', *rest)}",
+    ]
+
+
+def described(best: Row) -> str:
+    """Planned beside measured."""
+    plan, memory, measured_ms = best["plan"], best["memory"]["peak_bytes"], best["time"]["step_ms_p50"]
+    if memory is None:
+        needed = f"needs {size_text(plan['least_vram_bytes'])}, about {plan['step_ms']:.3g} ms a step, as planned"
+        return f"{best['name']}: {needed}"
+    sizes = f"{size_text(memory)} (planned {size_text(plan['allocated_bytes'])})"
+    times = f"{measured_ms:.3g} ms a step (planned {plan['step_ms']:.3g})"
+    return f"{best['name']}: {sizes}, {times}, {best['throughput']['samples_per_s']:.3g} samples/s"
+
+
+def write_file(folder: Path, best: Row, changes: Mapping[str, str]) -> None:
+    """An experiment as in conf/experiment: the options that were chosen."""
+    lines = [f"# @package _global_\n# Found by mode=search: {described(best)}.\n"]
+    if changes:
+        lines.append("defaults:\n")
+    lines += [f"  - override /{group}: {option}\n" for group, option in changes.items()]
+    (folder / "experiment").mkdir(exist_ok=True)
+    write_text(folder / "experiment" / f"{NAME}.yaml", "".join(lines))

@@ -1,0 +1,218 @@
+"""mode=search: the fastest configurations that fit, by their plans. The parent measures the best of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, final
+
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.settings import KNOB_GROUPS, Settings
+from lowvram.core.knob import Exactness, Knob
+from lowvram.loops.setup import check_batch_size
+from lowvram.planning.estimate import Fields, Place
+from lowvram.planning.worker import Planner
+from lowvram.results.row import size_text
+from lowvram.search.space import Estimate, Estimator, Option, Options, Plan, Space, space_of, useless, variants_of
+
+# Without those that change what is learnt, and those whose time or memory no plan knows.
+GROUPS = ("allocator", "precision", "ckpt", "stepping", "logits", "offload", "accum")
+MOST_PLANS = 40  # of combinations, beside those of single options
+SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
+PATIENCE = 1.05  # and that of its time too small
+NUM_LEANEST = 8  # combinations that are planned before it is said that nothing fits
+NUM_NAMED = 5  # of those that are too large
+Refused = dict[Option, str]
+
+
+@final
+@dataclass(frozen=True)
+class Search:
+    """conf/mode/search.yaml. The parent has candidates found by `search`, and runs those as points."""
+
+
+@final
+@dataclass
+class Book:
+    """The plans of combinations, each made once."""
+
+    planner: Planner
+    settings: Settings
+    choices: Mapping[str, str]
+    place: Place
+    tell: Callable[[int], None]  # is told how many plans there are
+    plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
+
+    def plan(self, space: Space, options: Options) -> Plan:
+        """The plan of one of them, with what it changes of the options in use."""
+        key = tuple(options.values())
+        if key not in self.plans:
+            knobs = {group: space.knobs[group, name] for group, name in options.items()}
+            whole = replace(self.settings, groups=self.settings.groups | knobs)
+            plan = self.planner.planned(whole, {**self.choices, **options}, self.place)["plan"]
+            self.plans[key] = {**plan, "changes": space.changes(options)}
+            self.tell(len(self.plans))
+        return self.plans[key]
+
+    @property
+    def fitting(self) -> list[Plan]:
+        return [plan for plan in self.plans.values() if plan["fits"]]
+
+
+def search(book: Book, pinned: Iterable[str]) -> Fields:
+    """What was found, for the parent: candidates, the best first, and what became of all others.
+
+    Args:
+        pinned: groups that stay as they are.
+
+    Raises:
+        BadInput: no budget is known, or nothing that tells what is faster.
+        Incompatible: nothing fits.
+        CantPlan: the model can't be traced.
+    """
+    space, refused = offered(book, [name for name in book.settings.search.groups or GROUPS if name not in pinned])
+    base = book.plan(space, space.base)
+    check(base)
+    singles = {option: book.plan(space, options) for option, options in space.singles()}
+    refused |= {option: why for option, plan in singles.items() if (why := useless(base, plan))}
+    useful = space.without(refused)
+    num_wanted = book.settings.search.probes
+    estimates = [Estimator(base, singles).estimate(options) for options in useful.combinations()]
+    explore(book, useful, estimates, num_wanted)
+    if not book.fitting:
+        raise Incompatible(f"{nothing_fits(list(book.plans.values()))}{more_to_try(book.settings, useful)}")
+    return {"ranking": ranked(book.fitting), "account": account(book, space, estimates, refused)}
+
+
+def offered(book: Book, groups: Sequence[str]) -> tuple[Space, Refused]:
+    """The options that can be had, and why others are not tried."""
+    knobs: dict[Option, Knob] = {}
+    refused: Refused = {}
+    for group in groups:
+        variants, impossible = variants_of(group, book.choices[group], book.settings.groups[group])
+        refused |= {(group, name): why for name, why in impossible.items()}
+        for name, knob in variants.items():
+            why = None if name == book.choices[group] else unwanted(book, group, knob)
+            if why:
+                refused[group, name] = why
+            else:
+                knobs[group, name] = knob
+    fixed = {f"{name}={book.choices[name]}": book.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
+    base = {group: book.choices[group] for group in groups}
+    space, conflicting = space_of(base, knobs, fixed, book.place.target.absent())
+    return space, refused | conflicting
+
+
+def unwanted(book: Book, group: str, knob: Knob) -> str | None:
+    """Why an option is not tried, on whatever device."""
+    if knob.exactness is Exactness.LOSSY and not book.settings.search.lossy:
+        return "lossy: search.lossy=true tries it"
+    groups: dict[str, Any] = book.settings.groups | {group: knob}
+    parts, num_samples = groups["accum"].parts, book.settings.train.batch_size // book.place.num_ranks
+    if group == "accum" and groups["accum"].more_parts(num_samples) is not None:
+        return "it changes only after memory has run out"
+    try:
+        check_batch_size(book.settings.train.batch_size, parts, book.place.num_ranks)
+    except BadInput as error:
+        return str(error)
+    return None
+
+
+def check(base: Plan) -> None:
+    """Raises BadInput where there is nothing to search for or by."""
+    if base["budget_bytes"] is None:
+        raise BadInput("vram", None, "a budget, such as 8GiB: nobody knows what this device has")
+    if base["step_ms"] is None:
+        allowed = "a device whose rates its YAML has, for one rank: nothing else tells what is faster"
+        raise BadInput("plan.device", base["device"], allowed)
+
+
+def explore(book: Book, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
+    """Plan combinations, those first that should be the fastest of what fits, until no better ones are to be expected.
+    Where nothing fits, plan the leanest ones."""
+    base = book.plan(space, space.base)
+    room_bytes = SLACK * base["budget_bytes"] / (1 + base["margin"])
+    sizes, times = [1.0], [1.0]  # planned / estimated, so far
+    latest_ms = late_ms(book.fitting, num_wanted)
+    for estimate in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
+        step_ms = estimate.step_ms * median(times)
+        if step_ms > latest_ms or len(sizes) > MOST_PLANS:
+            break
+        is_pointless = adds_nothing(space.changes(estimate.options), step_ms, book.fitting)
+        if estimate.least_bytes * median(sizes) <= room_bytes and not is_pointless:
+            plan = book.plan(space, estimate.options)
+            sizes.append(plan["least_vram_bytes"] / estimate.least_bytes)
+            times.append(plan["step_ms"] / estimate.step_ms)
+            latest_ms = late_ms(book.fitting, num_wanted)
+    if not book.fitting:
+        for estimate in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
+            book.plan(space, estimate.options)
+
+
+def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
+    """From which time of a step on an estimate can't be among those that are wanted."""
+    pointed, _ = with_and_without_point(fitting)
+    return PATIENCE * pointed[num_wanted - 1]["step_ms"] if len(pointed) >= num_wanted else math.inf
+
+
+def ranked(plans: Sequence[Plan]) -> list[Plan]:
+    """The fastest first; and after all others what saves memory that nobody asks for."""
+    pointed, pointless = with_and_without_point(plans)
+    return [*pointed, *pointless]
+
+
+def with_and_without_point(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """By time; apart those that only add to what fits as well without it, and is no slower."""
+    ordered = sorted(plans, key=lambda plan: (plan["step_ms"], len(plan["changes"]), plan["least_vram_bytes"]))
+    pointed: list[Plan] = []
+    pointless: list[Plan] = []
+    for plan in ordered:
+        is_pointless = adds_nothing(plan["changes"], plan["step_ms"], pointed)
+        (pointless if is_pointless else pointed).append(plan)
+    return pointed, pointless
+
+
+def adds_nothing(changes: Options, step_ms: float, fitting: Iterable[Plan]) -> bool:
+    """Whether fewer of these changes fit as well, and are no slower."""
+    return any(plan["changes"].items() < changes.items() and plan["step_ms"] <= step_ms for plan in fitting)
+
+
+def account(book: Book, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
+    """What was looked at, and what was ruled out and why, in lines for people."""
+    num_fitting, num_clashing = len(book.fitting), space.size - sum(1 for _ in space.combinations())
+    lines = [
+        f"{space.size} combinations of {', '.join(space.names)}: {num_clashing} can't be had together, "
+        f"{len(estimates)} were estimated, {len(book.plans)} planned, {num_fitting} of these fit"
+    ]
+    too_large = sorted((plan for plan in book.plans.values() if not plan["fits"]), key=lambda plan: plan["step_ms"])
+    if too_large:
+        texts = [f"{called(plan['changes'])} ({size_text(plan['least_vram_bytes'])})" for plan in too_large[:NUM_NAMED]]
+        lines.append(f"too large, the fastest first: {', '.join(texts)}{', …' if len(too_large) > NUM_NAMED else ''}")
+    by_reason: dict[str, list[str]] = {}
+    for option, why in refused.items():
+        by_reason.setdefault(why, []).append("=".join(option))
+    return [*lines, *(f"ruled out: {', '.join(options)}: {why}" for why, options in by_reason.items())]
+
+
+def nothing_fits(plans: Sequence[Plan]) -> str:
+    """The least that would, and with which options; of those that the host has room for, if there are any."""
+    with_host = [plan for plan in plans if (plan["host_bytes"] or 0) <= (plan["host_budget_bytes"] or math.inf)]
+    least = min(with_host or plans, key=lambda plan: plan["least_vram_bytes"])
+    needed_bytes = least["least_vram_bytes"] * (1 + least["margin"])
+    return (
+        f"vram={size_text(least['budget_bytes'])}: nothing fits: the least found is {size_text(needed_bytes)} "
+        f"({least['margin']:.0%} to be safe among it), with {called(least['changes'])}"
+    )
+
+
+def more_to_try(settings: Settings, space: Space) -> str:
+    """What a search could still do to find less."""
+    lossy = [] if settings.search.lossy else ["search.lossy=true"]
+    groups = [] if "optimizer" in space.names else [f"search.groups=[{','.join([*space.names, 'optimizer'])}]"]
+    return f" ({' or '.join([*groups, *lossy])} may find less)" if groups or lossy else ""
+
+
+def called(changes: Options) -> str:
+    return " ".join("=".join(option) for option in changes.items()) or "the options in use"

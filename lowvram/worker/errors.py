@@ -1,0 +1,172 @@
+"""How a point can end in its own process, and what is said of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.secret import text_without_secrets
+from lowvram.config.texts import LONGEST_REASON, message, shortened
+from lowvram.loops.session import Interrupted, NonFinite
+from lowvram.results.files.manifest import InTheWay
+from lowvram.worker.meeting import PeerLost
+
+OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "thread creation failed",
+    "can't start new thread",
+)
+# All that oneDNN, Python while it imports something, or C++ that can't start a thread says, for want of memory or not.
+UNTOLD = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
+DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
+TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
+OF_SAFETENSORS = re.compile(r"I/O error.*\(os error (\d+)\)")
+IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
+COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
+SAVING = ("saving a snapshot", "saving the weights")
+PHASES = {  # the innermost of these functions of ours on the stack names the phase
+    "update": "the update",
+    "backward": "the backward pass",
+    "one_after_another": "the forward pass",
+    "evaluate": "the evaluation",
+    "save": SAVING[0],
+    "export": SAVING[1],
+    "materialise": "building the model",
+}
+
+
+def ending(error: BaseException) -> dict[str, Any]:
+    """Status and reason of a point that ended with `error`."""
+    end = full_ending(error)
+    return end | {"reason": shortened(text_without_secrets(end["reason"]), LONGEST_REASON)}
+
+
+def full_ending(error: BaseException) -> dict[str, Any]:
+    """The same, however long the reason is."""
+    text = message(error)
+    if isinstance(error, BadInput | Incompatible):
+        return {"status": "incompatible", "reason": text}
+    if isinstance(error, Interrupted):
+        return {"status": "interrupted", "reason": text or f"stopped in {phase(error.__traceback__)}"}
+    if isinstance(error, NonFinite):
+        return {"status": "nonfinite", "reason": text}
+    if is_out_of_memory(error):
+        return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
+    if isinstance(error, SystemExit):
+        return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
+    if isinstance(error, InTheWay):
+        return {"status": "error", "reason": text}
+    if trouble := disk_trouble(error):
+        where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        return {"status": "error", "reason": f"{trouble}, in {phase(error.__traceback__)}{where}"}
+    return {"status": "error", "reason": in_a_worker(text) or f"{type(error).__name__}: {first_line(text)}"}
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "") or "no message"
+
+
+def in_a_worker(text: str) -> str | None:
+    """What a loader's worker has died of: it comes as a text that ends with the worker's own traceback."""
+    match = IN_A_WORKER.match(text)
+    if match is None:
+        return None
+    name = match[1]
+    lines = re.findall(rf"^(?:[\w.]+\.)?{name}(?:: (.*))?$", text, re.MULTILINE)
+    return f"{name}: {(lines or [''])[-1] or 'no message'} (in a worker of the loader)"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also if a library, such as the compiler, has made another error of it."""
+    return any(map(says_out_of_memory, chain(error)))
+
+
+def says_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
+    return is_refused or says_so or (message(error) in UNTOLD and is_capped())
+
+
+def is_capped() -> bool:
+    """Whether this process may use less memory than it could: `vram` on a CPU."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return soft != hard
+
+
+def disk_trouble(error: BaseException) -> str | None:
+    """Why a file can't be written or read; also if a library has made another error of it."""
+    causes = chain(error)
+    if any(os.strerror(errno.ENOSPC) in message(cause) for cause in causes):
+        return "the disk is full"
+    is_wrapped = TORCHS_WRITER in message(error)
+    for cause in causes if is_wrapped else causes[:1]:
+        if error_number(cause) in DISK_TROUBLES:
+            return os.strerror(error_number(cause))
+    return None
+
+
+def error_number(error: BaseException) -> int:
+    """The errno of an error of the system, which safetensors has only in its text; 0: it has none."""
+    if isinstance(error, SafetensorError):
+        match = OF_SAFETENSORS.search(message(error))
+        return int(match[1]) if match else 0
+    return (error.errno or 0) if isinstance(error, OSError) else 0
+
+
+def says_all(error: BaseException, folder: str) -> bool:
+    """Whether nobody needs to see where `error` was raised: files of the run itself, in `folder`, can't be written."""
+    if isinstance(error, InTheWay):
+        return True
+    name = error.filename if isinstance(error, OSError) else None
+    is_ours = isinstance(name, str) and Path(name).is_relative_to(folder)
+    return disk_trouble(error) is not None and (is_ours or phase(error.__traceback__) in SAVING)
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether a rank failed only because another one had ended or hung."""
+    return any(isinstance(cause, PeerLost | dist.DistError) or "/gloo/" in message(cause) for cause in chain(error))
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """The error, and those that led to it."""
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        if any(cause is known for known in causes):  # somebody's ring
+            break
+        causes.append(cause)
+    return causes
+
+
+def phase(trace: TracebackType | None) -> str:
+    """What was going on, read off the stack, so that no step pays for keeping track."""
+    found = "the set-up"
+    for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_filename.endswith(COMPILERS_FILES):
+            return "compiling, which takes memory of its own"
+        if "lowvram" in frame.f_code.co_filename:
+            found = PHASES.get(frame.f_code.co_name, found)
+    return found
+
+
+def asked(text: str) -> str:
+    """The size that was asked for, from the allocator's message."""
+    if match := re.search(r"allocate (\d+) bytes", text):
+        return f", asking for {int(match[1]) / 2**20:.1f} MiB more"
+    if match := re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", text):
+        return f", asking for {match[1]} more"
+    return ""

@@ -1,0 +1,123 @@
+"""One point, inside its child: from the checked configuration to the fields of its row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowvram.config.identity import NOT_IDENTITY
+from lowvram.config.secret import without_secrets
+from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings
+from lowvram.core import ranks
+from lowvram.core.assemble import assemble
+from lowvram.core.device import choose_device
+from lowvram.core.knob import Knob
+from lowvram.core.quiet import quiet
+from lowvram.knobs.allocator import Default, Tight
+from lowvram.loops import fields
+from lowvram.loops.fields import status_bytes
+from lowvram.loops.profiling.compile_time import compile_fields
+from lowvram.loops.session import Events, Session, Stop
+from lowvram.loops.setup import check_batch_size, open_data
+from lowvram.results.row import held_by_another_process
+from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
+from lowvram.worker.meeting import Meeting
+from lowvram.worker.mfu import mfu, whole_samples_per_s
+
+
+def run(
+    settings: Settings,
+    request: dict[str, Any],
+    events: Events,
+    stop: Stop,
+    meeting: Meeting,
+    more: Mapping[str, Knob],
+) -> dict[str, Any]:
+    """Meet the other ranks, assemble the point, run its mode, return what it says in its row.
+
+    Args:
+        more: knobs that no group has, by name; the last of their stage.
+    """
+    started = time.monotonic()
+    import_libraries(settings)
+    resident_bytes = status_bytes("VmRSS")
+    device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
+    num_ranks = meeting.count(sharding, device, settings.root.names_card)
+    check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
+    device = meeting.join(num_ranks, device, sharding.timeout_s)
+    knobs = {**named_knobs(settings, request["choices"], device), **more}
+    data = open_data(settings)
+    problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
+    rig = assemble(problem, knobs, device, settings.root.seed)
+    torch.manual_seed(settings.root.seed + ranks.rank())  # the samples of each rank get masks of their own
+    events("ready", fields=ready_fields(device))
+    folder, is_resumed = Path(request["folder"]), request["resume"]
+    about = (is_resumed, started, resident_bytes, chosen(request), request.get("run"))
+    session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
+    told = settings.groups["mode"].run(session)
+    choices, samples_per_s = request["choices"], whole_samples_per_s(session, told.get("throughput", {}))
+    return fields.merged(
+        told,
+        compile_fields(session),
+        {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
+        {"throughput": {"mfu": mfu(session, samples_per_s, choices["precision"])}},
+    )
+
+
+def import_libraries(settings: Settings) -> None:
+    """Those of the knobs: their code is none of the point's memory."""
+    with quiet():
+        for group in KNOB_GROUPS:
+            for name in settings.groups[group].libraries:
+                import_module(name)
+
+
+def chosen(request: dict[str, Any]) -> dict[str, Any]:
+    """The option of each group, and each value that changes a result, by dotted key."""
+    config = {key: value for key, value in without_secrets(request["config"]).items() if key not in NOT_IDENTITY}
+    fields = {key: value for key, value in by_dotted_key(config).items() if key not in NOT_IDENTITY}
+    return {group: request["choices"][group] for group in GROUPS} | fields
+
+
+def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping)
+        found |= by_dotted_key(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
+
+
+def named_knobs(settings: Settings, choices: dict[str, str], device: torch.device) -> dict[str, Knob]:
+    """The knobs by the names that the user typed, in the order in which they act within a stage."""
+    knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
+    if settings.vram_bytes is None:
+        return knobs
+    if device.type == "cpu" and settings.groups["allocator"] == Default():
+        knobs.pop(f"allocator={choices['allocator']}")
+        choices["allocator"] = "tight"  # a cap means little while malloc keeps what was freed
+        knobs = {"allocator=tight": Tight(), **knobs}
+    return {**knobs, f"vram={settings.root.vram}": Cap(settings.vram_bytes)}
+
+
+def ready_fields(device: torch.device) -> dict[str, Any]:
+    """What the parent can't know by itself."""
+    provenance = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device.type != "cuda":
+        return {"provenance": provenance}
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)  # the weights are there already
+    others = total - free
+    disturbed = held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None
+    if ranks.rank() > 0:
+        return {"disturbed": f"rank {ranks.rank()}: {disturbed}"} if disturbed else {}
+    return {
+        "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device)},
+        "memory": {"free_at_start_bytes": free},
+        "disturbed": disturbed,
+    }

@@ -1,0 +1,291 @@
+"""The child: one point in a process of its own. It computes and tells; the parent records.
+
+Every way to end becomes an event with a status, except a death that leaves no time to speak: the parent names that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.config.exit_codes import EXIT_INTERRUPTED
+from lowvram.config.secret import learn, text_without_secrets
+from lowvram.config.settings import settings
+from lowvram.config.texts import LONGEST_LINE, cut
+from lowvram.core.device import choose_device
+from lowvram.core.knob import Knob
+from lowvram.fidelity.reference import reference_of
+from lowvram.fidelity.worker import Fidelity
+from lowvram.knobs.allocator import Default, Tight
+from lowvram.launch.frames import encoded, frames
+from lowvram.launch.native_log import native_log
+from lowvram.launch.supervisor import STOPS, Place
+from lowvram.loops.session import Events as Tell
+from lowvram.loops.session import Interrupted
+from lowvram.loops.session import Stop as Listens
+from lowvram.planning.cache import Store
+from lowvram.planning.time.calibration import Calibrations
+from lowvram.planning.time.microbench import calibrate
+from lowvram.planning.trace.fake import CantPlan
+from lowvram.planning.worker import Planner, allocator_of, place_here, place_of
+from lowvram.search.worker import Book, search
+from lowvram.worker import job
+from lowvram.worker.errors import ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
+from lowvram.worker.limits import lift
+from lowvram.worker.meeting import Meeting
+from lowvram.worker.rendezvous import way_of
+from lowvram.worker.signals import Patience
+
+EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
+AGAIN_S = 0.01  # until an interrupt comes again that a destructor has swallowed
+COMMIT_S = 10.0  # how long a snapshot waits for the parent; then it carries the rows itself
+OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
+
+
+class Events:
+    """The pipe to the parent, and the one through which it answers the first rank. Once it is gone, nobody reads."""
+
+    def __init__(self, fd: int, answers_fd: int, rank: int) -> None:
+        self._fd, self._answers_fd, self._rank = fd, answers_fd, rank
+        self._numbers = count()
+        self._num_commits = self._num_answers = 0
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        if self._rank and event not in OF_EVERY_RANK:
+            return
+        try:
+            for frame in frames(encoded({"event": event, **fields}), os.getpid(), next(self._numbers)):
+                os.write(self._fd, frame)
+        except BrokenPipeError:
+            pass
+
+    def commit(self) -> bool:
+        """Wait until the parent has brought to the disk what it was told; False if it is gone, or takes too long. An
+        answer that comes late counts for the commit that it belongs to."""
+        if self._rank:  # it tells no rows
+            return True
+        self("commit")
+        self._num_commits += 1
+        deadline = time.monotonic() + COMMIT_S
+        while self._num_answers < self._num_commits:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([self._answers_fd], [], [], left_s)[0]:
+                return False
+            answers = os.read(self._answers_fd, select.PIPE_BUF)
+            if not answers:
+                return False
+            self._num_answers += len(answers)
+        return True
+
+
+class SpokenStream:
+    """A stand-in for stdout and stderr: each line becomes an event, so that it is printed above the progress bar."""
+
+    def __init__(self, events: Events, prefix: str = "") -> None:
+        self._events, self._prefix = events, prefix
+        self._pieces, self._num_kept, self._num_cut = list[str](), 0, 0  # of the line that is being written
+        self.encoding, self.errors = "utf-8", "backslashreplace"
+
+    def write(self, text: str) -> int:
+        *lines, rest = text.split("\n")
+        for line in lines:
+            self._add(line)
+            self._tell()
+        self._add(rest)
+        return len(text)
+
+    def _add(self, text: str) -> None:
+        if kept := text[: LONGEST_LINE - self._num_kept]:
+            self._pieces.append(kept)
+        self._num_kept += len(kept)
+        self._num_cut += len(text) - len(kept)
+
+    def _tell(self) -> None:
+        line = self._prefix + "".join(self._pieces)
+        num_cut, self._pieces, self._num_kept, self._num_cut = self._num_cut, [], 0, 0
+        self._events("say", text=cut(line, num_cut) if num_cut else line)
+
+    def flush(self) -> None:
+        if self._num_kept:
+            self._tell()
+
+    def isatty(self) -> bool:
+        return False
+
+
+class Stop(Patience):
+    """SIGINT and SIGTERM. Outside `between_steps` they interrupt at once; inside, they wait for the step to end."""
+
+    def listen(self) -> None:
+        """From here on a signal interrupts; also one that came since the fork."""
+        for number in (*STOPS, signal.SIGALRM):
+            signal.signal(number, self._on_signal)
+        sys.unraisablehook = self._on_unraisable
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the server has blocked them
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.heard(number) and not self._patient:
+            raise Interrupted
+
+    def _on_unraisable(self, dropped: Any) -> None:
+        """Python drops what is raised in a destructor: an interrupt comes again, a moment later. That one got no memory
+        under the cap is part of what the point says of its end."""
+        if isinstance(dropped.exc_value, Interrupted):
+            self.requested = False
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        elif not (is_capped() and is_out_of_memory(dropped.exc_value)):
+            sys.__unraisablehook__(dropped)
+
+    def settle(self) -> None:
+        """From here on no signal interrupts: the point has ended, and its row is on the way."""
+        self._patient = True
+
+
+def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
+    """Run one request as one rank; returns the exit code."""
+    learn(request)
+    way = way_of(place, request)
+    events = Events(events_fd, place.answers_fd, way.rank)
+    spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
+    speak(spoken, is_first=way.rank == 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stop, meeting, about = Stop(), Meeting(way, request), {"rank": way.rank}
+    try:
+        stop.listen()
+        fields = work(request, events, stop, meeting)
+    except BaseException as error:  # the last net: a point always tells how it ended
+        stop.settle()
+        fields, of_a_peer = ending(error), is_of_a_peer(error)
+        cause = meeting.cause_elsewhere(fields, of_a_peer)
+        fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
+        if fields["status"] == "error" and not says_all(error, request.get("folder", "/")):
+            about |= {"trace": text_without_secrets(traceback.format_exc())}
+    stop.settle()
+    lift()
+    spoken.flush()
+    events("row", fields=as_used(fields, request), **about)
+    return EXIT_CODES.get(fields["status"], 1)
+
+
+def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """With the options of the point: a cap has changed one of them."""
+    return fields | {"choices": request["choices"]} if "choices" in request else fields
+
+
+def speak(spoken: SpokenStream, is_first: bool) -> None:
+    """What is printed goes to the parent. All ranks print the same: of the others only what is wrong is heard."""
+    sys.stderr = as_stream(spoken)
+    sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115
+    if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may do without a terminal
+        sys.breakpointhook = refuse_breakpoint
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """pdb would wait for ever for what nobody can type."""
+    raise BadInput("process", "child", "inline where the code calls breakpoint(): a child has no terminal")
+
+
+def as_stream(spoken: Any) -> Any:
+    """For a type checker: it has what is needed of a text stream."""
+    return spoken
+
+
+def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+    """What the request asks for; returns its part of a row."""
+    if "check" in request:
+        return check(request["check"])
+    if "calibrate" in request:
+        return calibrated(request["calibrate"])
+    if "search" in request:
+        return search_for(request["search"], events)
+    if "reference" in request:
+        return {"status": "ok", "reference": reference_of(**request["reference"])}
+    if "plan" in request:
+        return plan(request["plan"], events)
+    prepare(Path(request["folder"]) / native_log(meeting.rank))
+    return run_point(request, events, stop, meeting)
+
+
+def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build the objects of every configuration of a sweep; the first mistake is raised."""
+    for config in configs:
+        settings(config)
+    return {"status": "ok"}
+
+
+def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
+    """Plan point after point, and tell each as it is known."""
+    planner = Planner(Store(), Calibrations())
+    for index, point in enumerate(points):
+        events("planned", index=index, fields=planned(planner, point))
+    return {"status": "ok"}
+
+
+def calibrated(point: dict[str, Any]) -> dict[str, Any]:
+    """Measure the rates of the device that a point runs on, as it runs there, if nobody has."""
+    whole = settings(point["config"])
+    allocator = allocator_of(whole, point["choices"])
+    (Tight() if allocator == "tight" else Default()).set_malloc()
+    Calibrations().get(choose_device(whole.root.device), allocator, calibrate)
+    return {"status": "ok"}
+
+
+def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
+    """Find the candidates of a search; each plan on the way is told."""
+    whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
+    place = place_here(whole) if point["is_real"] else place_of(whole)
+    book = Book(planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans))
+    try:
+        events("found", **search(book, point["pinned"]))
+    except CantPlan as error:
+        return {"status": "error", "reason": str(error)}
+    return {"status": "ok"}
+
+
+def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
+    """What a plan says in the row of one point."""
+    whole, launch = settings(point["config"]), point["launch"]
+    if not point["is_real"]:
+        return planner.fields(whole, point["choices"])
+    return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
+
+
+def run_point(request: dict[str, Any], events: Tell, stop: Listens, meeting: Meeting) -> dict[str, Any]:
+    """The point itself; returns what it says in its row."""
+    whole, more = settings(request["config"]), dict[str, Knob]()
+    if "fidelity" in request:
+        mode = Fidelity.asked(**request["fidelity"])
+        whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
+    fields = job.run(whole, request, events, stop, meeting, more)
+    meeting.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
+    return {"status": "ok", **fields}
+
+
+def prepare(native_log: Path) -> None:
+    """Make the process one that is measured cleanly and dies usefully."""
+    write_proc("oom_score_adj", "800")  # the kernel takes the point, not the sweep
+    write_proc("clear_refs", "5")  # the peak of resident memory starts here
+    log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
+    os.dup2(log, 2)  # what C++ says on its way out
+    faulthandler.enable(file=log, all_threads=True)
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError("the fork server has touched CUDA: its children can't")
+
+
+def write_proc(name: str, text: str) -> None:
+    """Best effort: where a sandbox forbids it, a figure is less sharp."""
+    with suppress(OSError):
+        Path(f"/proc/self/{name}").write_text(text)

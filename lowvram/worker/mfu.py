@@ -1,0 +1,56 @@
+"""Model FLOPs utilisation: the share of a device's peak rate that the model's own arithmetic reaches.
+
+Chowdhery et al., "PaLM" (2022), appendix B: recomputation is not the model's arithmetic and doesn't count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowvram.core.assemble import assemble
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.ranks import num_ranks
+from lowvram.core.step import step
+from lowvram.loops.session import Session
+from lowvram.planning.devices import find_device
+from lowvram.planning.trace.fake import example, paper
+from lowvram.tasks import Problem
+
+CPU = torch.device("cpu")
+MULTIPLIES_IN = {"bf16_pure": "bf16"}  # options that are not called like the format of their products
+
+
+def mfu(session: Session, samples_per_s: float | None, precision: str) -> float | None:
+    """Between 0 and 1; None where the device's peak rate is not known or nothing was timed."""
+    if samples_per_s is None or session.rig.device.type != "cuda":
+        return None
+    peak_flops_per_s = peak_rate(torch.cuda.get_device_name(session.rig.device), precision)
+    if peak_flops_per_s is None:
+        return None
+    return model_flops(session.problem, session.knobs) * samples_per_s / (peak_flops_per_s * num_ranks())
+
+
+def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> float | None:
+    """Of texts: as if all tokens were in samples without padding."""
+    if "tokens_per_s" in throughput:
+        return throughput["tokens_per_s"] / session.data.spec.shape[0]
+    return throughput.get("samples_per_s")
+
+
+def peak_rate(device_name: str, precision: str) -> float | None:
+    """In FLOP/s, for the option of `precision` in use."""
+    device = find_device(device_name)
+    return None if device is None else device.peak_flops_per_s[MULTIPLIES_IN.get(precision, precision)]
+
+
+def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
+    """Floating-point operations of forward and backward for one sample, without any recomputation."""
+    needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
+    plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
+    with paper(), plain, FlopCounterMode(display=False) as counter:
+        step(assemble(problem, needed, CPU), example(problem.spec, 1))
+    return counter.get_total_flops()

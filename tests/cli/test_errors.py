@@ -1,0 +1,86 @@
+"""Sentences about mistakes, without a process."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from lowvram.cli.errors import ELSEWHERE, quoted, sentence, sorted_words, unknown_flag
+from lowvram.cli.resume import with_resumed
+from lowvram.config.compose import chosen
+from lowvram.config.errors import BadInput, Refused
+from lowvram.config.settings import GROUPS, ROOT_KEYS, SECTIONS, check_root
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_words_of_other_tools_are_told_where_to_look(word: str) -> None:
+    """Typed as a key, forced in with +, in a section, as a flag."""
+    unknown = f"Could not override '{word}'.\nTo append to your config use +{word}=1"
+    assert sentence(HydraException(unknown)) == f"{word}: no such key; {ELSEWHERE[word]}"
+    assert (
+        sentence(HydraException(unknown.replace("'", "'trainer.", 1)))
+        == f"trainer.{word}: no such key; {ELSEWHERE[word]}"
+    )
+    assert sentence(BadInput(word, 1, "removed")) == f"{word}: no such key; {ELSEWHERE[word]}"
+    assert unknown_flag(f"--{word.replace('_', '-')}=1").endswith(f"no such flag; {ELSEWHERE[word]}")
+
+
+def test_the_hints_name_keys_that_exist() -> None:
+    known = {
+        *GROUPS,
+        *ROOT_KEYS,
+        "paths",
+        *(f"{key}.{name}" for key in SECTIONS for name in SECTIONS[key].__annotations__),
+    }
+    named = re.findall(r"\b([a-z_]+(?:\.[a-z_]+)?)(?==| |$|;|:)", " ".join(ELSEWHERE.values()))
+    assert {name for name in named if "." in name and name.partition(".")[0] in SECTIONS} <= known
+    assert {word.partition("=")[0] for hint in ELSEWHERE.values() for word in re.findall(r"\b\w+=\w+", hint)} <= known
+    assert not set(ELSEWHERE) & {*GROUPS, *ROOT_KEYS}
+
+
+@pytest.mark.parametrize("words", ["a=1 -m b=1,2", "-m a=1 b=1,2", "a=1 b=1,2 --multirun", "a=1 --cfg job b=2"])
+def test_flags_may_stand_anywhere(words: str) -> None:
+    flags = [word for word in words.split() if "=" not in word]
+    assert sorted_words(words.split()) == [*flags, *(word for word in words.split() if "=" in word)]
+
+
+@pytest.mark.parametrize("word", ["=5", "precision=null", "mode=TRUE", "accum=4", "logger=0.5"])
+def test_words_that_hydra_could_not_name(word: str) -> None:
+    with pytest.raises(Refused, match=re.escape(word)):
+        sorted_words(["seed=1", word])
+
+
+@pytest.mark.parametrize("value", ["~/x", "/a=b", "/a,b", "it's", 'say "x"', "a\\", "{x}", " x ", "", "null", "5"])
+def test_a_quoted_value_is_read_back_as_it_was(value: str) -> None:
+    import shlex
+
+    (word,) = shlex.split(quoted("data.path", value))
+    assert OverridesParser.create().parse_overrides([word])[0].value() == value
+
+
+def test_a_value_that_has_its_quotes_already_gets_no_second_ones() -> None:
+    assert quoted("data.path", "'~/x'") == quoted("data.path", "~/x")
+
+
+def test_a_run_is_resumed_without_m() -> None:
+    with pytest.raises(BadInput, match="typed without -m"):
+        with_resumed(["-m", "resume=last", "seed=1,2"])
+
+
+def test_nothing_typed_is_nothing_resumed() -> None:
+    assert with_resumed(["seed=1"]) == ["seed=1"]
+    assert with_resumed(["resume=null"]) == ["resume=null"]
+
+
+def test_several_options_of_a_group() -> None:
+    with pytest.raises(BadInput, match="one option of the group"):
+        chosen(DictConfig(dict.fromkeys(GROUPS)))
+
+
+def test_a_root_without_a_group_names_it() -> None:
+    with pytest.raises(BadInput, match="without it nothing runs"):
+        check_root(DictConfig({}))

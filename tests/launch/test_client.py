@@ -1,0 +1,164 @@
+"""The parent's end of the fork server: requests one after another, whatever becomes of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowvram.config.settings import CHILDS_OWN
+from lowvram.launch import client
+from lowvram.launch.client import Event, Server
+from lowvram.launch.supervisor import KILL, TERM
+from tests.calls import TINY, Outcome, children, wait_until
+
+Call = Callable[..., Outcome]
+Request = dict[str, Any]
+
+
+@pytest.fixture
+def request_for(call: Call, tmp_path: Path) -> Callable[[str], Request]:
+    """Makes the request of a tiny point, with a fault."""
+    row = call(*TINY, "train.steps=1").row
+
+    def make(fault: str) -> Request:
+        config = {key: row["config"][key] for key in CHILDS_OWN} | {"name": fault}
+        return {"config": config, "choices": row["choices"], "folder": str(tmp_path), "resume": False, "threads": 1}
+
+    return make
+
+
+def pid_of(server: Server) -> int:
+    assert server._process is not None
+    return server._process.pid
+
+
+def run(server: Server, request: Request) -> tuple[int | None, dict[str, Any]]:
+    """How the child died, and its row."""
+    events: list[Event] = []
+    give_up = time.monotonic() + 20
+    ended = server.run(request, events.append, lambda: KILL if time.monotonic() > give_up else None)
+    rows = [event["fields"] for event in events if event["event"] == "row"]
+    return ended[0]["status"] if ended else None, rows[0] if rows else {}
+
+
+def test_no_signal_is_lost_however_early_it_comes(
+    shared_server: Server, request_for: Callable[[str], Request], tmp_path: Path
+) -> None:
+    """A child inherits that signals are ignored; one that comes before it listens must be answered all the same."""
+    request = request_for("hang@0")
+    for _ in range(10):
+        killer = threading.Thread(target=terminate_at_once, args=[pid_of(shared_server)])
+        killer.start()
+        status, row = run(shared_server, request)
+        killer.join()
+        assert row == {**row, "status": "interrupted", "reason": "stopped in the set-up"}
+        assert status is not None
+        assert os.waitstatus_to_exitcode(status) == 75
+
+
+def terminate_at_once(server: int) -> None:
+    """The next child, the moment it is there."""
+    while not (found := children(server)):
+        pass
+    os.kill(found[0], signal.SIGTERM)
+
+
+def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
+    shared_server: Server, request_for: Callable[[str], Request]
+) -> None:
+    """Not with the answer to the one before; and the child that nobody listens to ends."""
+
+    def on_event(event: Event) -> None:
+        raise KeyError(event["event"])
+
+    before = pid_of(shared_server)
+    with pytest.raises(KeyError):
+        shared_server.run(request_for("slow"), on_event, lambda: None)
+    wait_until(lambda: not children(before), "the end of the child")
+    assert run(shared_server, request_for("raise@1"))[1]["status"] == "error"
+
+
+@pytest.mark.parametrize("order", [TERM, KILL])
+def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_gets_another(
+    shared_server: Server, request_for: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch, order: bytes
+) -> None:
+    """As after `kill -STOP`: it passes nothing on, so a time limit and Ctrl-C would be in vain."""
+    monkeypatch.setattr(client, "STOPPED_GRACE_S", 0.3)
+    pid, found = pid_of(shared_server), list[int]()
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "metrics" and not found:
+            os.kill(pid, signal.SIGSTOP)
+            found.extend(children(pid))
+
+    orders = iter([order])
+    assert shared_server.run(request_for("slow"), on_event, lambda: next(orders, None) if found else None) is None
+    assert found
+    wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in (pid, *found)), "the end of all")
+    assert run(shared_server, request_for("raise@1"))[1]["status"] == "error"
+    assert pid_of(shared_server) != pid
+
+
+def test_no_file_is_left_open(shared_server: Server, request_for: Callable[[str], Request]) -> None:
+    request = request_for("exit17@1")
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        status, row = run(shared_server, request)
+        assert (os.waitstatus_to_exitcode(status or 0), row) == (17, {})
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+def test_a_request_may_be_larger_than_any_socket_takes(
+    shared_server: Server, request_for: Callable[[str], Request]
+) -> None:
+    request = request_for("exit17@1") | {"padding": "x" * 2**22}
+    status, _ = run(shared_server, request)
+    assert os.waitstatus_to_exitcode(status or 0) == 17
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_held_is_open_until_the_last_rank_is_dead(
+    shared_server: Server, call: Call, tmp_path: Path, num_ranks: int
+) -> None:
+    """Of a file that is locked: the caller may be gone, the server has no copy."""
+    sharding = "ddp" if num_ranks > 1 else "none"
+    row = call(*TINY, f"sharding={sharding}", f"sharding.ranks={num_ranks}").row
+    config: dict[str, Any] = {key: row["config"][key] for key in CHILDS_OWN} | {"name": "hang"}
+    about = {"folder": str(tmp_path), "resume": False, "threads": 1}
+    held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    seen: list[list[bool]] = []
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "metrics":
+            os.close(held)
+            assert is_locked(tmp_path / "lock")
+            pid = pid_of(shared_server)
+            seen.append([holds(process, tmp_path / "lock") for process in (pid, *children(pid))])
+
+    request = {"config": config, "choices": row["choices"], **about}
+    ended = shared_server.run(request, on_event, lambda: KILL if seen else None, [held])
+    assert ended is not None
+    assert seen == [[False, *[True] * num_ranks]]
+    assert not is_locked(tmp_path / "lock")
+
+
+def holds(pid: int, file: Path) -> bool:
+    return any(os.path.realpath(fd) == str(file) for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def is_locked(file: Path) -> bool:
+    with file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False

@@ -1,0 +1,113 @@
+"""What a session needs, without a process around it: samples that were drawn once, and a parent that listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowvram.config.settings import (
+    ExportSettings,
+    MeasureSettings,
+    PlanSettings,
+    RootSettings,
+    SearchSettings,
+    Settings,
+    SnapshotSettings,
+    TrainSettings,
+)
+from lowvram.core.assemble import assemble
+from lowvram.core.knob import Knob
+from lowvram.data.loader import Inline
+from lowvram.data.source import Data, Samples
+from lowvram.data.spec import DataSpec
+from lowvram.loops.schedule import Constant, Schedule
+from lowvram.loops.session import Session
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
+
+BATCH_SIZE = 4
+
+
+class Drawn(Samples):
+    """Random samples, some of whose targets don't count."""
+
+    def __init__(self, spec: DataSpec, num_samples: int) -> None:
+        self.batch = make_batch(spec, num_samples)
+
+    def __len__(self) -> int:
+        return self.batch.num_samples
+
+    def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
+        return self.batch.inputs[index], self.batch.targets[index]
+
+
+@dataclass
+class Told:
+    """What a mode tells its parent, and a parent that may ask it to stop."""
+
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    stop_at: int | None = None  # the step after which to stop
+    requested: bool = False
+    is_heard: bool = True  # the parent is there, and brings to the disk what it is told
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
+        self.requested = self.requested or (event == "metrics" and fields["step"] == self.stop_at)
+
+    def commit(self) -> bool:
+        return self.is_heard
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        yield
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every metric of this name."""
+        metrics = [fields for event, fields in self.events if event in ("metrics", "record")]
+        return [(fields["step"], fields["values"][name]) for fields in metrics if name in fields["values"]]
+
+
+def session_in(
+    folder: Path,
+    problem: str = "transformer",
+    *,
+    choices: dict[str, str | Knob] | None = None,
+    schedule: Schedule | None = None,
+    told: Told | None = None,
+    is_resumed: bool = False,
+    snapshot_every: int | None = None,
+    merge: bool = False,
+    **train: Any,
+) -> Session:
+    """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
+    task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
+    groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
+    settings = Settings(
+        root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None, process="child"),
+        train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
+        measure=MeasureSettings(
+            warmup_steps=1,
+            steps=3,
+            max_seconds=60.0,
+            largest_tensors=False,
+            fidelity=False,
+            fidelity_steps=3,
+            reruns=0,
+        ),
+        plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
+        search=SearchSettings(groups=None, lossy=False, probes=3),
+        snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
+        export=ExportSettings(merge=merge),
+        groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model},
+    )
+    rig = assemble(task, knobs, CPU)
+    torch.manual_seed(0)
+    data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
+    told = told or Told()
+    return Session(settings, knobs, task, rig, data, told, told, folder, is_resumed, time.monotonic(), 0)

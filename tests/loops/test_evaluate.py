@@ -1,0 +1,87 @@
+"""Evaluation: the mean over all held-out targets, however they are batched, and without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lowvram.core.rig import IGNORE, Part
+from lowvram.loops import evaluate as evaluate_module
+from lowvram.loops.evaluate import Evaluation, evaluate
+from lowvram.loops.session import Session
+from tests.laboratory import relative_error
+from tests.loops.sessions import Drawn
+
+
+def by_hand(session: Session) -> tuple[float, float]:
+    """(mean loss, accuracy) over all held-out targets, in one piece."""
+    assert isinstance(session.data.eval, Drawn)
+    batch, model = session.data.eval.batch, session.rig.model.eval()
+    with torch.no_grad():
+        logits = model(batch.inputs).flatten(0, -2)
+    targets = batch.targets.flatten()
+    kept = targets != IGNORE
+    correct = logits.argmax(-1)[kept] == targets[kept]
+    model.train()
+    return F.cross_entropy(logits[kept], targets[kept]).item(), correct.double().mean().item()
+
+
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
+def test_the_mean_weighs_every_target_the_same(
+    make_session: Callable[..., Session], problem: str, batch_size: int
+) -> None:
+    """10 samples with targets of uneven number: the last part is smaller, and means of parts would be wrong."""
+    session = make_session(problem, batch_size=batch_size)
+    found = evaluate(session)
+    loss, accuracy = by_hand(session)
+    assert found.loss == pytest.approx(loss, rel=1e-6)
+    assert found.scores["accuracy"] == pytest.approx(accuracy)
+
+
+def test_parts_are_no_larger_than_those_of_training(
+    make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = make_session(batch_size=8, choices={"accum": "x4"})
+    sizes: list[int] = []
+
+    def part_sums(session: Session, rig: object, part: Part) -> torch.Tensor:
+        sizes.append(part.num_samples)
+        return torch.ones(3)
+
+    monkeypatch.setattr(evaluate_module, "part_sums", part_sums)
+    evaluate(session)
+    assert sizes == [2] * 5
+
+
+@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+def test_evaluation_leaves_no_trace(make_session: Callable[..., Session], problem: str) -> None:
+    """No statistics move, no random number is drawn, and the model goes on training."""
+    session = make_session(problem, choices={"ckpt": "every1"})
+    before = {name: tensor.clone() for name, tensor in session.rig.model.state_dict().items()}
+    random = torch.get_rng_state()
+    evaluate(session)
+    assert relative_error(session.rig.model.state_dict(), before) == 0
+    assert torch.equal(torch.get_rng_state(), random)
+    assert session.rig.model.training
+    assert all(parameter.grad is None for parameter in session.rig.model.parameters())
+
+
+def test_a_model_trains_again_even_if_its_evaluation_fails(make_session: Callable[..., Session]) -> None:
+    session = make_session()
+
+    def fail(part: Part) -> None:
+        assert not session.rig.model.training
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError):
+        evaluate(replace(session, rig=replace(session.rig, forward=fail)))
+    assert session.rig.model.training
+
+
+def test_metrics_have_wandbs_names() -> None:
+    assert Evaluation(1.5, {"accuracy": 0.5}).metrics() == {"loss/eval": 1.5, "eval/accuracy": 0.5}

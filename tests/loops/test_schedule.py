@@ -1,0 +1,63 @@
+"""schedule: pure functions of the step, from where to where they say."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from lowvram.config.errors import BadInput
+from lowvram.loops.schedule import Constant, Cosine, Schedule, WarmupCosine
+
+SCHEDULES = [Constant(), Cosine(), Cosine(floor=0.0), WarmupCosine(), WarmupCosine(warmup_frac=0.3, floor=0.2)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 10, 1000])
+def test_factors_are_pure_and_between_0_and_1(schedule: Schedule, num_steps: int) -> None:
+    forwards = [schedule.factor(step, num_steps) for step in range(num_steps)]
+    backwards = [schedule.factor(step, num_steps) for step in reversed(range(num_steps))]
+    assert forwards == backwards[::-1]
+    assert all(0 <= factor <= 1 for factor in forwards)
+    assert forwards[0] > 0
+
+
+def test_constant_stays() -> None:
+    assert {Constant().factor(step, 10) for step in range(20)} == {1.0}
+
+
+def test_cosine_goes_from_1_to_its_floor_and_stays_there() -> None:
+    schedule = Cosine(floor=0.2)
+    assert schedule.factor(0, 11) == 1.0
+    assert schedule.factor(5, 11) == pytest.approx(0.6)
+    assert schedule.factor(10, 11) == pytest.approx(0.2)
+    assert schedule.factor(100, 11) == pytest.approx(0.2)
+    assert all(before > after for before, after in pairwise(schedule.factor(step, 11) for step in range(11)))
+
+
+def test_warm_up_rises_in_a_straight_line_and_then_falls() -> None:
+    schedule = WarmupCosine(warmup_frac=0.25, floor=0.1)
+    factors = [schedule.factor(step, 20) for step in range(20)]
+    assert factors[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
+    assert all(before > after for before, after in pairwise(factors[5:]))
+    assert factors[-1] == pytest.approx(0.1)
+
+
+def test_without_warm_up_it_is_cosine() -> None:
+    for step in range(10):
+        assert WarmupCosine(warmup_frac=0.0).factor(step, 10) == Cosine().factor(step, 10)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
+def test_values_out_of_range_are_named(value: float) -> None:
+    for make in (lambda: Cosine(floor=value), lambda: WarmupCosine(floor=value)):
+        with pytest.raises(BadInput, match=rf"schedule\.floor={value}: must be between 0 and 1"):
+            make()
+    with pytest.raises(BadInput, match=rf"schedule\.warmup_frac={value}: must be at least 0 and below 1"):
+        WarmupCosine(warmup_frac=value)
+
+
+def test_warm_up_takes_not_all_steps() -> None:
+    with pytest.raises(BadInput, match=r"schedule\.warmup_frac=1\.0"):
+        WarmupCosine(warmup_frac=1.0)

@@ -1,0 +1,128 @@
+"""Surveys: repeated blocks and the head of a model that nobody has described."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowvram.models.block_finder import Survey, repeated_classes, survey
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class OtherLayer(Layer):
+    pass
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Encoder(Stage):
+    pass
+
+
+class Decoder(Stage):
+    pass
+
+
+class Stages(nn.Module):
+    """Two stages of layers, and a head."""
+
+    def __init__(self, first: list[nn.Module], second: list[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([Stage(first), Stage(second)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+class Keywords(nn.Module):
+    """Calls its blocks by keywords, and changes what the head says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Layer(8) for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x=x)
+        return self.head(x) * 2
+
+
+class Asking(Keywords):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def surveyed(model: nn.Module, named: str | None = None) -> Survey:
+    return survey(model, lambda model, inputs: model(inputs), torch.zeros(2, 8), named)
+
+
+def layers(count: int, kind: type[Layer] = Layer) -> list[nn.Module]:
+    return [kind(8) for _ in range(count)]
+
+
+def test_blocks_are_found_over_all_parents_and_in_order() -> None:
+    """Not the stages, which keep as much, and not the longest row of one stage."""
+    found = surveyed(Stages(layers(2), layers(3)))
+    names = [f"stages.{stage}.layers.{place}" for stage, count in ((0, 2), (1, 3)) for place in range(count)]
+    assert list(found.blocks) == names
+    assert found.head == "head"
+    assert found.has_plain_blocks
+
+
+def test_encoder_and_decoder_have_blocks_of_their_own() -> None:
+    found = surveyed(nn.Sequential(Encoder(layers(2)), Decoder(layers(3, OtherLayer))))
+    assert found.blocks == tuple(f"{half}.layers.{place}" for half, count in ((0, 2), (1, 3)) for place in range(count))
+
+
+def test_a_model_on_the_meta_device_stays_there() -> None:
+    with torch.device("meta"):
+        model = Stages(layers(2), layers(2))
+    assert len(surveyed(model).blocks) == 4
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not model.stages[0]._forward_hooks
+
+
+def test_what_changes_its_outputs_has_no_head_and_keywords_are_noticed() -> None:
+    found = surveyed(Keywords())
+    assert found.blocks == ("blocks.0", "blocks.1")
+    assert found.head is None
+    assert not found.has_plain_blocks
+
+
+def test_a_class_that_the_user_names_is_taken() -> None:
+    assert surveyed(Stages(layers(2), layers(2)), named="Stage").blocks == ("stages.0", "stages.1")
+
+
+def test_a_model_that_looks_at_its_numbers_has_the_blocks_that_are_named() -> None:
+    assert surveyed(Asking()) == Survey((), None, False)
+    assert surveyed(Asking(), named="Layer").blocks == ("blocks.0", "blocks.1")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 3), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))])
+def test_a_model_without_repetition_has_no_blocks(model: Any) -> None:
+    assert surveyed(model).blocks == ()
+
+
+def test_repeated_classes() -> None:
+    assert repeated_classes(Stages(layers(2), layers(3))) == {"Layer": 5, "Sequential": 2, "Stage": 2}

@@ -1,0 +1,84 @@
+"""Bytes per parameter on a card, counted by hand: what weights, gradients, states and updates take."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowvram.core.device import Card
+from lowvram.core.knob import Kind, Knob
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.transformer import TransformerConfig
+from lowvram.planning.target import Target
+from lowvram.planning.trace.events import Sums
+from lowvram.planning.trace.tracer import trace
+from lowvram.tasks import Auto
+from tests.laboratory import knobs_of
+
+H100 = Target(Card("H100", (9, 0)))
+PROBLEM = Auto().pose(TransformerConfig(2, 256, 4, 64), DataSpec(Modality.TOKENS, 4096, (64,)))
+EMBEDDING = 4096 * 256
+MATRICES = 2 * 12 * 256**2
+NUM_PARAMETERS = EMBEDDING + MATRICES + 2 * (4 + 1 + 3 + 1 + 4) * 256 + 2 * 256  # of norms and biases, the last norm's
+
+
+def summed(**choices: str | Knob) -> Sums:
+    return trace(PROBLEM, knobs_of(**choices), 1, H100).sums()
+
+
+def per_parameter(num_bytes: int) -> float:
+    return num_bytes / NUM_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("choices", "weights", "gradients", "state"),
+    [
+        ({}, 4, 4, 8),
+        ({"precision": "bf16"}, 4, 4, 8),
+        ({"precision": "bf16_pure"}, 2, 2, 8),
+        ({"optimizer": "sgd"}, 4, 4, 4),
+        ({"optimizer": "adafactor"}, 4, 4, 0),
+        ({"optimizer": "adamw_8bit"}, 4, 4, 2 * (1 + 4 / 256)),  # a scale in fp32 for 256 codes
+        ({"optimizer": "adamw_4bit"}, 4, 4, 2 * (0.5 + 4 / 128)),
+    ],
+    ids=str,
+)
+def test_each_format_takes_its_bytes(
+    choices: dict[str, str | Knob], weights: float, gradients: float, state: float
+) -> None:
+    """Small tensors are the rest: multiples of 512 bytes, and states that stay in fp32."""
+    most = summed(**choices).by_kind_max
+    assert per_parameter(most[Kind.PARAMETERS]) == pytest.approx(weights, abs=0.02)
+    assert per_parameter(most[Kind.GRADIENTS]) == pytest.approx(gradients, abs=0.02)
+    assert per_parameter(most[Kind.OPTIMIZER]) == pytest.approx(state, abs=0.06)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_fused_updates_need_nothing_of_their_own(optimizer: str) -> None:
+    """Beside a count of steps and the like."""
+    assert per_parameter(summed(optimizer=optimizer).by_kind_max[Kind.OTHER]) < 0.05
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit"])
+def test_compiled_updates_show_no_temporaries_of_eager_ones(optimizer: str) -> None:
+    """torchao's, which take 41 bytes per parameter when they run eagerly."""
+    assert per_parameter(summed(optimizer=optimizer).by_kind_max[Kind.OTHER]) < 0.05
+
+
+def test_adafactor_updates_one_parameter_after_the_other() -> None:
+    """So it holds a few copies of the largest at a time, not of all."""
+    other = summed(optimizer="adafactor").by_kind_max[Kind.OTHER]
+    assert EMBEDDING * 4 <= other < 3.1 * EMBEDDING * 4
+
+
+def test_what_is_offloaded_is_on_the_host() -> None:
+    """Master weights, sums of gradients and two moments, in fp32; on the card only the weights."""
+    sums = summed(stepping="cpu_offload")
+    assert per_parameter(sums.host_bytes) == pytest.approx(16, abs=0.1)
+    assert per_parameter(sums.by_kind_max[Kind.PARAMETERS]) == pytest.approx(4, abs=0.02)
+    assert sums.by_kind_max[Kind.OPTIMIZER] == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_ranks_share_weights_gradients_and_state(num_ranks: int) -> None:
+    sums = trace(PROBLEM, knobs_of(sharding="fsdp"), 8, Target(H100.card, num_ranks)).sums()
+    assert per_parameter(sums.by_kind_max[Kind.OPTIMIZER]) == pytest.approx(8 / num_ranks, abs=0.1)

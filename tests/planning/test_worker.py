@@ -1,0 +1,165 @@
+"""The planner: rows of plans from checked configurations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from lowvram.config.compose import chosen, plain
+from lowvram.config.identity import CONF, register_resolvers
+from lowvram.config.settings import Settings, settings
+from lowvram.planning.cache import Store
+from lowvram.planning.memory.overheads import OBJECTS, PAGES, convolution_lines
+from lowvram.planning.worker import Fields, Planner
+from lowvram.results.planned import plan_lines
+from tests.calls import TINY, TINY_RESNET
+
+MIB = 2**20
+CARD = "plan.device=rtx3060"
+
+
+def composed(*words: str) -> tuple[Settings, dict[str, str]]:
+    """A configuration as the command line makes it."""
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", ["mode=plan", *words], return_hydra_config=True)
+    return settings(plain(config)), chosen(config.hydra.runtime.choices)
+
+
+def planned(*words: str, planner: Planner | None = None) -> Fields:
+    fields = (planner or Planner()).fields(*composed(*words))
+    assert fields["status"] == "ok", fields
+    return fields["plan"]
+
+
+@pytest.fixture
+def libraries_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch runs here: what later versions' libraries take isn't known, and counts nothing."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+
+
+@pytest.mark.usefixtures("libraries_known")
+@pytest.mark.parametrize("words", [TINY, TINY_RESNET], ids=["transformer", "resnet"])
+def test_what_is_asked_of_a_card_is_its_tensors_and_its_libraries(words: tuple[str, ...]) -> None:
+    plan = planned(*words, CARD)
+    libraries = sum(line["bytes"] or 0 for line in plan["lines"])
+    assert libraries > 8 * MIB  # a workspace for the forward pass, one for the backward pass
+    tensors = sum(num_bytes for kind, num_bytes in plan["by_kind"].items() if kind != "host")
+    assert plan["allocated_bytes"] == tensors + libraries
+    assert plan["allocated_bytes"] <= plan["reserved_bytes"]
+    assert max(plan["by_phase"].values()) == tensors
+    assert plan["largest"][0]["bytes"] >= plan["largest"][1]["bytes"]
+
+
+@pytest.mark.usefixtures("libraries_known")
+def test_a_cpu_is_planned_as_its_ledger_counts() -> None:
+    plan = planned(*TINY, "plan.device=cpu")
+    assert plan["reserved_bytes"] is None
+    assert plan["allocated_bytes"] == sum(plan["by_kind"].values())
+    least, libraries = plan["least_vram_bytes"], {line["name"]: line["bytes"] or 0 for line in plan["lines"]}
+    assert least >= plan["allocated_bytes"] + libraries[OBJECTS]  # the build's own peak may be higher
+    assert plan["process_bytes"] == least + libraries[PAGES] > least  # which the cap leaves out
+    assert plan["fits"] is None  # nobody has named a budget
+    resnet = planned("model=resnet", "data=synthetic", "train.batch_size=4", "plan.device=cpu")
+    convolving = [line.name for line in convolution_lines(1, "2.13.0+cpu")]
+    assert [line["name"] for line in resnet["lines"]] == [*convolving, *libraries]
+    assert planned(*TINY, "device=cpu")["device"] == "cpu"
+
+
+def test_a_price_is_that_of_a_direct_trace() -> None:
+    """The third batch size lies between two that were traced."""
+    planner = Planner()
+    for batch_size in (4, 32):
+        planned(*TINY, CARD, f"train.batch_size={batch_size}", planner=planner)
+    (pricer,) = planner.pricers.values()
+    num_traces = sum(len(known.traces) for known in pricer.known.values())
+    priced = planned(*TINY, CARD, "train.batch_size=16", planner=planner)
+    assert sum(len(known.traces) for known in pricer.known.values()) == num_traces
+    assert priced == planned(*TINY, CARD, "train.batch_size=16")
+
+
+def test_margin_and_budget_decide_what_fits() -> None:
+    least = planned(*TINY, CARD)["least_vram_bytes"] / MIB
+    assert planned(*TINY, CARD, "plan.margin=0", f"vram={least}MiB")["fits"] is True
+    assert planned(*TINY, CARD, "plan.margin=0.1", f"vram={least}MiB")["fits"] is False
+    assert planned(*TINY, CARD, "plan.margin=0.1", f"vram={least * 1.11}MiB")["fits"] is True
+    assert planned(*TINY, CARD)["budget_bytes"] > 10_000 * MIB  # the card's own
+
+
+def test_the_margin_is_the_error_that_is_known_of_plans(tmp_path: Path) -> None:
+    """And a tenth where none is."""
+    assert planned(*TINY, CARD)["margin"] == 0.1
+    assert planned(*TINY, CARD)["error"] is None
+    known = {"median": 0.02, "p95": 0.3, "where": "12 points on a card"}
+    text = (CONF / "devices" / "rtx3060.yaml").read_text()
+    mine = tmp_path / "mine.yaml"
+    lines = [line for line in text.splitlines() if not line.startswith("error_")]
+    mine.write_text("\n".join([*lines, *(f"error_{name}: {value}" for name, value in known.items())]))
+    plan = planned(*TINY, f"plan.device={mine}", "vram=1GiB")
+    assert plan["error"] == known
+    assert plan["margin"] == 0.3
+    assert "plans were off by 2.0% (median) and 30.0% (p95): 12 points on a card" in plan_lines(plan)
+    assert planned(*TINY, f"plan.device={mine}", "plan.margin=0.2")["margin"] == 0.2
+    half = tmp_path / "half.yaml"
+    half.write_text("\n".join([*lines, "error_median: 0.1", "error_p95: null", "error_where: null"]))
+    fields = Planner().fields(*composed(*TINY, f"plan.device={half}"))
+    assert "known with error_p95 and error_where" in fields["reason"]
+
+
+def test_host_memory_is_named_where_a_knob_takes_it() -> None:
+    assert planned(*TINY, CARD)["host_bytes"] is None
+    assert planned(*TINY, CARD, "offload=activations", "offload.min_bytes=1")["host_bytes"] > 0
+
+
+def test_expandable_segments_are_replayed_as_such() -> None:
+    words = (*TINY, CARD, "model.width=512", "data.sequence_length=100", "train.batch_size=32")
+    assert planned(*words)["reserved_bytes"] != planned(*words, "allocator=expandable")["reserved_bytes"]
+
+
+def test_compiled_points_say_how_they_were_planned() -> None:
+    assert planned(*TINY, CARD, "compile=blocks")["is_eager_equivalent"] is True
+    assert planned(*TINY, CARD)["is_eager_equivalent"] is False
+
+
+def test_what_does_not_go_together_is_incompatible() -> None:
+    fields = Planner().fields(*composed(*TINY, CARD, "optimizer=adafactor", "offload=parameters"))
+    assert fields["status"] == "incompatible"
+    assert "optimizer=adafactor needs that every parameter is whole" in fields["reason"]
+    fields = Planner().fields(*composed(*TINY, CARD, "accum=x8"))
+    assert "train.batch_size=4: must be a multiple of accum.parts=8" in fields["reason"]
+
+
+def test_a_model_that_cannot_be_planned_is_an_error_and_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, choices = composed(*TINY, CARD)
+    task = whole.groups["task"].pose
+
+    def looking(model: object, spec: object) -> object:
+        problem = task(model, spec)
+        criterion = problem.criterion
+        problem.criterion = lambda outputs, part: criterion(outputs, part) * float(outputs.sum() > 0)
+        return problem
+
+    class Looks:
+        pose = staticmethod(looking)
+
+    fields = Planner().fields(replace(whole, groups={**whole.groups, "task": Looks()}), choices)
+    assert fields["status"] == "error"
+    assert fields["reason"].startswith("can't plan this model: ")
+    assert "depends on the values of a tensor" in fields["reason"]
+    assert "plan" not in fields
+
+
+def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*TINY, CARD)
+    first = planned(*words, planner=Planner(Store(tmp_path)))
+    assert list(tmp_path.iterdir())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr("lowvram.planning.scaling.trace", refuse)
+    assert planned(*words, planner=Planner(Store(tmp_path))) == first

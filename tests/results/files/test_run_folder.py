@@ -1,0 +1,247 @@
+"""A folder's marker and its lock, without any run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowvram.config.errors import BadInput
+from lowvram.results.files.durable import unfinished_name
+from lowvram.results.files.marker import MARKER
+from lowvram.results.files.run_folder import Claim, Held, Kind, Owner, is_running, made_folders
+
+
+def taken(folder: Path, **about: Any) -> Claim:
+    return Claim(folder, about.pop("kind", Kind.RUN), "the.key", **about)
+
+
+def held_elsewhere(folder: Path) -> subprocess.Popen[bytes]:
+    """Another process that has taken a folder, and ends when its stdin is closed."""
+    imports = "from pathlib import Path; from lowvram.results.files.run_folder import *"
+    text = f"{imports}; c = Claim(Path({str(folder)!r}), Kind.RUN, 'x')"
+    command = [sys.executable, "-c", f"{text}; print('taken', flush=True); input()"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"taken\n"
+    return process
+
+
+def test_a_folder_is_taken_once_and_given_back(tmp_path: Path) -> None:
+    first = taken(tmp_path / "a" / "b")
+    assert is_running(tmp_path / "a" / "b")
+    with pytest.raises(Held, match=rf"process {os.getpid()} on {socket.gethostname()}, since 20.* does; wait"):
+        taken(tmp_path / "a" / "b")
+    first.release()
+    assert not is_running(tmp_path / "a" / "b")
+    again = taken(tmp_path / "a" / "b")
+    again.undo()  # the folder was there before
+    assert (tmp_path / "a" / "b" / MARKER).exists()
+    assert json.loads((tmp_path / "a" / "b" / MARKER).read_text())["owner"] is None
+
+
+def test_what_the_dead_have_left_goes_when_the_folder_is_taken(tmp_path: Path) -> None:
+    taken(tmp_path).release()
+    (tmp_path / "model").mkdir()
+    probe = "0123456789abcdef"
+    (tmp_path / probe).mkdir()
+    (tmp_path / "another").mkdir()
+    kept = unfinished_name(tmp_path / "another" / "result.json")  # a run in there may be alive
+    kept.touch()
+    names = ("result.json", "model/files.json", f"{probe}/result.json", "model")
+    left = [unfinished_name(tmp_path / name) for name in names]
+    for path in left[:-1]:
+        path.touch()
+    left[-1].mkdir()
+    (left[-1] / "model.safetensors").touch()
+    (tmp_path / ".mine.unfinished").touch()
+    claim = taken(tmp_path)
+    with pytest.raises(Held):
+        taken(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert (tmp_path / ".mine.unfinished").exists()
+    assert kept.exists()
+    left[0].touch()  # somebody writes
+    with pytest.raises(Held):
+        taken(tmp_path)
+    assert left[0].exists()
+    claim.release()
+
+
+def test_what_is_undone_was_never_there(tmp_path: Path) -> None:
+    taken(tmp_path / "a" / "b").undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_have_put_there_meanwhile_stays(tmp_path: Path) -> None:
+    claim = taken(tmp_path / "a" / "b")
+    (tmp_path / "a" / "b" / "note").write_text("mine")
+    claim.undo()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["note"]
+
+
+def test_the_lock_lasts_as_long_as_anyone_who_keeps_it_open(tmp_path: Path) -> None:
+    """A point's processes may write after the program that began it is dead."""
+    claim = taken(tmp_path)
+    heir = os.dup(claim.fd)
+    claim.release()
+    assert is_running(tmp_path)
+    with pytest.raises(Held, match="another program"):
+        taken(tmp_path)
+    os.close(heir)
+    taken(tmp_path).release()
+
+
+def test_what_the_dead_have_left_of_a_sweep_goes_when_nobody_else_is_in_it(tmp_path: Path) -> None:
+    first = Claim(tmp_path, Kind.SWEEP, "hydra.sweep.dir")
+    left = unfinished_name(tmp_path / "table.md")
+    left.touch()
+    second = Claim(tmp_path, Kind.SWEEP, "hydra.sweep.dir")
+    assert left.exists()  # the first may be writing it
+    first.release()
+    second.release()
+    Claim(tmp_path, Kind.SWEEP, "hydra.sweep.dir").release()
+    assert not left.exists()
+
+
+def test_a_lock_goes_with_its_process_however_that_dies(tmp_path: Path) -> None:
+    with held_elsewhere(tmp_path) as process:
+        with pytest.raises(Held, match=f"process {process.pid} on"):
+            taken(tmp_path)
+        process.kill()
+    taken(tmp_path).release()
+
+
+def test_sweeps_share_their_folder_and_only_the_last_one_takes_it_away(tmp_path: Path) -> None:
+    first, second = taken(tmp_path / "s", kind=Kind.SWEEP), taken(tmp_path / "s", kind=Kind.SWEEP)
+    first.undo()
+    assert (tmp_path / "s" / MARKER).exists()
+    second.release()
+
+
+@pytest.mark.parametrize("kinds", [(Kind.RUN, Kind.SWEEP), (Kind.SWEEP, Kind.RUN)])
+def test_runs_and_sweeps_have_folders_of_their_own(tmp_path: Path, kinds: tuple[Kind, Kind]) -> None:
+    taken(tmp_path, kind=kinds[0]).release()
+    with pytest.raises(BadInput, match=f"a folder for a {kinds[1].value}: this one holds a {kinds[0].value}"):
+        taken(tmp_path, kind=kinds[1])
+
+
+def test_the_folder_of_one_point_is_not_another_ones(tmp_path: Path) -> None:
+    taken(tmp_path, point="a").release()
+    taken(tmp_path).release()  # resumed alone: whichever it was
+    with pytest.raises(BadInput, match="this one is another point's"):
+        taken(tmp_path, point="b")
+    taken(tmp_path, point="a").release()
+
+
+@pytest.mark.parametrize("text", ["mine", "[]", '{"kind": "run"}'])
+def test_a_marker_of_somebody_else_is_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / MARKER).write_text(text)
+    with pytest.raises(BadInput, match=r"whose \.lowvram can be read"):
+        taken(tmp_path)
+    assert (tmp_path / MARKER).read_text() == text
+
+
+def test_a_marker_can_be_read_whenever_its_writer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between the two calls that make it shorter, as who has run there is dead."""
+    claim = taken(tmp_path)
+    if os.fork() == 0:
+        monkeypatch.setattr(os, "ftruncate", lambda *_: os._exit(9))
+        claim.release()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+    os.close(claim.fd)
+    taken(tmp_path).release()
+
+
+def test_a_run_has_a_name_of_its_own_that_stays(tmp_path: Path) -> None:
+    first = taken(tmp_path / "a")
+    first.release()
+    again, other = taken(tmp_path / "a"), taken(tmp_path / "b")
+    assert first.run == again.run != other.run
+    assert again.run is not None
+    early = tmp_path / "c" / "snapshots" / "step_00000001.0123456789abcdef.pt"
+    early.parent.mkdir(parents=True)
+    early.touch()
+    assert taken(tmp_path / "c").run is None
+
+
+def test_a_marker_whose_maker_was_killed_at_once_is_ours(tmp_path: Path) -> None:
+    (tmp_path / MARKER).touch()
+    taken(tmp_path).release()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("elsewhere"), Path.mkdir, os.mkfifo])
+def test_a_marker_that_is_no_file_is_not_followed(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / MARKER)
+    with pytest.raises((OSError, BadInput)):
+        taken(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+# File systems without locks
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def leave_marker(folder: Path, owner: Owner | None) -> None:
+    (folder / MARKER).write_text(json.dumps({"lowvram": "1", "kind": "run", "owner": owner and vars(owner)}))
+
+
+def test_without_locks_the_process_that_is_named_counts(tmp_path: Path, without_locks: None) -> None:
+    claim = taken(tmp_path)
+    assert is_running(tmp_path)
+    with pytest.raises(Held, match=f"process {os.getpid()} on"):
+        taken(tmp_path)
+    claim.release()
+    assert not is_running(tmp_path)
+    taken(tmp_path).release()
+
+
+@pytest.mark.parametrize(
+    ("owner", "is_held"),
+    [
+        (Owner(2**22 - 1, socket.gethostname(), "", 1), False),  # no such process
+        (Owner(os.getpid(), socket.gethostname(), "", 1), False),  # one that got its number later
+        (Owner(1, "another machine", "", 1), True),  # nobody can tell
+        (None, False),
+    ],
+)
+def test_without_locks_a_dead_process_holds_nothing(
+    tmp_path: Path, without_locks: None, owner: Owner | None, is_held: bool
+) -> None:
+    leave_marker(tmp_path, owner)
+    assert is_running(tmp_path) is is_held
+    if is_held:
+        with pytest.raises(Held, match="another machine"):
+            taken(tmp_path)
+    else:
+        taken(tmp_path).release()
+
+
+def test_folders_that_another_program_makes_at_the_same_time_are_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+
+    def faster(path: Path, *args: Any, **named: Any) -> None:
+        make(path)
+        make(path, *args, **named)
+
+    monkeypatch.setattr(Path, "mkdir", faster)
+    assert made_folders(tmp_path / "a") == []
+    assert (tmp_path / "a").is_dir()

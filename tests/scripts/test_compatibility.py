@@ -1,0 +1,61 @@
+"""docs/compatibility.md says what the facts say, and the script that made it sees what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowvram.config.registry import all_options, neutral_options
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import Fact
+from scripts.compatibility import FLOOR, PAGE, Tried, fault, tolerance
+from scripts.pairs import all_pairs, label, why_not
+
+ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
+
+
+def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
+    here = [option for option in all_options() if not why_not([option], ABSENT)]
+    refused = {label(pair) for pair in all_pairs(here) if why_not(pair, ABSENT)}
+    assert set(re.findall(r"^\| `(\S+=\S+ \S+=\S+)` \|", PAGE.read_text(), re.MULTILINE)) == refused
+
+
+def test_the_page_counts_today_s_options() -> None:
+    (number,) = re.findall(r"^\| all \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    assert int(number) == len(all_pairs(all_options())), "run scripts/compatibility.py"
+
+
+def test_the_page_has_no_failures() -> None:
+    tried, trained = re.findall(r"^\| (?:tried|trained [^|]*) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    assert tried == trained
+    assert "## Failed" not in PAGE.read_text()
+
+
+NEUTRAL = frozenset(neutral_options().items())
+BF16 = frozenset({**neutral_options(), "precision": "bf16"}.items())
+
+
+@pytest.mark.parametrize(
+    ("row", "history", "found"),
+    [
+        (NEUTRAL, [2.0, 1.0], None),
+        (NEUTRAL, [2.0, 1.0 + FLOOR / 2], None),
+        (NEUTRAL, [2.0, 1.001], "off by 1.0e-03, allowed 1.0e-04"),
+        (BF16, [2.0, 1.001], None),
+        (BF16, [2.0, 1.5], "off by 5.0e-01, allowed 2.0e-02"),
+    ],
+)
+def test_what_lies_outside_the_bands_is_a_fault(row: frozenset, history: list[float], found: str | None) -> None:
+    reference = Tried(NEUTRAL, "transformer", "ok", None, [2.0, 1.0], 0.0)
+    assert fault(Tried(row, "transformer", "ok", None, history, 0.0), reference) == found
+
+
+def test_a_point_that_did_not_end_well_is_a_fault() -> None:
+    reference = Tried(NEUTRAL, "transformer", "ok", None, [2.0], 0.0)
+    assert fault(Tried(NEUTRAL, "transformer", "error", "why", [], 0.0), reference) == "error: why"
+
+
+def test_an_optimizer_is_compared_with_itself() -> None:
+    assert tolerance(frozenset({**neutral_options(), "optimizer": "sgd"}.items())) == FLOOR

@@ -1,0 +1,112 @@
+"""A search finds what planning everything would find, with far fewer plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.planning.worker import Planner, place_of
+from lowvram.search.space import Plan
+from lowvram.search.worker import Book, offered, ranked, search
+from tests.calls import TINY
+from tests.planning.test_worker import composed
+
+CARD = "plan.device=rtx3060"
+WORDS = (*TINY, CARD, "train.batch_size=64", "model.num_layers=3")
+GROUPS = "search.groups=[ckpt,accum,stepping,logits]"
+PLANNER = Planner()  # traces of one test serve the others
+
+
+def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None) -> Book:
+    whole, choices = composed(*WORDS, *words)
+    return Book(PLANNER, whole, choices, place_of(whole), tell)
+
+
+@pytest.fixture(scope="module")
+def every_plan() -> list[Plan]:
+    """Of all combinations of two groups."""
+    whole = book("vram=1GiB", "search.groups=[ckpt,accum]")
+    space, _ = offered(whole, ["ckpt", "accum"])
+    return [whole.plan(space, options) for options in space.combinations()]
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4, 0.7])
+def test_the_best_of_all_that_fit_is_found(every_plan: list[Plan], share: float) -> None:
+    sizes = sorted(plan["least_vram_bytes"] for plan in every_plan)
+    budget_bytes = 1.1001 * sizes[int(share * (len(sizes) - 1))]
+    fitting = [plan for plan in every_plan if plan["least_vram_bytes"] * 1.1 <= budget_bytes]
+    best_ms = min(plan["step_ms"] for plan in fitting)
+    whole = book(f"vram={budget_bytes / 2**20}MiB", "search.groups=[ckpt,accum]")
+    best = search(whole, [])["ranking"][0]
+    assert best["fits"] is True
+    assert best["step_ms"] == pytest.approx(best_ms, rel=1e-3)
+
+
+def test_what_is_typed_stays(every_plan: list[Plan]) -> None:
+    found = search(book("vram=1GiB", GROUPS, "ckpt=every1"), ["ckpt", "accum"])
+    assert all(set(plan["changes"]) <= {"stepping", "logits"} for plan in found["ranking"])
+
+
+def test_lossy_options_are_tried_on_demand_alone() -> None:
+    words = ("vram=1GiB", "search.groups=[precision]")
+    account = search(book(*words), [])["account"]
+    assert any(line.startswith("ruled out: precision=bf16_pure") and "search.lossy=true" in line for line in account)
+    found = search(book(*words, "search.lossy=true"), [])
+    assert any(plan["changes"] == {"precision": "bf16_pure"} for plan in found["ranking"])
+
+
+def test_a_budget_that_nothing_fits_says_the_least_that_would() -> None:
+    with pytest.raises(
+        Incompatible, match=r"vram=1.00 MiB: nothing fits: the least found is \S+ [GM]iB .*, with .*="
+    ) as said:
+        search(book("vram=1MiB", GROUPS), [])
+    assert "\n" not in str(said.value)
+
+
+def test_without_a_budget_or_rates_there_is_nothing_to_search_by() -> None:
+    with pytest.raises(BadInput, match="vram=null: must be a budget"):
+        search(book("plan.device=generic"), [])
+    with pytest.raises(BadInput, match=r"plan\.device='generic': must be a device whose rates"):
+        search(book("plan.device=generic", "vram=1GiB"), [])
+
+
+def test_what_was_changed_of_an_option_holds_for_the_others_or_rules_them_out() -> None:
+    found = book("vram=1GiB", "search.groups=[stepping,accum]", "stepping.clip=0.5", "accum=x2", "accum.parts=8")
+    space, refused = offered(found, ["stepping", "accum"])
+    assert {knob.clip for (group, _), knob in space.knobs.items() if group == "stepping"} == {0.5}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {knob.parts for (group, _), knob in space.knobs.items() if group == "accum"} == {8}  # pyright: ignore[reportAttributeAccessIssue]
+    assert refused["accum", "none"].startswith("accum.parts=8: must be 1 with accum=none")
+
+
+def test_host_memory_is_capped_as_well() -> None:
+    words = ("vram=4GiB", "search.groups=[offload]", "model.width=128", "data.sequence_length=128")
+    assert all(plan["fits"] for plan in search(book(*words), [])["ranking"])
+    capped = book(*words, "plan.host=1KiB")
+    search(capped, [])
+    away = [plan for plan in capped.plans.values() if plan["host_bytes"]]
+    assert away
+    assert not any(plan["fits"] for plan in away)
+
+
+def test_progress_is_told_plan_by_plan() -> None:
+    told: list[int] = []
+    found = book("vram=1GiB", "search.groups=[ckpt]", tell=told.append)
+    search(found, [])
+    assert told == list(range(1, len(found.plans) + 1))
+
+
+def planned(step_ms: float, least_bytes: int = 1, **changes: str) -> Plan:
+    return {"step_ms": step_ms, "changes": changes, "least_vram_bytes": least_bytes, "fits": True}
+
+
+def test_what_saves_what_nobody_asks_for_comes_last() -> None:
+    bare, faster = planned(10.0), planned(8.0, precision="bf16")
+    more, less = planned(9.0, precision="bf16", ckpt="every1"), planned(12.0, accum="x2")
+    assert ranked([less, more, bare, faster]) == [faster, bare, more, less]
+
+
+def test_of_equals_the_one_with_fewer_changes_comes_first() -> None:
+    one, two = planned(10.0, ckpt="every1"), planned(10.0, ckpt="every2", accum="x2")
+    assert ranked([two, one]) == [one, two]

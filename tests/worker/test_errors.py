@@ -1,0 +1,154 @@
+"""What is said of a point that ended with an error."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._utils import ExceptionWrapper
+
+from lowvram.results.files.manifest import in_the_way
+from lowvram.worker.errors import ending, error_number, says_all
+
+OUT_OF_MEMORY = {
+    "Python": MemoryError(),
+    "torch": RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    "C++": RuntimeError("std::bad_alloc"),
+    "the system": OSError(12, "Cannot allocate memory"),
+    "a thread": RuntimeError("can't start new thread"),
+    "OpenMP": RuntimeError("OMP: Error #34: Thread creation failed"),
+}
+
+
+def raised(error: BaseException, filename: str) -> BaseException:
+    """The error, with a traceback through a file of this name."""
+    code = compile("def act(error):\n    raise error", filename, "exec")
+    names: dict[str, Callable[[BaseException], None]] = {}
+    exec(code, names)
+    try:
+        names["act"](error)
+    except BaseException as caught:
+        return caught
+    raise AssertionError
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_whatever_has_found_no_memory(error: Exception) -> None:
+    assert ending(error) == {"status": "oom", "reason": "out of memory in the set-up"}
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_the_compiler_has_found_no_memory(error: Exception) -> None:
+    """It makes another error of it, and the model isn't to blame."""
+    failed = BackendCompilerFailed(lambda: None, error, None).with_traceback(error.__traceback__)
+    failed.__cause__ = error
+    found = ending(raised(failed, "/site-packages/torch/_dynamo/convert_frame.py"))
+    assert found == {"status": "oom", "reason": "out of memory in compiling, which takes memory of its own"}
+
+
+@pytest.mark.parametrize(("soft", "status"), [(2**30, "oom"), (resource.RLIM_INFINITY, "error")])
+def test_what_libraries_do_not_tell_is_memory_under_a_cap(
+    monkeypatch: pytest.MonkeyPatch, soft: int, status: str
+) -> None:
+    """Else it may be a bug."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    assert ending(RuntimeError("could not create a primitive"))["status"] == status
+    assert ending(SystemError("error return without exception set"))["status"] == status
+    assert ending(RuntimeError(os.strerror(errno.EAGAIN)))["status"] == status  # a thread of gloo's, std::system_error
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("num_writes", [0, 2, 5])
+def test_a_disk_that_fails_is_named(number: int, num_writes: int) -> None:
+    """Torch's writer makes errors of its own of what a file raises, but for the first."""
+
+    class Failing(io.BytesIO):
+        left = num_writes
+
+        def write(self, data: Any) -> int:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(number, os.strerror(number))
+            return super().write(data)
+
+    def write() -> None:
+        torch.save({"a": torch.ones(9), "b": 1}, Failing())
+
+    with pytest.raises((OSError, RuntimeError)) as failed:
+        write()
+    what = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
+    assert ending(failed.value) == {"status": "error", "reason": f"{what}, in the set-up"}
+
+
+def test_safetensors_tells_in_words_what_the_disk_has(tmp_path: Path) -> None:
+    with pytest.raises(SafetensorError) as raised:
+        save_file({"weight": torch.ones(1)}, str(tmp_path / "nowhere" / "model.safetensors"))
+    assert error_number(raised.value) == errno.ENOENT
+    text = "Error while serializing: I/O error: Input/output error (os error 5) at path '.tmp'"
+    assert ending(SafetensorError(text))["reason"].startswith("Input/output error, in ")
+    assert ending(SafetensorError("Error while deserializing header"))["reason"].startswith("SafetensorError: ")
+
+
+def test_the_disk_is_not_blamed_for_what_was_raised_on_its_account() -> None:
+    error = ValueError("no labels")
+    error.__context__ = PermissionError(errno.EACCES, "Permission denied")
+    assert ending(error)["reason"] == "ValueError: no labels"
+
+
+class Broken(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_whose_text_cannot_be_had() -> None:
+    broken = Broken()
+    broken.__cause__ = broken  # nor does a ring of causes hide it
+    assert ending(broken)["reason"] == "Broken: its message can't be had, as that raises RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("sample 3\nis bad"), "sample 3"),
+        (ValueError(), "no message"),
+        (KeyError("label"), "'label'"),
+        (Broken(), "<exception str() failed>"),
+    ],
+    ids=["lines", "silent", "key", "broken"],
+)
+def test_what_a_worker_has_died_of_is_the_reason(error: Exception, text: str) -> None:
+    try:
+        raise error
+    except Exception:
+        told = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises((type(error), RuntimeError)) as failed:
+        told.reraise()
+    assert ending(failed.value)["reason"] == f"{type(error).__name__}: {text} (in a worker of the loader)"
+
+
+def test_an_error_that_is_none_of_memory() -> None:
+    assert ending(RuntimeError("a thread has died\nhere")) == {
+        "status": "error",
+        "reason": "RuntimeError: a thread has died",
+    }
+
+
+def test_where_an_error_of_the_run_s_own_files_was_raised_is_not_told(tmp_path: Path) -> None:
+    full = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "run" / "metrics.jsonl"))
+    assert says_all(full, str(tmp_path / "run"))
+    assert not says_all(full, str(tmp_path / "another"))  # a file of the user's: by code of the user's, maybe
+    assert not says_all(OSError(errno.EIO, os.strerror(errno.EIO)), str(tmp_path))
+    assert not says_all(ValueError("x"), str(tmp_path))
+    way = in_the_way(tmp_path / "run" / "model" / "config.json", tmp_path / "run")
+    assert says_all(way, "/")
+    assert ending(way)["reason"].startswith(f"{tmp_path}/run/model/config.json is in the way")

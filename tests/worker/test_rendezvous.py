@@ -1,0 +1,103 @@
+"""How many ranks a point has, and which devices they get; what torchrun says. Meeting itself: test_ranks.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.knobs.sharding import DDP, Unsharded
+from lowvram.launch.native_log import native_log
+from lowvram.launch.supervisor import Place
+from lowvram.launch.torchrun import Launch, aside, launch_from
+from lowvram.worker.meeting import Meeting
+from lowvram.worker.rendezvous import Called, Calling, Launched, Way
+from tests.laboratory import CPU
+
+CUDA = torch.device("cuda", 0)
+LAUNCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def first() -> Meeting:
+    return meeting(Calling.__new__(Calling))  # nobody is called here
+
+
+def meeting(way: Way) -> Meeting:
+    return Meeting(way, {"threads": 1})
+
+
+@pytest.mark.parametrize(
+    ("sharding", "device", "names_card", "num_ranks"),
+    [
+        (Unsharded(), CUDA, False, 1),
+        (DDP(), CUDA, False, 2),
+        (DDP(), torch.device("cuda", 1), True, 1),
+        (DDP(), CPU, False, 1),
+        (DDP(ranks="3"), CPU, False, 3),
+        (Unsharded(ranks="2"), CPU, False, 2),
+        (DDP(ranks="1"), CUDA, False, 1),
+    ],
+)
+def test_auto_is_every_visible_card(
+    sharding: Unsharded, device: torch.device, names_card: bool, num_ranks: int
+) -> None:
+    assert first().count(sharding, device, names_card) == num_ranks
+
+
+def test_more_ranks_than_cards_are_refused_with_both_numbers() -> None:
+    with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2, the number of visible CUDA devices"):
+        first().count(DDP(ranks="3"), CUDA, names_card=False)
+
+
+def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
+    with pytest.raises(BadInput, match="device='cuda:1': must be auto or cuda with several ranks"):
+        first().count(DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
+
+
+def test_the_others_know_what_the_first_has_found_out() -> None:
+    assert meeting(Called(Place(1, num_ranks=2, port=1))).count(DDP(), CUDA, names_card=False) == 2
+
+
+def test_torchrun_s_words_are_understood() -> None:
+    assert launch_from({**LAUNCH, "LOCAL_WORLD_SIZE": "2"}) == Launch(3, 4, 1, 2)
+    assert launch_from(LAUNCH) == Launch(3, 4, 1, 4)
+    assert launch_from({name: value for name, value in LAUNCH.items() if name != "LOCAL_RANK"}) is None
+
+
+def test_torchrun_on_two_machines_is_held_to_the_cards_of_each() -> None:
+    assert meeting(Launched(Launch(3, 4, 1, 2))).count(DDP(ranks="4"), CUDA, names_card=False) == 4
+    with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2"):
+        meeting(Launched(Launch(3, 6, 1, 3))).count(DDP(), CUDA, names_card=False)
+
+
+def test_a_program_aside_says_nothing_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with aside(Launch(1, 2, 1, 2)) as folder:
+        assert folder is not None
+        (folder / native_log(1)).touch()
+        print("said")
+        print("said", file=sys.stderr)
+    assert capsys.readouterr() == ("", "")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("launch", [None, Launch(0, 2, 0, 2)])
+def test_one_program_speaks(launch: Launch | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with aside(launch) as folder:
+        assert folder is None
+        print("said")
+    assert capsys.readouterr().out == "said\n"
+
+
+def test_native_logs_have_names_of_their_own() -> None:
+    assert [native_log(rank) for rank in range(3)] == ["native.log", "native.1.log", "native.2.log"]
+    assert len({Path(native_log(rank)).stem for rank in range(3)}) == 3

@@ -1,0 +1,61 @@
+"""A signal interrupts, wherever the process is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.calls import ROOT
+
+PROGRAM = """
+import os, signal, time
+from lowvram.worker.errors import Interrupted
+from lowvram.worker.main import Stop
+
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)  # here Python runs the handler, and drops what it raises
+
+Stop().listen()
+try:
+    Slow()
+    time.sleep(5)
+    print("went on")
+except Interrupted:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "interrupted\n"
+    assert done.stderr == ""
+
+
+CAPPED = """
+import resource
+from lowvram.worker.main import Stop
+
+class Starved:
+    def __init__(self, error):
+        self.error = error
+
+    def __del__(self):
+        raise self.error
+
+Stop().listen()
+Starved(RuntimeError("can't start new thread"))
+resource.setrlimit(resource.RLIMIT_DATA, (2**40, resource.RLIM_INFINITY))
+Starved(ValueError("a bug"))
+Starved(RuntimeError("can't start new thread"))
+"""
+
+
+def test_a_destructor_without_memory_is_told_but_under_a_cap() -> None:
+    """There the point itself says that it was out of memory."""
+    done = subprocess.run([sys.executable, "-c", CAPPED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if line.endswith(("bug", "thread"))] == [
+        "RuntimeError: can't start new thread",
+        "ValueError: a bug",
+    ]
