@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
-from lowvram.cli.upcoming import Coming
+from lowvram.cli.sweep import Coming
 
 
 class PointSweeper(BasicSweeper):

@@ -34,10 +34,10 @@ from lowvram.core.values import Fill
 from lowvram.loops.export import load
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
-from lowvram.models.block_finder import Survey, survey, without_memory
+from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
 from lowvram.models.third_party import logits_of
 from lowvram.planning.devices import load_device
-from lowvram.planning.estimate import Place, needs
+from lowvram.planning.estimate import PlanDevice, needs
 from lowvram.planning.trace.tracer import trace
 
 __all__ = [
@@ -90,12 +90,12 @@ class Samples:
 class ModuleTask(Task):
     """A module that is there, and what training it means."""
 
-    make: Callable[[], nn.Module]  # the module itself or, on paper, a copy without memory
+    make: Callable[[], nn.Module]  # the module itself or, for a plan, a copy without memory
     inputs: Any  # a few samples: a tensor, or a dictionary of tensors that become keywords
     loss: Criterion = cross_entropy
     blocks_class: str | None = None
-    spec: Samples | None = None  # on paper
-    found: list[Survey] = field(default_factory=list, repr=False)  # once it was looked for
+    spec: Samples | None = None  # of a plan
+    found: list[FoundBlocks] = field(default_factory=list, repr=False)  # once it was looked for
 
     def make_model(self) -> nn.Module:
         return self.make()
@@ -109,22 +109,22 @@ class ModuleTask(Task):
     def criterion(self, outputs: Any, part: Part) -> Tensor:
         return self.loss(outputs, part.targets)
 
-    def survey(self) -> Survey:
+    def find_blocks(self) -> FoundBlocks:
         if not self.found:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
             call = lambda model, inputs: logits_of(self.call(model, inputs))  # noqa: E731
-            self.found.append(survey(self.make(), call, inputs, self.blocks_class))
+            self.found.append(find_blocks(self.make(), call, inputs, self.blocks_class))
         return self.found[0]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return [model.get_submodule(name) for name in self.survey().blocks]
+        return [model.get_submodule(name) for name in self.find_blocks().blocks]
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
-        return self.survey().has_plain_blocks
+        return self.find_blocks().has_plain_blocks
 
-    def on_paper(self, targets: Tensor) -> ModuleTask:
+    def without_values(self, targets: Tensor) -> ModuleTask:
         """The same task over copies whose tensors have no memory."""
-        self.survey()  # while tensors are still real
+        self.find_blocks()  # while tensors are still real
         return replace(self, make=partial(without_memory, self.make()), spec=Samples(self.inputs, targets))
 
 
@@ -196,10 +196,10 @@ def plan(
         BadInput, Incompatible: as `assemble`.
         CantPlan: the module looks at its numbers; the message says where.
     """
-    place = Place(device, load_device(device), here=torch.device("cpu") if device == "cpu" else None)
+    place = PlanDevice(device, load_device(device), here=torch.device("cpu") if device == "cpu" else None)
     chosen = all_knobs(knobs)
-    traced = trace(task.on_paper(targets), chosen, batch_size, place.target)  # pyright: ignore[reportArgumentType]
-    return needs(traced, place, "allocator=expandable" in chosen)
+    traced = trace(task.without_values(targets), chosen, batch_size, place.target)  # pyright: ignore[reportArgumentType]
+    return needs(traced, place, any(knob.expandable_segments for knob in chosen.values()))
 
 
 @final

@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
-from lowvram.config.importing import check_args, find
+from lowvram.config.importing import check_args, import_object
 from lowvram.core.rig import IGNORE, Part, Task
 from lowvram.core.values import Fill
 from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
@@ -145,7 +145,7 @@ class UserProblem(Problem):
 
     @property
     def description(self) -> str:
-        """With an address, so that it is kept on no disk: code changes, and its name stays."""
+        """Includes an object address, so user code is never cached on disk."""
         return f"{super().description} {self.name} {object.__repr__(type(self.user))}"
 
     def offered(self, method: str) -> Any:
@@ -232,7 +232,7 @@ class External:
     args: dict[str, Any] | None = None
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        made_by, args = find(self.target, "task.target"), self.args or {}
+        made_by, args = import_object(self.target, "task.target"), self.args or {}
         check_args(made_by, self.target, args, "task.args")
         user = made_by(**args)
         has_criterion = callable(getattr(user, "criterion", None))

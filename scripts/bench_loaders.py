@@ -57,7 +57,7 @@ class Contestant:
     problem: Problem
     batches: Iterator[Part]
     losses: list[float] = field(default_factory=list)
-    fillings: list[tuple[int, int]] = field(default_factory=list)
+    token_counts: list[tuple[int, int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Contestant:
         self.losses.append(loss.item())
         self.seconds.append(time.perf_counter() - began)
         num_tokens, num_places = self.problem.filling(batch).tolist()
-        self.fillings.append((num_tokens, num_places))
+        self.token_counts.append((num_tokens, num_places))
 
     def loss(self, batch: Part) -> float:
         """The mean over the targets, at the weights as they are."""
@@ -80,12 +80,12 @@ class Contestant:
 
     @property
     def padding(self) -> float:
-        num_tokens, num_places = map(sum, zip(*self.fillings, strict=True))
+        num_tokens, num_places = map(sum, zip(*self.token_counts, strict=True))
         return 1 - num_tokens / num_places
 
     def rates(self) -> list[float]:
         """Real tokens per second of each round, which is two steps."""
-        tokens = [num_tokens for num_tokens, _ in self.fillings]
+        tokens = [num_tokens for num_tokens, _ in self.token_counts]
         pairs = range(WARMUP_STEPS, len(tokens), 2)
         return [sum(tokens[each : each + 2]) / sum(self.seconds[each : each + 2]) for each in pairs]
 

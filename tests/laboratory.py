@@ -303,7 +303,7 @@ def square_sum(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-def peak_on_paper(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Sums:
+def peak_as_planned(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Sums:
     """What the plan of a CPU says of a step whose optimizer has its state. What a CPU can't play is left out."""
     playable = {name: knob for name, knob in knobs.items() if not knob.needs() & Target().absent().keys()}
     return trace(problem, playable, batch_size, Target()).sums(is_steady=True)

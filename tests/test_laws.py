@@ -15,7 +15,7 @@ from torch import nn
 from lowvram.core.assemble import act, assemble
 from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.packed import Packed
+from lowvram.core.packed import PackedWeight
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.models.resnet import NormKind
@@ -167,7 +167,7 @@ def test_existing_names_are_unchanged(pair: Pair, problem: str) -> None:
 
 def packed_names(model: nn.Module) -> set[str]:
     """The names that packed weights would have as parameters."""
-    packed = (name for name, module in model.named_modules() if isinstance(module, Packed))
+    packed = (name for name, module in model.named_modules() if isinstance(module, PackedWeight))
     return {f"{name.removesuffix('.base_layer')}.weight" for name in packed}
 
 

@@ -19,9 +19,9 @@ from lowvram.loops.fields import Fields, merged, pace, times
 from lowvram.loops.measure import Measure
 from lowvram.loops.profiling.clock import CudaClock, HostClock
 from lowvram.loops.profiling.compile_time import compile_fields
-from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.profiling.post_run import post_run
 from lowvram.loops.session import Session
-from lowvram.results.checks import doubts
+from lowvram.results.checks import failed_checks
 from lowvram.results.row import Row, empty_row, merge, write
 from lowvram.worker import main as child
 from lowvram.worker.mfu import model_flops
@@ -52,7 +52,7 @@ HONEST: Fields = {
 def told(**lies: Fields) -> list[str]:
     """What is said of an honest row in which something was changed."""
     row: Row = merge(merge(empty_row(), HONEST), lies)
-    return list(doubts(row))
+    return list(failed_checks(row))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def make_session(tmp_path: Path) -> MakeSession:
 
 def test_an_honest_row_is_believed() -> None:
     assert told() == []
-    assert list(doubts(empty_row())) == []
+    assert list(failed_checks(empty_row())) == []
 
 
 # No synchronise.
@@ -169,7 +169,7 @@ def test_a_peak_that_was_reset_too_late(make_session: MakeSession, monkeypatch: 
     batches = session.batches(0)
     monkeypatch.setattr(torch, "cuda", Allocator())
     on_card = replace(session, rig=replace(session.rig, device=torch.device("cuda")))
-    memory = last_acts(on_card, batches)["memory"]
+    memory = post_run(on_card, batches)["memory"]
     assert (memory["peak_bytes"], memory["steady_peak_bytes"]) == (900, 700)
     (found,) = told(memory={"peak_bytes": 2**28})
     assert found.startswith("the peak was reset too late: one step held 0.999 GiB, the whole run 0.250 GiB")

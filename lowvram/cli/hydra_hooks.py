@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from lowvram.cli.upcoming import Coming
+from lowvram.cli.sweep import Coming
 from lowvram.config.errors import require
 
 

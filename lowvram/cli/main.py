@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from lowvram.cli import hydra_hooks
 from lowvram.cli.errors import sentence, sorted_words, unforeseen
 from lowvram.cli.resume import moved, with_resumed
-from lowvram.cli.upcoming import Coming
+from lowvram.cli.sweep import Coming
 from lowvram.config import identity
 from lowvram.config.compose import MISTAKES, chosen, config_path, container, output_folder, plain
 from lowvram.config.errors import Refused

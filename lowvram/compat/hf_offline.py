@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-PATIENCE_S = 5.0
+ANSWER_WITHIN_S = 5.0
 
 
 @contextmanager
-def hub() -> Iterator[None]:
+def hf_offline() -> Iterator[None]:
     """Libraries that ask the hub inside look into their caches alone where it can't be reached. By themselves they try
     for a minute."""
     from huggingface_hub import constants
@@ -26,7 +26,7 @@ def is_reachable() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=PATIENCE_S)
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_WITHIN_S)
     except Exception:  # of whatever library it is that sends the request
         return False
     return True

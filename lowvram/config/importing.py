@@ -12,7 +12,7 @@ from typing import Any
 from lowvram.config.errors import BadInput, require
 
 
-def find(target: str, key: str) -> Callable[..., Any]:
+def import_object(target: str, key: str) -> Callable[..., Any]:
     """The class or function of a dotted name, looked for where Python does and in the working directory.
 
     Raises:

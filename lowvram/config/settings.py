@@ -216,7 +216,8 @@ def check_root(config: DictConfig) -> dict[str, Any]:
             raise BadInput(str(name), config[name], f"removed: the root knows {', '.join(known)}")
     for name in known:
         if name not in config.keys():  # noqa: SIM118  # "in config" also denies a key without a value
-            raise BadInput(name, "~", "there: without it nothing runs, and its default changes nothing")
+            what = "config group" if name in (*GROUPS, *PARENT_ONLY) else "root key"
+            raise BadInput(name, "~", f"kept: a {what} can't be removed; leave it at its default")
     for name in (*GROUPS, *PARENT_ONLY, *SECTIONS):
         node = MISSING if OmegaConf.is_missing(config, name) else config[name]
         if not isinstance(node, DictConfig):

@@ -98,6 +98,9 @@ class Knob(ABC):
     band: ClassVar[float] = 0.0
     saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum goes down
     libraries: ClassVar[tuple[str, ...]] = ()  # that it imports: a point does so before its memory is counted
+    moves_to_host: ClassVar[bool] = False  # it saves by moving to host memory: nothing where the device is the host
+    product_format: ClassVar[str | None] = None  # that it makes matrix products run in, as data sheets call it
+    expandable_segments: ClassVar[bool] = False  # it makes the caching allocator grow segments
 
     def needs(self) -> frozenset[Fact]:
         """The facts without which this knob can't work."""

@@ -28,7 +28,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.peak import Peak
 
 FUNCTION = sys.modules[torch.autograd.Function.__module__].__file__
-Witness = Callable[[Tensor, Any], Any]  # of a tensor's birth, and the operator that made it (None: it was there)
+OriginOf = Callable[[Tensor, Any], Any]  # of a tensor's birth, and the operator that made it (None: it was there)
 
 
 class HasState(Protocol):
@@ -41,7 +41,7 @@ def ledger(
     optimizer: HasState | None = None,
     inputs: Any = None,
     device: torch.device | None = None,
-    witness: Witness | None = None,
+    origin_of: OriginOf | None = None,
 ) -> Iterator[Peak]:
     """Follow all memory of tensors inside the block.
 
@@ -50,16 +50,16 @@ def ledger(
         optimizer: anything with a `state_dict()` of tensors (an optimizer, a stepper).
         inputs: tensors that were made before the block, in any nesting.
         device: whose memory it is; None is the model's, where its first parameter lies.
-        witness: called at each birth; what it says is found in `Peak.holdings`.
+        origin_of: called at each allocation; what it returns is found in `Peak.holdings`.
 
     Without them the block's own tensors are still counted. What an optimizer makes inside its step is other; all else
     is made by a forward or a backward pass, kept or of a moment: activations.
     """
-    peak, book = Peak(), Ledger(main_device(model) if device is None else device.type, witness)
+    peak, book = Peak(), Ledger(main_device(model) if device is None else device.type, origin_of)
     gc.collect()  # so that only live tensors are counted
-    testimonies = None if witness is None else book.testimonies
+    origins = None if origin_of is None else book.origins
     with ExitStack() as undo:
-        undo.callback(peak.fill, book.lines, book.kinds, testimonies)
+        undo.callback(peak.fill, book.lines, book.kinds, origins)
         undo.enter_context(book.followed())
         book.own(inputs, Kind.INPUTS)
         if model is not None:
@@ -110,8 +110,8 @@ def is_meeting(terms: Sequence[Any]) -> bool:
     """Whether autograd adds gradients, and would do it in place without a dispatch mode.
 
     Under a mode it never does (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), so the sum would be
-    counted beside both. Its other conditions are asked here, but that nobody else holds the tensor: that shows, as the
-    tensor dies at once.
+    counted beside both. We check autograd's other in-place conditions; exclusive ownership is inferred from the
+    immediate deallocation.
     """
     node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
     if node is None or torch.is_grad_enabled() or is_in_function():
@@ -134,11 +134,11 @@ class Ledger(TorchDispatchMode):
     """The book itself: one line per birth, change of size and death of a storage. Inside `followed` it may be entered
     as a mode, and then sees what operators make; or another mode tells it."""
 
-    def __init__(self, device_type: str | None = None, witness: Witness | None = None) -> None:
+    def __init__(self, device_type: str | None = None, origin_of: OriginOf | None = None) -> None:
         super().__init__()
         self.device_type = device_type  # what lies elsewhere is of kind host, and no part of the peak
-        self.witness = witness
-        self.testimonies: dict[int, Any] = {}  # by serial number
+        self.origin_of = origin_of
+        self.origins: dict[int, Any] = {}  # by serial number
         self.lines: list[tuple[int, int]] = []  # (serial number of the storage, its bytes from now on: 0 at its death)
         self.kinds: dict[int, Kind] = {}  # by serial number; the last word counts for the storage's whole life
         self.alive: dict[int, Storage] = {}  # by the storage's address
@@ -249,8 +249,8 @@ class Ledger(TorchDispatchMode):
             self._note_storage(storage, kind if is_here and not host.is_marked(storage) else Kind.HOST)
             for storage in storages
         ]
-        if self.witness is not None and len(self.kinds) > num_known:
-            self.testimonies |= {serial: self.witness(tensor, operator) for serial in serials if serial >= num_known}
+        if self.origin_of is not None and len(self.kinds) > num_known:
+            self.origins |= {serial: self.origin_of(tensor, operator) for serial in serials if serial >= num_known}
         return serials
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:

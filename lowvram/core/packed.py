@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-class Packed(nn.Module):
+class PackedWeight(nn.Module):
     """Weights lie in its buffers, several to an element; they are no parameters and never train."""
 
     num_weights: int
@@ -13,4 +13,4 @@ class Packed(nn.Module):
 
 def num_packed(model: nn.Module) -> int:
     """How many weights a model has that are no parameters."""
-    return sum(module.num_weights for module in model.modules() if isinstance(module, Packed))
+    return sum(module.num_weights for module in model.modules() if isinstance(module, PackedWeight))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 from lowvram.core.knob import Kind
 
 ROUND_BYTES = 512  # the CUDA caching allocator's
-Line = tuple[int, int]  # serial number of a storage, and its bytes from now on: 0 at its death
+Change = tuple[int, int]  # serial number of a storage, and its bytes from now on: 0 at its death
 
 
 class Holding(NamedTuple):
@@ -18,7 +18,7 @@ class Holding(NamedTuple):
 
     num_bytes: int
     kind: Kind
-    testimony: Any  # what the witness said of its birth; None if it saw none
+    origin: Any  # what `origin_of` returned at its allocation; None if it saw none
 
 
 @final
@@ -29,10 +29,10 @@ class Peak:
     peak_bytes: int = 0
     by_kind: dict[Kind, int] = field(default_factory=dict)  # at the moment of the peak
     by_kind_max: dict[Kind, int] = field(default_factory=dict)  # each kind's own largest moment
-    holdings: list[Holding] = field(default_factory=list)  # of `by_kind`, one by one; empty without a witness
+    holdings: list[Holding] = field(default_factory=list)  # of `by_kind`, one by one; empty without `origin_of`
 
-    def fill(self, lines: Sequence[Line], kinds: Mapping[int, Kind], testimonies: Mapping[int, Any] | None) -> None:
-        """Play the lines, now that the kind of every storage is known. `testimonies` are None without a witness."""
+    def fill(self, lines: Sequence[Change], kinds: Mapping[int, Kind], origins: Mapping[int, Any] | None) -> None:
+        """Play the lines, now that the kind of every storage is known. `origins` are None without `origin_of`."""
         sizes: dict[int, int] = defaultdict(int)
         live: dict[Kind, int] = defaultdict(int)
         most: dict[Kind, int] = defaultdict(int)
@@ -47,16 +47,14 @@ class Peak:
                 self.peak_bytes, self.by_kind, num_lines_at_peak = total, dict(live), num_lines
         self.by_kind = {kind: self.by_kind.get(kind, 0) for kind in Kind}
         self.by_kind_max = {kind: most[kind] for kind in Kind}
-        if testimonies is not None:
-            self.holdings = holdings(lines[:num_lines_at_peak], kinds, testimonies)
+        if origins is not None:
+            self.holdings = holdings(lines[:num_lines_at_peak], kinds, origins)
 
 
-def holdings(lines: Sequence[Line], kinds: Mapping[int, Kind], testimonies: Mapping[int, Any]) -> list[Holding]:
+def holdings(lines: Sequence[Change], kinds: Mapping[int, Kind], origins: Mapping[int, Any]) -> list[Holding]:
     """What the lines leave alive, the largest first."""
     alive = {serial: rounded(num_bytes) for serial, num_bytes in lines}
-    found = [
-        Holding(num_bytes, kinds[serial], testimonies.get(serial)) for serial, num_bytes in alive.items() if num_bytes
-    ]
+    found = [Holding(num_bytes, kinds[serial], origins.get(serial)) for serial, num_bytes in alive.items() if num_bytes]
     return sorted(found, key=lambda holding: -holding.num_bytes)
 
 

@@ -12,7 +12,7 @@ from lowvram.core import host
 from lowvram.core.shards import placed
 
 # Writes the initial value of the parameter or buffer of that name. One that takes memory of its own meanwhile has a
-# method `on_paper`, called alike, that takes it without writing.
+# method `without_values`, called alike, that takes it without writing.
 Fill = Callable[[str, Tensor], None]
 
 
@@ -39,7 +39,7 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     dtype = at_least_single(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if isinstance(whole, FakeTensor):  # a plan: there is nothing to write to
-        fill = getattr(fill, "on_paper", leave)
+        fill = getattr(fill, "without_values", leave)
     fill(name, whole)
     value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else device)
     if host.is_kept(tensor):

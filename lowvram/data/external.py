@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lowvram.config.errors import BadInput, require
-from lowvram.config.importing import check_args, find
+from lowvram.config.importing import check_args, import_object
 from lowvram.core.rig import IGNORE
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
@@ -79,7 +79,7 @@ class External(Source):
 
     def datasets(self, seed: int) -> tuple[Any, Any]:
         """What the user's function returns."""
-        target = find(self.target, "data.target")
+        target = import_object(self.target, "data.target")
         args = self.args or {}
         check_args(target, self.target, args, "data.args")
         with seeded(Stream.POOL, seed):

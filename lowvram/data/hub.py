@@ -34,7 +34,7 @@ from lowvram.data.source import (
     require_count,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import Place, read_splits
+from lowvram.data.splits import SplitSource, read_splits
 from lowvram.data.text_columns import alone, documents_of, is_text, stream_of
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 from lowvram.data.windows import TokenStream, windowed
@@ -92,9 +92,9 @@ class Hub(TextSource):
         return Modality.TOKENS if self.label is None else Modality.LABELLED_TOKENS
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SplitSource:
         buffer_samples = self.buffer_samples if self.streaming else None
-        return Place(self.name, self.revision, self.config, self.train_split, self.eval_split, buffer_samples)
+        return SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, buffer_samples)
 
     def resolve(self, model: FollowedModel) -> Source:
         check_modality("hub", (self.modality,), model)

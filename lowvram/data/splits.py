@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lowvram.compat.hf_offline import hub
+from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.data.local import escaped, quiet_progress
 
@@ -22,7 +22,7 @@ ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class Place:
+class SplitSource:
     """Where a data set is, as the user says it: `data.<field>`."""
 
     name: str
@@ -41,7 +41,7 @@ class Place:
         return self.path.exists()
 
 
-def read_splits(place: Place, eval_samples: int) -> tuple[Any, Any | None]:
+def read_splits(place: SplitSource, eval_samples: int) -> tuple[Any, Any | None]:
     """Two `datasets.Dataset`: to train on, and held out, if there is one.
 
     Raises:
@@ -69,7 +69,7 @@ def first_rows(stream: Any, num_rows: int) -> Any:
     return Dataset.from_list(list(islice(undecoded, num_rows)), features=stream.features)
 
 
-def loaded(place: Place) -> Any:
+def loaded(place: SplitSource) -> Any:
     """All splits by their names."""
     from datasets.exceptions import DatasetsError
 
@@ -86,14 +86,14 @@ def loaded(place: Place) -> Any:
         raise BadInput("data.name", place.name, f"{LOCAL if place.is_local else ELSEWHERE} ({reason})") from None
 
 
-def load_from_hub(place: Place) -> Any:
+def load_from_hub(place: SplitSource) -> Any:
     from datasets import load_dataset
 
-    with hub():
+    with hf_offline():
         return load_dataset(place.name, place.config, revision=place.revision, streaming=is_streamed(place))
 
 
-def load_local_set(place: Place) -> Any:
+def load_local_set(place: SplitSource) -> Any:
     """Nothing here goes near a network."""
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
@@ -114,5 +114,5 @@ def load_local_set(place: Place) -> Any:
     return load_dataset(str(path.absolute()), place.config, streaming=streaming)
 
 
-def is_streamed(place: Place) -> bool:
+def is_streamed(place: SplitSource) -> bool:
     return place.buffer_samples is not None

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
-from lowvram.compat.hf_offline import hub
+from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.core.quiet import quiet
 from lowvram.data.columns import mapped_lists, mapped_texts, tokenised
@@ -159,7 +159,7 @@ def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
         raise BadInput("data.tokenizer", choice, f"{ALLOWED}: there is no folder {name}")
     where = str(Path(name).expanduser()) if is_folder(name) else name
     try:
-        with hub():
+        with hf_offline():
             return Pretrained(library().from_pretrained(where, revision=revision, trust_remote_code=False))
     except Exception as error:  # each kind of tokenizer has its own for a broken file
         what = f"{name} can't be read ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"

@@ -21,7 +21,7 @@ from lowvram.config.version import __version__
 from lowvram.fidelity.band import band, loss_gap
 from lowvram.launch.client import Event, Server
 from lowvram.launch.in_process import Inline
-from lowvram.launch.outcome import Circumstances, Told, num_oom_kills, verdict
+from lowvram.launch.outcome import Circumstances, Told, num_oom_kills, outcome_of
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import Orders
 from lowvram.launch.torchrun import Launch
@@ -143,7 +143,7 @@ class Comparison:
         orders = Orders(self.point.config["timeout_s"], self.stop_signals)
         around = Circumstances(self.folder, orders, num_oom_kills(), self.point.config["vram"])
         ended = self.server.run(request, heard.on_event, orders, self.point.locks)
-        end = verdict(ended, heard.told, around, self.point.config["sharding"]["timeout_s"])
+        end = outcome_of(ended, heard.told, around, self.point.config["sharding"]["timeout_s"])
         heard.status, heard.reason = end.status, end.reason
         return heard
 

@@ -28,7 +28,7 @@ PIECE_ELEMENTS = 2**22  # that are widened to fp64 at once
 
 @final
 @dataclass(frozen=True)
-class Watch(Knob):
+class GradientWatch(Knob):
     """Keeps the gradients that the optimizers are given, whoever steps them and when: summed over parts and ranks, free
     of a loss scale, whole, in fp32 on the host of rank 0."""
 
@@ -74,7 +74,7 @@ class Fidelity:
     steps: int
     file: Path | None
     is_reference: bool
-    watch: Watch = field(default_factory=Watch)
+    watch: GradientWatch = field(default_factory=GradientWatch)
 
     @classmethod
     def asked(cls, steps: int, file: str | None, is_reference: bool) -> Self:
@@ -127,7 +127,7 @@ def first_step(session: Session, num_steps: int, batch: Any) -> tuple[Tensor, Up
             return loss, update
 
 
-def named_gradients(session: Session, watch: Watch, update: Update) -> dict[str, Tensor]:
+def named_gradients(session: Session, watch: GradientWatch, update: Update) -> dict[str, Tensor]:
     """By the names of the model, and as they were before they were clipped: that would hide how large they are."""
     clip = session.settings.groups["stepping"].clip
     by = 1.0 if clip is None else max(1.0, (float(update.grad_norm) + 1e-6) / clip)

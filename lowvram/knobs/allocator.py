@@ -55,6 +55,7 @@ class Expandable(Knob):
     empty_cache_every: int | None = None
 
     stage = Stage.PROCESS
+    expandable_segments = True
 
     def __post_init__(self) -> None:
         require_every(self.empty_cache_every)

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowvram.launch.events import Event, EventReaders, Listener
 from lowvram.launch.process_tree import is_stopped, kill_all
+from lowvram.launch.protocol import Event, EventReaders, Listener
 from lowvram.launch.supervisor import ACKNOWLEDGED, KILL, ORPHAN_GRACE_S, STOPS
 
 LARGEST_ANSWER_BYTES = 2**16
@@ -25,7 +25,7 @@ POLL_S = 0.1  # how soon a signal or a time-out is passed on
 STOPPED_GRACE_S = 5.0  # from an order to the end of a server that stands still, as after Ctrl-Z
 KILL_GRACE_S = 30.0  # from KILL to the end of one that doesn't answer: the kernel frees much memory first
 STOP_GRACE_S = ORPHAN_GRACE_S + 5.0  # how long a server may take to end its child and itself
-Ending = dict[str, Any]  # of one rank: see Crew.ended
+Ending = dict[str, Any]  # of one rank: see Supervisor.ended
 
 
 class Server:

@@ -22,7 +22,7 @@ import socket
 import sys
 
 from lowvram.launch.process_tree import children
-from lowvram.launch.supervisor import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, WORKER, Crew, prctl
+from lowvram.launch.supervisor import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, WORKER, Supervisor, prctl
 
 PRELOAD = (
     "torch",
@@ -67,12 +67,12 @@ def serve(parent: socket.socket) -> bool:
     with os.fdopen(request_fd, "rb") as file:
         file.seek(0)
         request = json.load(file)
-    crew = Crew(request, parent)
-    crew.run(events_fd, answers_fd, held)
+    supervisor = Supervisor(request, parent)
+    supervisor.run(events_fd, answers_fd, held)
     num_strays = sweep_strays()
-    if crew.parent_is_there:
-        parent.send(json.dumps({"ended": crew.ended, "strays": num_strays}).encode())
-    return crew.parent_is_there
+    if supervisor.parent_is_there:
+        parent.send(json.dumps({"ended": supervisor.ended, "strays": num_strays}).encode())
+    return supervisor.parent_is_there
 
 
 def sweep_strays() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from lowvram.launch.client import Ending
-from lowvram.launch.events import Listener
+from lowvram.launch.protocol import Listener
 
 WORKER = "lowvram.worker.in_process"  # started by its name: it imports torch
 

@@ -46,7 +46,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """The end of one rank, or of the point."""
 
     rank: int
@@ -68,9 +68,9 @@ class Circumstances:
     vram: str | None = None  # as it was typed
 
 
-def verdict(
+def outcome_of(
     ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
-) -> Verdict:
+) -> Outcome:
     """How the point ended.
 
     Args:
@@ -85,10 +85,10 @@ def verdict(
 
 def of_ranks(
     ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
-) -> Verdict:
+) -> Outcome:
     """The same, however late it was."""
     if ended is None:
-        return said(*min(told.items())) if told else Verdict(0, *how_all_died(around.orders))
+        return said(*min(told.items())) if told else Outcome(0, *how_all_died(around.orders))
     ranks = [rank_verdict(ending, told.get(ending["rank"]), around) for ending in ended]
     failed = [rank for rank in ranks if rank.status is not Status.OK]
     if not failed:
@@ -99,7 +99,7 @@ def of_ranks(
     return replace(blamed, reason=f"rank {blamed.rank}: {blamed.reason}")
 
 
-def to_blame(failed: Sequence[Verdict], timeout_s: float) -> Verdict:
+def to_blame(failed: Sequence[Outcome], timeout_s: float) -> Outcome:
     """The one of the ranks that failed, in the order of their ends, who is the cause."""
     own = [rank for rank in failed if not (rank.is_of_a_peer or rank.is_forced or rank.is_asked)]
     if own:
@@ -116,14 +116,14 @@ def to_blame(failed: Sequence[Verdict], timeout_s: float) -> Verdict:
     )
 
 
-def is_of_all(blamed: Verdict, ranks: Sequence[Verdict]) -> bool:
+def is_of_all(blamed: Outcome, ranks: Sequence[Outcome]) -> bool:
     """Whether the reason holds for the point as a whole: a refusal, a stop, or what another rank says too."""
     if blamed.status in (Status.INCOMPATIBLE, Status.INTERRUPTED, Status.TIMEOUT):
         return True
     return [rank.reason for rank in ranks if not rank.is_forced].count(blamed.reason) > 1
 
 
-def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Verdict:
+def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Outcome:
     """How one rank ended: in its own words, else read off its death."""
     rank, by = ending["rank"], ending["ended_by"]
     if told is not None:
@@ -131,7 +131,7 @@ def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Ve
         return replace(one, is_asked=by is not None and one.status is Status.INTERRUPTED)
     is_killed = os.WIFSIGNALED(ending["status"]) and os.WTERMSIG(ending["status"]) == signal.SIGKILL
     log = text_of(around.folder / native_log(rank))
-    return Verdict(
+    return Outcome(
         rank,
         *last_words(rank, ending["status"], log, around),
         is_of_a_peer=any(word in log for word in PEER_WORDS),
@@ -140,8 +140,8 @@ def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Ve
     )
 
 
-def said(rank: int, told: Told) -> Verdict:
-    return Verdict(rank, Status(told.fields["status"]), told.fields.get("reason"), told.is_of_a_peer)
+def said(rank: int, told: Told) -> Outcome:
+    return Outcome(rank, Status(told.fields["status"]), told.fields.get("reason"), told.is_of_a_peer)
 
 
 def last_words(rank: int, status: int, log: str, around: Circumstances) -> tuple[Status, str]:

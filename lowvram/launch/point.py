@@ -35,7 +35,7 @@ class Point:
     launch: Launch | None = None  # if torchrun has started this program
     plan: Mapping[str, Any] | None = None  # what it is expected to hold
     attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see runs/retry.py
-    reruns: list[Measurement] | None = None  # that something has disturbed: see runs/remeasure.py
+    reruns: list[Measurement] | None = None  # that something has disturbed: see runs/retry.py
     notes: Mapping[str, str] = field(default_factory=dict)  # what was typed and composed, for `.hydra/`
     run: str | None = None  # what it is called in its snapshots
     locks: Sequence[int] = ()  # descriptors that its processes keep open: see results/files/run_folder.py

@@ -41,8 +41,8 @@ def prctl(option: int, value: int) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a new process stands in its crew."""
+class RankPlace:
+    """Where a new process stands among the ranks of its point."""
 
     rank: int
     call: socket.socket | None = None  # the first rank's: it calls the others here
@@ -62,7 +62,7 @@ class Member:
     is_stopped: bool = False  # as after Ctrl-Z, when it was killed
 
 
-class Crew:
+class Supervisor:
     """From the first fork to the last end."""
 
     def __init__(self, request: dict[str, Any], parent: socket.socket) -> None:
@@ -71,19 +71,19 @@ class Crew:
         self._request, self._parent = request, parent
         self._alive: dict[int, Member] = {}  # by pidfd
         self._deadline: float | None = None  # whoever still runs then is killed
-        self._patience_s = ORPHAN_GRACE_S
+        self._grace_s = ORPHAN_GRACE_S
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
         """The first rank and whomever it calls, to the end. Of the descriptors no copy stays here."""
         with self._ours, self._theirs:
-            self._fork(Place(0, self._theirs, answers_fd, tuple(held)), events_fd)
+            self._fork(RankPlace(0, self._theirs, answers_fd, tuple(held)), events_fd)
             for fd in (events_fd, answers_fd, *held):
                 os.close(fd)
             while self._alive:
                 self._watch()
 
-    def _fork(self, place: Place, events_fd: int) -> None:
+    def _fork(self, place: RankPlace, events_fd: int) -> None:
         server = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # none is lost before the child can answer it
         pid = os.fork()
@@ -130,7 +130,7 @@ class Crew:
         for member in self._alive.values() if exit_code else ():
             member.ended_by = "term"
             os.kill(member.pid, signal.SIGTERM)
-        self._end_within(RANK_GRACE_S if has_failed else self._patience_s)
+        self._end_within(RANK_GRACE_S if has_failed else self._grace_s)
 
     def _end_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -146,11 +146,11 @@ class Crew:
         """Fork the other ranks; the parent gets the pipe of each one's events."""
         message, held, _, _ = socket.recv_fds(self._ours, 4096, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         called = json.loads(message)
-        self._patience_s = called["timeout_s"]
+        self._grace_s = called["timeout_s"]
         for rank in range(1, called["num_ranks"]):
             reader, writer = os.pipe()
             about = {"held": tuple(held), "num_ranks": called["num_ranks"], "port": called["port"]}
-            self._fork(Place(rank, **about), writer)
+            self._fork(RankPlace(rank, **about), writer)
             os.close(writer)
             with contextlib.suppress(ConnectionError):  # the parent is gone, as the next look at it tells
                 socket.send_fds(self._parent, [json.dumps({"rank": rank}).encode()], [reader])

@@ -65,26 +65,26 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
     return {"loss": {"first": first, "last": last, "eval": evaluation.loss}, "eval": evaluation.scores}
 
 
-def pace(session: Session, fillings: list[Tensor], seconds: float) -> dict[str, float]:
+def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[str, float]:
     """Throughput of all ranks over steps, by W&B's names. Padding is no throughput.
 
     Args:
         fillings: of each step on this rank, see `Problem.filling`.
     """
-    num_steps = len(fillings)
+    num_steps = len(token_counts)
     values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
     if session.data.spec.modality in TEXTS:
-        num_tokens, num_places = summed(torch.stack(fillings).sum(0)).tolist()
+        num_tokens, num_places = summed(torch.stack(token_counts).sum(0)).tolist()
         values |= {"throughput/tokens_per_s": num_tokens / seconds, "data/padding": 1 - num_tokens / num_places}
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 
 
-def times(session: Session, step_ms: list[float], waits_s: list[float], fillings: list[Tensor]) -> Fields:
+def times(session: Session, step_ms: list[float], waits_s: list[float], token_counts: list[Tensor]) -> Fields:
     """Throughput and the spread of the step's time over the timed steps; null when there were none."""
     if not step_ms:
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
-    values = pace(session, fillings, seconds)
+    values = pace(session, token_counts, seconds)
     p05, p50, p95 = percentiles(step_ms)
     sections = {
         section: {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{section}/")}

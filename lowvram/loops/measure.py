@@ -19,7 +19,7 @@ from lowvram.loops.evaluate import evaluate
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen
 from lowvram.loops.profiling.disturbance import disturbance, watch_for
-from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.profiling.post_run import post_run
 from lowvram.loops.session import NonFinite, Session
 
 
@@ -43,15 +43,15 @@ class Measure:
                 history.step(batches)
         synchronise(device)
         step_ms, losses = clock.laps_ms("step"), history.tell()
-        timed_ms, waits_s, fillings = history.timed(step_ms, batches.waits_s)
-        disturbed = disturbance(watch, timed_ms, fillings)
+        timed_ms, waits_s, token_counts = history.timed(step_ms, batches.waits_s)
+        disturbed = disturbance(watch, timed_ms, token_counts)
         return fields.merged(
             fields.common(session),
             fields.losses(losses[0], losses[-1], evaluate(session)),
-            fields.times(session, timed_ms, waits_s, fillings),
+            fields.times(session, timed_ms, waits_s, token_counts),
             disturbed,
             {"time": {"is_cut": len(step_ms) < limits.steps}},
-            last_acts(session, batches),
+            post_run(session, batches),
         )
 
 

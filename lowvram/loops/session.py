@@ -45,7 +45,7 @@ class Stop(Protocol):
 
     requested: bool
 
-    def between_steps(self) -> AbstractContextManager[None]: ...
+    def defer_interrupts(self) -> AbstractContextManager[None]: ...
 
 
 @final

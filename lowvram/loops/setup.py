@@ -35,9 +35,6 @@ def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> 
     return torch.cuda.device_count() if is_spread else 1
 
 
-TO_HOST = {("offload", "activations"), ("offload", "parameters"), ("stepping", "cpu_offload")}  # a CPU is its own host
-
-
 def can_replace(
     settings: Settings, choices: Mapping[str, str], absent: Mapping[Fact, str], num_ranks: int
 ) -> Callable[[str, str], bool]:
@@ -48,7 +45,7 @@ def can_replace(
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
         knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
         is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
-        helps = Fact.CUDA not in absent or (group, option) not in TO_HOST
+        helps = Fact.CUDA not in absent or not groups[group].moves_to_host  # a CPU is its own host
         return helps and is_whole and not conflicts(knobs, absent)
 
     return answer

@@ -21,7 +21,7 @@ from lowvram.loops.export import Origin, check_free, export
 from lowvram.loops.journal import Journal
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
-from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.profiling.post_run import post_run
 from lowvram.loops.session import Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
 from lowvram.results.files.run_folder import SNAPSHOTS
@@ -40,7 +40,7 @@ class Train:
         run, settings = TrainingRun(session), session.settings
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
         run.begin()
-        with session.stop.between_steps():
+        with session.stop.defer_interrupts():
             while run.step < settings.train.steps:
                 with clock.lap("step"):
                     batch = next(batches)
@@ -74,7 +74,7 @@ class TrainingRun:
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
         self.num_targets = torch.tensor(0)  # of the last step
-        self.fillings: list[Tensor] = []  # of each step of this process: tokens, and the places for some
+        self.token_counts: list[Tensor] = []  # of each step of this process: tokens, and the places for some
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         check = partial(check_form, self.formed_state())
@@ -98,7 +98,7 @@ class TrainingRun:
         self.step += 1
         self.num_applied += update.applied
         self.num_targets = self.session.problem.num_targets(batch)
-        self.fillings.append(self.session.problem.filling(batch))
+        self.token_counts.append(self.session.problem.filling(batch))
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
             self.last_loss, self.last_loss_step = loss.item(), self.step
             self.first_loss = self.last_loss if self.step == 1 else self.first_loss
@@ -113,7 +113,7 @@ class TrainingRun:
         steps = self.step - self.logged_step
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
-        pace = fields.pace(self.session, self.fillings[-steps:], seconds)
+        pace = fields.pace(self.session, self.token_counts[-steps:], seconds)
         self.journal.tell(self.step, values | pace | fields.memory_now(self.session))
         self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
@@ -178,13 +178,13 @@ class TrainingRun:
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
         """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
         timed = self.compiling.steady(SETTLING_STEPS)
-        waits_s, fillings = chosen(batches.waits_s, timed), chosen(self.fillings, timed)
+        waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         self.save()  # first: whoever interrupts the evaluation loses nothing
         evaluation = self.evaluate()
         self.export()
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
-            fields.times(self.session, chosen(step_ms, timed), waits_s, fillings),
-            last_acts(self.session, batches),
+            fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts),
+            post_run(self.session, batches),
         )

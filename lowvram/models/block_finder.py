@@ -24,7 +24,7 @@ AS_MUCH = 0.9  # of what a class keeps: classes that keep less are parts of it
 WORTH = 0.1  # of all that is kept: a second class of blocks holds at least so much
 
 
-class Survey(NamedTuple):
+class FoundBlocks(NamedTuple):
     """Modules by their dotted names."""
 
     blocks: tuple[str, ...]  # in the order in which the forward pass first meets them
@@ -32,7 +32,9 @@ class Survey(NamedTuple):
     has_plain_blocks: bool  # blocks are called with tensors alone, by place, and return one
 
 
-def survey(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, named: str | None = None) -> Survey:
+def find_blocks(
+    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, named: str | None = None
+) -> FoundBlocks:
     """Of a model on any device, whose own tensors stay as they are. Of one that can't run without values only the
     blocks are known whose class is named.
 
@@ -47,13 +49,13 @@ def survey(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any,
             outputs = notes.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
     except Exception:
         names = {module: name for name, module in model.named_modules()}
-        return Survey(tuple(names[module] for module in outermost(model, named)), None, False)
+        return FoundBlocks(tuple(names[module] for module in outermost(model, named)), None, False)
     kinds = [named] if named is not None else classes_of_blocks(notes)
     blocks = {module for kind in kinds for module in outermost(notes.model, kind)}
     order = [module for module in notes.order if module in blocks]
     heads = (notes.names[module] for module, output in notes.linear.items() if output is outputs)
     is_plain = all(notes.is_plain[module] for module in order)
-    return Survey(tuple(notes.names[module] for module in order), next(heads, None), is_plain)
+    return FoundBlocks(tuple(notes.names[module] for module in order), next(heads, None), is_plain)
 
 
 def outermost(model: nn.Module, kind: str | None) -> list[nn.Module]:

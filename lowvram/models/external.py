@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from torch import nn
 
 from lowvram.config.errors import BadInput, require
-from lowvram.config.importing import check_args, find
+from lowvram.config.importing import check_args, import_object
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
@@ -56,8 +56,8 @@ class ExternalConfig(ForeignModel):
 
     @property
     def description(self) -> str:
-        """With an address, so that it is kept on no disk: code changes, and its name stays."""
-        return f"{self!r} {object.__repr__(self.find())}"
+        """Includes an object address, so user code is never cached on disk."""
+        return f"{self!r} {object.__repr__(self.import_object())}"
 
     @property
     def text_rules(self) -> TextRules:
@@ -79,9 +79,9 @@ class ExternalConfig(ForeignModel):
             return (3, self.image_size, self.image_size)
         return (self.sequence_length,)
 
-    def find(self) -> Callable[..., Any]:
+    def import_object(self) -> Callable[..., Any]:
         """What `target` names. Its module is imported, because the user named it."""
-        return find(self.target, "model.target")
+        return import_object(self.target, "model.target")
 
     def make(self, spec: DataSpec) -> nn.Module:
         key = f"{self.description} {spec!r}"
@@ -93,7 +93,7 @@ class ExternalConfig(ForeignModel):
         layout.save(model, self, spec, folder)
 
     def build(self, spec: DataSpec) -> nn.Module:
-        target = self.find()
+        target = self.import_object()
         args = {name: with_data(value, spec) for name, value in (self.args or {}).items()}
         check_args(target, self.target, args, "model.args")
         model = target(**args)
@@ -109,7 +109,7 @@ class HandedOver(ExternalConfig):
 
     maker: Callable[..., Any] = nn.Module
 
-    def find(self) -> Callable[..., Any]:
+    def import_object(self) -> Callable[..., Any]:
         return self.maker
 
 

@@ -16,7 +16,7 @@ import torch
 from omegaconf import MISSING
 from torch import Tensor, nn
 
-from lowvram.compat.hf_offline import hub
+from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
@@ -251,7 +251,7 @@ class HfConfig(ForeignModel):
         if is_folder(self.name):
             check_weights(self.name)
         try:
-            with nullcontext() if is_folder(self.name) else hub():
+            with nullcontext() if is_folder(self.name) else hf_offline():
                 return self.model_class().from_pretrained(
                     str(folder(self.name)) if is_folder(self.name) else self.name,
                     config=self.config_for(spec),

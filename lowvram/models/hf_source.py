@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lowvram.compat.hf_offline import hub
+from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.core.quiet import quiet
 
@@ -39,7 +39,7 @@ def read_config(name: str, revision: str | None) -> Any:
         raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
     where = str(folder(name)) if is_folder(name) else name
     try:
-        with nullcontext() if is_folder(name) else hub():
+        with nullcontext() if is_folder(name) else hf_offline():
             values, _ = transformers.PreTrainedConfig.get_config_dict(where, revision=revision)
             check_brings_no_code(name, values)
             return transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec
-from lowvram.models.block_finder import Survey, outermost, repeated_classes, survey
+from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
 
-SURVEYS: dict[str, Survey] = {}  # by the descriptions of model and data
+SURVEYS: dict[str, FoundBlocks] = {}  # by the descriptions of model and data
 Fill = Callable[[str, Tensor], None]
 
 
@@ -55,7 +55,7 @@ class ForeignModel(ABC):
         """Its logits. Tensors by name become keywords."""
         return logits_of(model(**inputs) if isinstance(inputs, Mapping) else model(inputs))
 
-    def survey(self, model: nn.Module, spec: DataSpec) -> Survey:
+    def find_blocks(self, model: nn.Module, spec: DataSpec) -> FoundBlocks:
         """Made once for each model and kind of data."""
         key = repr((self.description, spec, self.blocks))
         if key not in SURVEYS:
@@ -63,19 +63,19 @@ class ForeignModel(ABC):
                 repeated = ", ".join(f"{name} ({count})" for name, count in repeated_classes(model).items())
                 allowed = f"the class of some of the model's modules: {repeated or 'none is repeated'}"
                 raise BadInput("model.blocks", self.blocks, allowed)
-            SURVEYS[key] = survey(model, self.call, spec.example(2)[0], self.blocks)
+            SURVEYS[key] = find_blocks(model, self.call, spec.example(2)[0], self.blocks)
         return SURVEYS[key]
 
     def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]:
-        return [model.get_submodule(name) for name in self.survey(model, spec).blocks]
+        return [model.get_submodule(name) for name in self.find_blocks(model, spec).blocks]
 
     def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None:
-        name = self.survey(model, spec).head
+        name = self.find_blocks(model, spec).head
         module = None if name is None else model.get_submodule(name)
         return module if isinstance(module, nn.Linear) else None
 
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
-        return self.survey(model, spec).has_plain_blocks
+        return self.find_blocks(model, spec).has_plain_blocks
 
     def is_random(self, model: nn.Module) -> bool:
         return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())

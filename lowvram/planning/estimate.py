@@ -11,7 +11,7 @@ import torch
 from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planning.devices import DeviceSpec
-from lowvram.planning.memory.overheads import Line, convolution_lines, hidden_lines
+from lowvram.planning.memory.overheads import Overhead, convolution_lines, hidden_lines
 from lowvram.planning.memory.replay import Event, garbage_later, needs_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 
 @final
 @dataclass(frozen=True)
-class Place:
+class PlanDevice:
     """The device that a plan is for."""
 
     name: str
@@ -42,7 +42,7 @@ class Place:
         return Target(card, self.num_ranks)
 
 
-def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
+def needs(trace: Trace, place: PlanDevice, is_expandable: bool) -> Fields:
     """The part of a plan that depends on no budget. On a CPU it is that of a step whose optimizer has its state, as the
     ledger measures it; on a card that of the whole run, as its allocator does."""
     device = place.device
@@ -62,7 +62,7 @@ def needs(trace: Trace, place: Place, is_expandable: bool) -> Fields:
     }
 
 
-def times(trace: Trace, place: Place) -> Fields:
+def times(trace: Trace, place: PlanDevice) -> Fields:
     """Null where the device's rates are not known, and for several ranks: nothing is known of the way between them."""
     rates = place.rates or DataSheet(place.device)
     found = step_time(trace.work, rates) if place.num_ranks == 1 else None
@@ -71,7 +71,7 @@ def times(trace: Trace, place: Place) -> Fields:
     return {"step_ms": found.step_ms, "step_ms_source": rates.source, "step_ms_of": found.by_name()}
 
 
-def on_cpu(trace: Trace, lines: list[Line]) -> Fields:
+def on_cpu(trace: Trace, lines: list[Overhead]) -> Fields:
     """A CPU is its own host, and its process holds what tensors hold at any time in the whole run, and more."""
     tensors = trace.sums().with_host_bytes
     return {
@@ -89,7 +89,7 @@ def num_convolutions(trace: Trace) -> int:
 
 
 @garbage_later()
-def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: int) -> Fields:
+def on_card(trace: Trace, lines: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
     """As the caching allocator plays it."""
     events = [*workspaces(lines), *trace.requests()]
     found = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
@@ -102,7 +102,7 @@ def on_card(trace: Trace, lines: list[Line], is_expandable: bool, peak_bytes: in
     }
 
 
-def workspaces(lines: list[Line]) -> list[Event]:
+def workspaces(lines: list[Overhead]) -> list[Event]:
     """What libraries take from the allocator and keep."""
     sizes = [line.num_bytes for line in lines if line.is_in_allocator and line.num_bytes]
     return [Event(-1 - number, size) for number, size in enumerate(sizes)]

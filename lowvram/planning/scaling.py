@@ -27,7 +27,7 @@ from lowvram.planning.cache import Store, key_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
-from lowvram.planning.trace.fake import paper
+from lowvram.planning.trace.fake import fake_tensors
 from lowvram.planning.trace.tracer import is_played, trace
 from lowvram.tasks import Problem
 
@@ -80,7 +80,7 @@ class Pricer:
             direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
             return Priced(direct, True, "the batch doesn't divide into equal parts")
         num_traced = min(parts, MOST_PARTS)
-        # Before anything known is looked up: what conflicts may look on paper like what was traced.
+        # Before anything known is looked up: what conflicts may look like what was traced.
         self.check({**knobs, "accum": Parts(num_traced)})
         knobs = {name: knob for name, knob in knobs.items() if is_played(knob)}
         known = self.known[tuple(repr(knob) for knob in knobs.values()), num_traced]
@@ -102,7 +102,7 @@ class Pricer:
     @cached_property
     def absent(self) -> dict[Fact, str]:
         """The facts that the target or the problem lacks."""
-        with paper(self.target), torch.device("meta"):
+        with fake_tensors(self.target), torch.device("meta"):
             model = self.problem.make_model()
         return {**self.target.absent(), **absent_of(self.problem, model)}
 

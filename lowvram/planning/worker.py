@@ -20,7 +20,7 @@ from lowvram.loops.fields import about_model
 from lowvram.loops.setup import can_replace, check_batch_size, open_data, wanted_ranks
 from lowvram.planning.cache import Store
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
-from lowvram.planning.estimate import Fields, Place, needs
+from lowvram.planning.estimate import Fields, PlanDevice, needs
 from lowvram.planning.scaling import Pricer
 from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
@@ -63,7 +63,7 @@ class Planner:
         """
         return self.told(settings, choices, lambda: place_here(settings, num_launched))
 
-    def told(self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], Place]) -> Fields:
+    def told(self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], PlanDevice]) -> Fields:
         """A plan, or why there is none."""
         try:
             return {"status": "ok", **self.planned(settings, choices, find_place())}
@@ -72,7 +72,7 @@ class Planner:
         except CantPlan as error:
             return {"status": "error", "reason": str(error)}
 
-    def planned(self, settings: Settings, choices: Mapping[str, str], place: Place) -> Fields:
+    def planned(self, settings: Settings, choices: Mapping[str, str], place: PlanDevice) -> Fields:
         """The model and its plan.
 
         Raises:
@@ -86,18 +86,18 @@ class Planner:
         problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
         priced = self.pricer(problem, target).price(without_parts(knobs), parts, num_rows)
         place = self.with_rates(place, settings, choices)
-        plan = needs(priced.trace, place, choices["allocator"] == "expandable")
+        plan = needs(priced.trace, place, settings.groups["allocator"].expandable_segments)
         is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
         advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, settings.vram_bytes)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
         about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
-        fit = verdict(plan, settings, place)
+        fit = fit_of(plan, settings, place)
         return {
             **self.about_model(problem, knobs),
             "plan": {**about, **plan, "error": place.device.error, **fit, "advice": advice},
         }
 
-    def with_rates(self, place: Place, settings: Settings, choices: Mapping[str, str]) -> Place:
+    def with_rates(self, place: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
         """With the rates that were measured before, where it is a device of this machine; nothing is measured now."""
         if place.here is None or self.calibrations is None:
             return place
@@ -145,22 +145,22 @@ def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
     return {name: knob for name, knob in knobs.items() if knob.stage is not Stage.BATCH}
 
 
-def place_of(settings: Settings) -> Place:
+def place_of(settings: Settings) -> PlanDevice:
     """What `plan.device` says. `sharding.ranks=auto` is one: nobody knows how many devices there will be."""
     sharding = settings.groups["sharding"]
     num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
     if settings.plan.device != "auto":
         here = CPU if settings.plan.device == CPU.type else None
-        return Place(settings.plan.device, load_device(settings.plan.device), num_ranks, here)
+        return PlanDevice(settings.plan.device, load_device(settings.plan.device), num_ranks, here)
     if settings.root.device == "cpu":
-        return Place("cpu", load_device("cpu"), num_ranks, CPU)
+        return PlanDevice("cpu", load_device("cpu"), num_ranks, CPU)
     if not torch.cuda.is_available():
-        return Place(GENERIC, load_device(GENERIC), num_ranks)
+        return PlanDevice(GENERIC, load_device(GENERIC), num_ranks)
     here = choose_device(settings.root.device)
-    return Place(*device_here(here), num_ranks, here)
+    return PlanDevice(*device_here(here), num_ranks, here)
 
 
-def place_here(settings: Settings, num_launched: int | None = None) -> Place:
+def place_here(settings: Settings, num_launched: int | None = None) -> PlanDevice:
     """Where a point runs.
 
     Args:
@@ -176,8 +176,8 @@ def place_here(settings: Settings, num_launched: int | None = None) -> Place:
     free_bytes = free_host_bytes()
     if device.type == "cpu":
         spec = replace(load_device("cpu"), memory_bytes=free_bytes)
-        return Place("cpu", spec, num_ranks, device)
-    return Place(*device_here(device), num_ranks, device, host_bytes=free_bytes)
+        return PlanDevice("cpu", spec, num_ranks, device)
+    return PlanDevice(*device_here(device), num_ranks, device, host_bytes=free_bytes)
 
 
 def allocator_of(settings: Settings, choices: Mapping[str, str]) -> str:
@@ -200,7 +200,7 @@ def free_host_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def margin_of(settings: Settings, place: Place) -> float:
+def margin_of(settings: Settings, place: PlanDevice) -> float:
     """By how much more than is planned must fit, to be safe: what 95 % of the plans for such a device were off, at
     most."""
     if settings.plan.margin is not None:
@@ -208,7 +208,7 @@ def margin_of(settings: Settings, place: Place) -> float:
     return MARGIN if place.device.error_p95 is None else place.device.error_p95
 
 
-def verdict(plan: Fields, settings: Settings, place: Place) -> Fields:
+def fit_of(plan: Fields, settings: Settings, place: PlanDevice) -> Fields:
     """Whether it fits, with a margin, into `vram` or else into all that the device has, and into the host's memory
     where that is known; null where no budget of the device is known."""
     budget, host_budget = settings.vram_bytes or place.device.memory_bytes, settings.host_bytes or place.host_bytes

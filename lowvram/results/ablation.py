@@ -33,7 +33,7 @@ class Effect:
     gradient_error: float | None
 
 
-def settings(rows: Sequence[Row]) -> list[Settings]:
+def ablations(rows: Sequence[Row]) -> list[Settings]:
     """Of each row the options and values that are not the same in all; an option's own values are left out."""
     flat = [{**dict(_leaves(row["config"])), **row["choices"]} for row in rows]
     names = dict.fromkeys(name for row in rows for name in row["choices"]) | dict.fromkeys(

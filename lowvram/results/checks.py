@@ -16,7 +16,7 @@ EXACT = 1.01  # what is counted, not timed
 Doubt = Callable[[Row], str | None]
 
 
-def doubts(row: Row) -> Iterator[str]:
+def failed_checks(row: Row) -> Iterator[str]:
     """A sentence for each contradiction."""
     return filter(None, (doubt(row) for doubt in ALL))
 

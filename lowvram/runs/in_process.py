@@ -1,5 +1,6 @@
-"""process=inline, in the program that is its point's process too: one point, and no figure that others are compared
-with. Imports no torch before the point runs.
+"""process=inline: runs one point in this process, for debuggers and profilers; its figures aren't comparable.
+
+Imports no torch before the point runs.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from typing import Any
 from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.native_log import native_log
-from lowvram.launch.outcome import Circumstances, Told, verdict
+from lowvram.launch.outcome import Circumstances, Told, outcome_of
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import Orders
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice, out_of_memory_advice
-from lowvram.results.checks import doubts
+from lowvram.results.checks import failed_checks
 from lowvram.results.files.durable import write_bytes
 from lowvram.results.metric_lines import FILE_NAME, Values
 from lowvram.results.metrics import DAMAGED, Metrics
@@ -28,8 +28,7 @@ from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_run_id
 from lowvram.runs.hydra_notes import write_notes
-from lowvram.runs.remeasure import is_due, put_back, set_aside
-from lowvram.runs.retry import in_parts
+from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
 OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
 
@@ -94,7 +93,7 @@ class Recording:
             self._add_ranks(ranks)
         for log in (native_log(rank) for rank in all_ranks):
             clean(self.point.folder / log)
-        end = verdict(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
+        end = outcome_of(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
         blamed = self.told.get(end.rank)
         if end.status == Status.ERROR and blamed is not None:
             for line in blamed.trace.splitlines():
@@ -189,7 +188,7 @@ class Recording:
         self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
             return self.row  # nothing ran: there is nothing to keep
-        self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *doubts(self.row))})
+        self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
         self._start_recorder()
         self.recorder.finish(self.row)

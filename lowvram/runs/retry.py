@@ -1,18 +1,28 @@
-"""accum=auto: a point that runs out of memory begins again in fresh processes, with more parts. Imports no torch.
+"""Two reasons to run a point again, in fresh processes. Imports no torch.
 
-The logical batch stays, so the science does; a snapshot of the attempt before is gone on with. How many parts come next
-is the knob's to say (lowvram/knobs/accum.py): the child tells it when it begins with its steps.
+accum=auto: it ran out of memory, and begins again with more parts. The logical batch stays, so the science does; a
+snapshot of the attempt before is gone on with. How many parts come next is the knob's to say (knobs/accum.py): the
+child tells it when it begins with its steps.
+
+measure.reruns: something disturbed its measurement. Every measurement is kept: what the row was lies in
+`disturbed-1.json`, its log in `disturbed-1.jsonl`, and the row lists them. The first one that nothing disturbed counts,
+else the last one, however fast the others were: the best of several would be another figure.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lowvram.launch.point import Attempts, Config, Point, with_parts
+from lowvram.launch.point import Attempts, Config, Measurement, Point, with_parts
+from lowvram.results import metrics
 from lowvram.results import row as rows
+from lowvram.results.columns import value_at
 from lowvram.results.files.run_folder import has_snapshots
-from lowvram.results.row import Row, Status
+from lowvram.results.row import Row, Status, write
+
+MODE = "measure"  # conf/mode/measure.yaml
 
 
 def continued(point: Point) -> Point:
@@ -36,7 +46,7 @@ def attempts_with(row: Row) -> Attempts:
 def as_left(config: Config, earlier: Row | None) -> tuple[Config, Attempts | None]:
     """The configuration of a run that goes on, in the parts that it had grown to, and the attempts until then.
 
-    As it is if nothing had fitted, or if what was typed since shares out the batch in another way.
+    Unchanged if no attempt fitted or if the batch split was overridden.
     """
     if earlier is None or not earlier["attempts"] or earlier["status"] == Status.OOM:
         return config, None
@@ -49,3 +59,32 @@ def as_left(config: Config, earlier: Row | None) -> tuple[Config, Attempts | Non
 def how_shared_out(config: Config) -> Any:
     """What says which samples a part holds."""
     return config["train"]["batch_size"], config["sharding"], config["accum"]
+
+
+def is_due(row: Row) -> bool:
+    """Whether the measurement of `row` is to be made again."""
+    is_measured = row["status"] == Status.OK and row["choices"]["mode"] == MODE
+    return is_measured and bool(row["disturbed"]) and len(row["reruns"] or ()) < row["config"]["measure"]["reruns"]
+
+
+def set_aside(folder: Path, row: Row) -> list[Measurement]:
+    """Keep a disturbed measurement of the point in `folder`; returns what the next row lists of all such."""
+    number = len(row["reruns"] or ()) + 1
+    write(folder, row, f"disturbed-{number}.json")
+    (folder / metrics.FILE_NAME).replace(folder / f"disturbed-{number}.jsonl")
+    return [*(row["reruns"] or ()), measurement_of(row)]
+
+
+def put_back(folder: Path, row: Row, failed: Row) -> Row:
+    """The disturbed measurement of `row` stands, as the one after it has failed."""
+    number = len(failed["reruns"])
+    (folder / f"disturbed-{number}.json").unlink()
+    (folder / f"disturbed-{number}.jsonl").replace(folder / metrics.FILE_NAME)
+    return {**row, "reruns": [*(row["reruns"] or ()), measurement_of(failed)]}
+
+
+def measurement_of(row: Row) -> Measurement:
+    """What a row lists of another one."""
+    paths = ("memory.peak_bytes", "throughput.samples_per_s", "time.step_ms_p50")
+    figures = {path.rpartition(".")[2]: value_at(row, path) for path in paths}
+    return {"status": row["status"], "reason": row["reason"], "disturbed": row["disturbed"], **figures}

@@ -20,7 +20,7 @@ from lowvram.runs.retry import continued
 
 
 @dataclass(frozen=True)
-class Watch:
+class ServerPoll:
     """What the server asks again and again while the processes of a point run."""
 
     orders: Orders
@@ -52,7 +52,7 @@ def run_point(
             if recording.point.attempts:
                 recording.add({"plan": plan_again(recording.point)})
             around = Circumstances(point.folder, orders, num_oom_kills(), point.config["vram"])
-            watch = Watch(orders, NativeLogs(point.folder))
+            watch = ServerPoll(orders, NativeLogs(point.folder))
             ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
             watch.logs.cut()
             recording.conclude(ended, around)
@@ -64,8 +64,8 @@ def run_point(
 
 
 def add_fidelity(recording: Recording, server: Server | Inline, stop_signals: Callable[[], int]) -> None:
-    """To the row of a point that has ended well, where it was asked for. A point that was stopped meanwhile is run
-    again, so that nobody takes it for one whose fidelity nobody wanted."""
+    """Compares a point that ended well with references, if measure.fidelity=true, and adds the figures to its row. An
+    interrupted comparison is marked interrupted, so a re-run repeats it."""
     point = recording.point
     if recording.row["status"] != Status.OK or not point.config["measure"]["fidelity"]:
         return

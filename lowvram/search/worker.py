@@ -12,7 +12,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Exactness, Knob
 from lowvram.loops.setup import check_batch_size
-from lowvram.planning.estimate import Fields, Place
+from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.worker import Planner
 from lowvram.results.row import size_text
 from lowvram.search.space import Estimate, Estimator, Option, Options, Plan, Space, space_of, useless, variants_of
@@ -20,8 +20,8 @@ from lowvram.search.space import Estimate, Estimator, Option, Options, Plan, Spa
 # Without those that change what is learnt, and those whose time or memory no plan knows.
 GROUPS = ("allocator", "precision", "ckpt", "stepping", "logits", "offload", "accum")
 MOST_PLANS = 40  # of combinations, beside those of single options
-SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
-PATIENCE = 1.05  # and that of its time too small
+MEMORY_SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
+TIME_SLACK = 1.05  # and that of its time too small
 NUM_LEANEST = 8  # combinations that are planned before it is said that nothing fits
 NUM_NAMED = 5  # of those that are too large
 Refused = dict[Option, str]
@@ -35,13 +35,13 @@ class Search:
 
 @final
 @dataclass
-class Book:
+class PlanCache:
     """The plans of combinations, each made once."""
 
     planner: Planner
     settings: Settings
     choices: Mapping[str, str]
-    place: Place
+    place: PlanDevice
     tell: Callable[[int], None]  # is told how many plans there are
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Book:
         return [plan for plan in self.plans.values() if plan["fits"]]
 
 
-def search(book: Book, pinned: Iterable[str]) -> Fields:
+def search(book: PlanCache, pinned: Iterable[str]) -> Fields:
     """What was found, for the parent: candidates, the best first, and what became of all others.
 
     Args:
@@ -86,7 +86,7 @@ def search(book: Book, pinned: Iterable[str]) -> Fields:
     return {"ranking": ranked(book.fitting), "account": account(book, space, estimates, refused)}
 
 
-def offered(book: Book, groups: Sequence[str]) -> tuple[Space, Refused]:
+def offered(book: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
     """The options that can be had, and why others are not tried."""
     knobs: dict[Option, Knob] = {}
     refused: Refused = {}
@@ -105,7 +105,7 @@ def offered(book: Book, groups: Sequence[str]) -> tuple[Space, Refused]:
     return space, refused | conflicting
 
 
-def unwanted(book: Book, group: str, knob: Knob) -> str | None:
+def unwanted(book: PlanCache, group: str, knob: Knob) -> str | None:
     """Why an option is not tried, on whatever device."""
     if knob.exactness is Exactness.LOSSY and not book.settings.search.lossy:
         return "lossy: search.lossy=true tries it"
@@ -129,11 +129,11 @@ def check(base: Plan) -> None:
         raise BadInput("plan.device", base["device"], allowed)
 
 
-def explore(book: Book, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
+def explore(book: PlanCache, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
     """Plan combinations, those first that should be the fastest of what fits, until no better ones are to be expected.
     Where nothing fits, plan the leanest ones."""
     base = book.plan(space, space.base)
-    room_bytes = SLACK * base["budget_bytes"] / (1 + base["margin"])
+    room_bytes = MEMORY_SLACK * base["budget_bytes"] / (1 + base["margin"])
     sizes, times = [1.0], [1.0]  # planned / estimated, so far
     latest_ms = late_ms(book.fitting, num_wanted)
     for estimate in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
@@ -154,7 +154,7 @@ def explore(book: Book, space: Space, estimates: Sequence[Estimate], num_wanted:
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
     """From which time of a step on an estimate can't be among those that are wanted."""
     pointed, _ = with_and_without_point(fitting)
-    return PATIENCE * pointed[num_wanted - 1]["step_ms"] if len(pointed) >= num_wanted else math.inf
+    return TIME_SLACK * pointed[num_wanted - 1]["step_ms"] if len(pointed) >= num_wanted else math.inf
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
@@ -179,7 +179,7 @@ def adds_nothing(changes: Options, step_ms: float, fitting: Iterable[Plan]) -> b
     return any(plan["changes"].items() < changes.items() and plan["step_ms"] <= step_ms for plan in fitting)
 
 
-def account(book: Book, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
+def account(book: PlanCache, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
     """What was looked at, and what was ruled out and why, in lines for people."""
     num_fitting, num_clashing = len(book.fitting), space.size - sum(1 for _ in space.combinations())
     lines = [

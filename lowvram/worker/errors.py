@@ -20,7 +20,7 @@ from lowvram.config.secret import text_without_secrets
 from lowvram.config.texts import LONGEST_REASON, message, shortened
 from lowvram.loops.session import Interrupted, NonFinite
 from lowvram.results.files.manifest import InTheWay
-from lowvram.worker.meeting import PeerLost
+from lowvram.worker.rendezvous import PeerLost
 
 OUT_OF_MEMORY_WORDS = (
     "can't allocate memory",

@@ -11,23 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from lowvram.launch.events import Listener, parsed
-from lowvram.launch.frames import encoded
+from lowvram.launch.protocol import Listener, encoded, parsed
 from lowvram.launch.stop import TIMEOUT_GRACE_S
 from lowvram.launch.supervisor import STOPS
 from lowvram.loops.session import Interrupted
 from lowvram.worker import main as child
 from lowvram.worker.errors import ending
 from lowvram.worker.limits import lift
-from lowvram.worker.meeting import Meeting
-from lowvram.worker.rendezvous import Alone
-from lowvram.worker.signals import Patience
+from lowvram.worker.rendezvous import Rendezvous, SingleProcess
+from lowvram.worker.signals import StopSignals
 
 SECOND_SIGNAL = "ended by a second signal before it could save"
 
 
 @final
-class Stop(Patience):
+class Stop(StopSignals):
     """SIGINT and SIGTERM, which the program counts too, and the alarm of `timeout_s`. The first one waits for the step
     to end, as in a child; the second doesn't."""
 
@@ -78,7 +76,7 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
     """Plan, or run one point; returns the error that is to be seen as it is, if it ended with one."""
 
     tell, error = Events(on_event), None
-    stop, meeting = Stop(request.get("config", {}).get("timeout_s")), Meeting(Alone(), request)
+    stop, meeting = Stop(request.get("config", {}).get("timeout_s")), Rendezvous(SingleProcess(), request)
     try:
         with stop.listening():
             fields = child.plan(request["plan"], tell) if "plan" in request else run(request, tell, stop, meeting)
@@ -92,6 +90,6 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
     return error
 
 
-def run(request: dict[str, Any], tell: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+def run(request: dict[str, Any], tell: Events, stop: Stop, meeting: Rendezvous) -> dict[str, Any]:
     child.write_proc("clear_refs", "5")  # the peak of resident memory starts here
-    return child.run_point(request, tell, stop, meeting)
+    return child.run_request(request, tell, stop, meeting)

@@ -26,8 +26,8 @@ from lowvram.loops.session import Events, Session, Stop
 from lowvram.loops.setup import check_batch_size, open_data
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
-from lowvram.worker.meeting import Meeting
 from lowvram.worker.mfu import mfu, whole_samples_per_s
+from lowvram.worker.rendezvous import Rendezvous
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
     request: dict[str, Any],
     events: Events,
     stop: Stop,
-    meeting: Meeting,
+    meeting: Rendezvous,
     more: Mapping[str, Knob],
 ) -> dict[str, Any]:
     """Meet the other ranks, assemble the point, run its mode, return what it says in its row.
@@ -65,7 +65,7 @@ def run(
         told,
         compile_fields(session),
         {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
-        {"throughput": {"mfu": mfu(session, samples_per_s, choices["precision"])}},
+        {"throughput": {"mfu": mfu(session, samples_per_s)}},
     )
 
 

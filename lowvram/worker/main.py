@@ -30,9 +30,9 @@ from lowvram.core.knob import Knob
 from lowvram.fidelity.reference import reference_of
 from lowvram.fidelity.worker import Fidelity
 from lowvram.knobs.allocator import Default, Tight
-from lowvram.launch.frames import encoded, frames
 from lowvram.launch.native_log import native_log
-from lowvram.launch.supervisor import STOPS, Place
+from lowvram.launch.protocol import encoded, frames
+from lowvram.launch.supervisor import STOPS, RankPlace
 from lowvram.loops.session import Events as Tell
 from lowvram.loops.session import Interrupted
 from lowvram.loops.session import Stop as Listens
@@ -41,13 +41,12 @@ from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, allocator_of, place_here, place_of
-from lowvram.search.worker import Book, search
+from lowvram.search.worker import PlanCache, search
 from lowvram.worker import job
 from lowvram.worker.errors import ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
 from lowvram.worker.limits import lift
-from lowvram.worker.meeting import Meeting
-from lowvram.worker.rendezvous import way_of
-from lowvram.worker.signals import Patience
+from lowvram.worker.rendezvous import Rendezvous, role_of
+from lowvram.worker.signals import StopSignals
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
 AGAIN_S = 0.01  # until an interrupt comes again that a destructor has swallowed
@@ -126,8 +125,8 @@ class SpokenStream:
         return False
 
 
-class Stop(Patience):
-    """SIGINT and SIGTERM. Outside `between_steps` they interrupt at once; inside, they wait for the step to end."""
+class Stop(StopSignals):
+    """SIGINT and SIGTERM. Outside `defer_interrupts` they interrupt at once; inside, they wait for the step to end."""
 
     def listen(self) -> None:
         """From here on a signal interrupts; also one that came since the fork."""
@@ -154,15 +153,15 @@ class Stop(Patience):
         self._patient = True
 
 
-def main(request: dict[str, Any], events_fd: int, place: Place) -> int:
+def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
     """Run one request as one rank; returns the exit code."""
     learn(request)
-    way = way_of(place, request)
+    way = role_of(place, request)
     events = Events(events_fd, place.answers_fd, way.rank)
     spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
     speak(spoken, is_first=way.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stop, meeting, about = Stop(), Meeting(way, request), {"rank": way.rank}
+    stop, meeting, about = Stop(), Rendezvous(way, request), {"rank": way.rank}
     try:
         stop.listen()
         fields = work(request, events, stop, meeting)
@@ -203,7 +202,7 @@ def as_stream(spoken: Any) -> Any:
     return spoken
 
 
-def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) -> dict[str, Any]:
+def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Rendezvous) -> dict[str, Any]:
     """What the request asks for; returns its part of a row."""
     if "check" in request:
         return check(request["check"])
@@ -216,7 +215,7 @@ def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Meeting) 
     if "plan" in request:
         return plan(request["plan"], events)
     prepare(Path(request["folder"]) / native_log(meeting.rank))
-    return run_point(request, events, stop, meeting)
+    return run_request(request, events, stop, meeting)
 
 
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -247,7 +246,7 @@ def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     """Find the candidates of a search; each plan on the way is told."""
     whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
     place = place_here(whole) if point["is_real"] else place_of(whole)
-    book = Book(planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans))
+    book = PlanCache(planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans))
     try:
         events("found", **search(book, point["pinned"]))
     except CantPlan as error:
@@ -263,7 +262,7 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
     return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
 
 
-def run_point(request: dict[str, Any], events: Tell, stop: Listens, meeting: Meeting) -> dict[str, Any]:
+def run_request(request: dict[str, Any], events: Tell, stop: Listens, meeting: Rendezvous) -> dict[str, Any]:
     """The point itself; returns what it says in its row."""
     whole, more = settings(request["config"]), dict[str, Knob]()
     if "fidelity" in request:

@@ -17,18 +17,19 @@ from lowvram.core.ranks import num_ranks
 from lowvram.core.step import step
 from lowvram.loops.session import Session
 from lowvram.planning.devices import find_device
-from lowvram.planning.trace.fake import example, paper
+from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
-MULTIPLIES_IN = {"bf16_pure": "bf16"}  # options that are not called like the format of their products
 
 
-def mfu(session: Session, samples_per_s: float | None, precision: str) -> float | None:
+def mfu(session: Session, samples_per_s: float | None) -> float | None:
     """Between 0 and 1; None where the device's peak rate is not known or nothing was timed."""
     if samples_per_s is None or session.rig.device.type != "cuda":
         return None
-    peak_flops_per_s = peak_rate(torch.cuda.get_device_name(session.rig.device), precision)
+    peak_flops_per_s = peak_rate(
+        torch.cuda.get_device_name(session.rig.device), session.settings.groups["precision"].product_format
+    )
     if peak_flops_per_s is None:
         return None
     return model_flops(session.problem, session.knobs) * samples_per_s / (peak_flops_per_s * num_ranks())
@@ -41,16 +42,16 @@ def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> fl
     return throughput.get("samples_per_s")
 
 
-def peak_rate(device_name: str, precision: str) -> float | None:
-    """In FLOP/s, for the option of `precision` in use."""
+def peak_rate(device_name: str, product_format: str | None) -> float | None:
+    """In FLOP/s, of products in a number format; None where nobody knows it."""
     device = find_device(device_name)
-    return None if device is None else device.peak_flops_per_s[MULTIPLIES_IN.get(precision, precision)]
+    return None if device is None else device.peak_flops_per_s.get(product_format or "")
 
 
 def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     """Floating-point operations of forward and backward for one sample, without any recomputation."""
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
     plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
-    with paper(), plain, FlopCounterMode(display=False) as counter:
+    with fake_tensors(), plain, FlopCounterMode(display=False) as counter:
         step(assemble(problem, needed, CPU), example(problem.spec, 1))
     return counter.get_total_flops()

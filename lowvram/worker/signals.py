@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Patience:
+class StopSignals:
     """Whether somebody asked to stop, and whether a first one has to wait."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Patience:
         return first
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def defer_interrupts(self) -> Iterator[None]:
         """Inside the block a first signal waits: who runs the steps asks for `requested` between them."""
         self._patient = True
         try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lowvram.planning.memory.allocator import CachingAllocator, OutOfMemory
 from lowvram.planning.memory.replay import FREE, Event
-from lowvram.planning.memory.segments import Stretch
+from lowvram.planning.memory.segments import Block
 
 ELSEWHERE = 2**60  # the address of a segment that the recording doesn't have
 
@@ -156,7 +156,7 @@ class Player:
             recording.expandable, recording.limit_bytes, recording.device_bytes, self.next_address
         )
         self.is_limited = recording.limit_bytes is not None
-        self.living: dict[int, Stretch] = {}  # by address
+        self.living: dict[int, Block] = {}  # by address
         self.addresses: list[int] = []  # of what was reserved for the request at hand
         self.num_events = 0
 

@@ -82,5 +82,5 @@ def test_several_options_of_a_group() -> None:
 
 
 def test_a_root_without_a_group_names_it() -> None:
-    with pytest.raises(BadInput, match="without it nothing runs"):
+    with pytest.raises(BadInput, match="can't be removed; leave it at its default"):
         check_root(DictConfig({}))

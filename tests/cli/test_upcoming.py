@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from lowvram.cli.upcoming import NUM_CHECKED, representative
+from lowvram.cli.sweep import NUM_CHECKED, representative
 from lowvram.planning import client as planning
 from tests.calls import TINY, Outcome
 

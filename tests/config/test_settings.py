@@ -68,7 +68,7 @@ def test_a_whole_configuration_is_typed_and_built() -> None:
 def test_what_is_removed_is_missed(key: str) -> None:
     config = whole()
     del config[key]
-    assert refusal(config).startswith(f"{key}='~': must be there")
+    assert refusal(config).startswith(f"{key}='~': must be kept: a ")
 
 
 def test_an_unknown_key_is_refused_with_those_that_are_known() -> None:

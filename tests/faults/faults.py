@@ -157,7 +157,7 @@ def fault_foreign_bytes(folder: Path) -> None:
 
 def fault_unknown_events(folder: Path) -> None:
     """Whole, but none of ours."""
-    from lowvram.launch.frames import encoded, frames
+    from lowvram.launch.protocol import encoded, frames
 
     for number, event in enumerate(({"event": "x"}, {"event": "say", "words": 1}, {"event": "say", "text": None})):
         for fd in written_pipes():

@@ -29,7 +29,7 @@ from tests.laboratory import (
     InDouble,
     knobs_of,
     make_batch,
-    peak_on_paper,
+    peak_as_planned,
     relative_error,
     train,
 )
@@ -227,7 +227,7 @@ WIDE = Auto().pose(replace(TRANSFORMER, width=128, num_layers=4), TOKENS)
 
 
 def planned(problem: Problem, adapter: str) -> dict[Kind, int]:
-    return peak_on_paper(problem, knobs_of(adapter=adapter), 2).by_kind_max
+    return peak_as_planned(problem, knobs_of(adapter=adapter), 2).by_kind_max
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
@@ -258,7 +258,7 @@ def test_packing_takes_one_wide_weight_and_the_plan_sees_it() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_wide_weight_is_kept_for_the_backward_pass(precision: str) -> None:
     lora, qlora = (
-        peak_on_paper(WIDE, knobs_of(adapter=adapter, precision=precision), 2).by_kind_max[Kind.ACTIVATIONS]
+        peak_as_planned(WIDE, knobs_of(adapter=adapter, precision=precision), 2).by_kind_max[Kind.ACTIVATIONS]
         for adapter in ("lora", "qlora")
     )
     widest_bytes = 3 * 4 * 128 * 512  # one weight, while it is made

@@ -13,7 +13,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rounding import stochastically
 from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Moments
-from lowvram.knobs.optimizer.fp32_compute import Landing, Widened, widened
+from lowvram.knobs.optimizer.fp32_compute import FP32ComputeOptimizer, RoundingPolicy, widened
 from tests.laboratory import DEVICES
 
 
@@ -21,7 +21,7 @@ def to_the_nearest(weight: Tensor, exact: Tensor) -> None:
     weight.copy_(exact)
 
 
-NEAREST = Landing(to_the_nearest)  # no noise: what can be compared to the bit
+NEAREST = RoundingPolicy(to_the_nearest)  # no noise: what can be compared to the bit
 KNOBS = {"adamw": AdamW(), "sgd": SGD(), "adafactor": Adafactor()}
 
 
@@ -48,10 +48,10 @@ def drawn_like(parameter: nn.Parameter, draw: torch.Generator) -> Tensor:
 
 def test_what_is_wide_already_is_left_to_torch() -> None:
     weights = make_parameters(torch.float32)
-    assert type(AdamW().make(weights, Landing(stochastically))) is torch.optim.AdamW
-    assert type(AdamW().make(make_parameters(), Landing())) is torch.optim.AdamW  # nobody asks for rounding
-    assert type(AdamW().make(make_parameters(), Landing(stochastically))) is Widened
-    assert type(AdamW(moments=Moments.bf16).make(weights)) is Widened
+    assert type(AdamW().make(weights, RoundingPolicy(stochastically))) is torch.optim.AdamW
+    assert type(AdamW().make(make_parameters(), RoundingPolicy())) is torch.optim.AdamW  # nobody asks for rounding
+    assert type(AdamW().make(make_parameters(), RoundingPolicy(stochastically))) is FP32ComputeOptimizer
+    assert type(AdamW(moments=Moments.bf16).make(weights)) is FP32ComputeOptimizer
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -120,9 +120,9 @@ def test_a_second_moment_goes_on_falling(noisy: bool, monkeypatch: pytest.Monkey
 def test_states_keep_their_format_when_they_are_loaded() -> None:
     """torch gives a state the format of its parameter: fp32 moments would be rounded to bf16."""
     weights = make_parameters()
-    optimizer = AdamW().make(weights, Landing(stochastically))
+    optimizer = AdamW().make(weights, RoundingPolicy(stochastically))
     steps(optimizer, weights, range(3))
-    other = AdamW().make(make_parameters(), Landing(stochastically))
+    other = AdamW().make(make_parameters(), RoundingPolicy(stochastically))
     other.load_state_dict(deepcopy(optimizer.state_dict()))
     moments = [value for state in other.state.values() for name, value in state.items() if name != "step"]
     assert len(moments) == 2 * len(weights)
@@ -136,7 +136,7 @@ def test_replicas_are_rounded_alike_whatever_else_was_drawn(knob: AdamW | AdamW8
     found = []
     for seed in (1, 2):
         weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)), *make_parameters()]
-        optimizer = knob.make(weights, Landing(stochastically))
+        optimizer = knob.make(weights, RoundingPolicy(stochastically))
         torch.manual_seed(seed)
         steps(optimizer, weights, range(3))
         found.append(weights)
@@ -147,7 +147,7 @@ def test_replicas_are_rounded_alike_whatever_else_was_drawn(knob: AdamW | AdamW8
 
 def test_optimizers_of_one_rig_have_noises_of_their_own() -> None:
     weights = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(2)]
-    landing = Landing(stochastically)
+    landing = RoundingPolicy(stochastically)
     for weight in weights:
         steps(AdamW().make([weight], landing), [weight], range(1))
     assert not torch.equal(*weights)
@@ -156,7 +156,7 @@ def test_optimizers_of_one_rig_have_noises_of_their_own() -> None:
 def test_little_is_wide_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowvram.knobs.optimizer.plain.PIECE_ELEMENTS", 2**10)
     weight = nn.Parameter(torch.ones(2**10, 2**6, dtype=torch.bfloat16))
-    optimizer = AdamW(moments=Moments.bf16).make([weight], Landing(stochastically))
+    optimizer = AdamW(moments=Moments.bf16).make([weight], RoundingPolicy(stochastically))
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     with ledger(optimizer=optimizer, inputs=[weight, weight.grad]) as peak:

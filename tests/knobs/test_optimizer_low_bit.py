@@ -18,12 +18,12 @@ from lowvram.core.rounding import stochastically
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.optimizer import AdamW, AdamW4bit, AdamW8bit, low_bit
-from lowvram.knobs.optimizer.fp32_compute import Landing
+from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
 from lowvram.knobs.optimizer.low_bit import compiled_step, contiguous
 from lowvram.models.transformer import TransformerConfig
-from lowvram.planning.trace.fake import paper
+from lowvram.planning.trace.fake import fake_tensors
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, peak_on_paper
+from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, peak_as_planned
 
 KNOBS = {"8bit": AdamW8bit(), "4bit": AdamW4bit()}
 
@@ -90,7 +90,7 @@ def test_compiled_updates_are_the_eager_ones_and_no_learning_rate_compiles_anew(
 def test_states_of_gpt2_take_the_share_that_is_claimed(option: str, most: float) -> None:
     """Of AdamW's 8 bytes per parameter. Small tensors and scales included; on paper, so no memory is asked for."""
     gpt2 = Auto().pose(TransformerConfig(12, 768, 12, 1024), DataSpec(Modality.TOKENS, 50_257, (8,)))
-    with paper():
+    with fake_tensors():
         rig = assemble(gpt2, knobs_of(optimizer=option), CPU)
         optimizer = rig.make_optimizer(rig.trainable)
         for parameter in rig.trainable:
@@ -109,8 +109,8 @@ def test_paper_and_ledger_agree_on_states(option: str) -> None:
     step(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors()) as real:
         step(rig, batch)
-    paper = peak_on_paper(problem, knobs_of(optimizer=f"adamw_{option}"), 4)
-    assert paper.by_kind_max[Kind.OPTIMIZER] == real.by_kind_max[Kind.OPTIMIZER]
+    fake_tensors = peak_as_planned(problem, knobs_of(optimizer=f"adamw_{option}"), 4)
+    assert fake_tensors.by_kind_max[Kind.OPTIMIZER] == real.by_kind_max[Kind.OPTIMIZER]
 
 
 @pytest.mark.parametrize("option", KNOBS)
@@ -144,7 +144,7 @@ def test_a_view_of_a_parameter_shares_its_memory_and_gradient() -> None:
 def test_small_states_stay_fp32_under_bf16_weights(option: str) -> None:
     """Also when they are loaded: torch would give them the format of their parameter."""
     weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (10, 8192)]
-    optimizer, other = (KNOBS[option].make(weights, Landing(stochastically)) for _ in range(2))
+    optimizer, other = (KNOBS[option].make(weights, RoundingPolicy(stochastically)) for _ in range(2))
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer.step()
@@ -169,7 +169,7 @@ def test_bf16_weights_are_rounded_stochastically(option: str) -> None:
     knob = replace(KNOBS[option], lr=5e-4, weight_decay=0.0)
     for rounding, moves in ((stochastically, True), (None, False)):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-        optimizer = knob.make([weight], Landing(rounding))
+        optimizer = knob.make([weight], RoundingPolicy(rounding))
         for _ in range(20):
             weight.grad = torch.ones_like(weight)
             optimizer.step()

@@ -18,7 +18,7 @@ from lowvram.core.ranks import num_ranks
 from lowvram.core.rounding import stochastically
 from lowvram.core.shards import whole
 from lowvram.knobs.optimizer import Muon
-from lowvram.knobs.optimizer.fp32_compute import Landing
+from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
 from lowvram.knobs.optimizer.muon import Rule, rules_of
 from lowvram.models.transformer import Positions
 from lowvram.tasks import Auto, Problem
@@ -103,7 +103,9 @@ def one_update(is_shared: bool, dtype: torch.dtype) -> Tensor:
         mesh = init_device_mesh("cpu", (num_ranks(),))
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         gradient = distribute_tensor(gradient, mesh, [Shard(0)])
-    optimizer = Muon(weight_decay=0.0).make(list(model.parameters()), rules_of(model, None), Landing(stochastically))
+    optimizer = Muon(weight_decay=0.0).make(
+        list(model.parameters()), rules_of(model, None), RoundingPolicy(stochastically)
+    )
     model.weight.grad = gradient
     optimizer.step()
     return whole(model.weight).float()

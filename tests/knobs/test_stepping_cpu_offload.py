@@ -30,7 +30,7 @@ from tests.laboratory import (
     TRANSFORMER,
     knobs_of,
     make_batch,
-    peak_on_paper,
+    peak_as_planned,
     relative_error,
 )
 
@@ -71,7 +71,7 @@ def test_temporaries_of_the_update_are_the_hosts_too() -> None:
 
 def test_on_paper_it_is_the_same() -> None:
     found = measured("resnet", stepping="cpu_offload", accum="x4")
-    on_paper = peak_on_paper(WIDE["resnet"], knobs_of(stepping="cpu_offload", accum="x4"), 16)
+    on_paper = peak_as_planned(WIDE["resnet"], knobs_of(stepping="cpu_offload", accum="x4"), 16)
     assert on_paper.by_kind_max == found.by_kind_max
 
 

@@ -33,7 +33,7 @@ from tests.laboratory import (
     InDouble,
     knobs_of,
     make_batch,
-    peak_on_paper,
+    peak_as_planned,
     relative_error,
     train,
 )
@@ -70,7 +70,7 @@ def test_with_one_part_hardly_more_than_one_gradient_is_alive(problem: str, clip
 def test_on_paper_it_is_the_same(norm: Norm) -> None:
     knobs = knobs_of(stepping=InBackward(0.1, norm))
     found = measured(assemble(WIDE["resnet"], knobs, CPU), "resnet")
-    assert peak_on_paper(WIDE["resnet"], knobs, 16).by_kind_max == found.by_kind_max
+    assert peak_as_planned(WIDE["resnet"], knobs, 16).by_kind_max == found.by_kind_max
 
 
 @pytest.mark.parametrize("problem", WIDE)

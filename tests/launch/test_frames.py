@@ -15,8 +15,17 @@ import pytest
 
 import lowvram
 from lowvram.config.texts import LONGEST_LINE, LONGEST_TEXT
-from lowvram.launch.events import EVENTS, EventReader, parsed
-from lowvram.launch.frames import BODY_BYTES, LARGEST_EVENT_BYTES, MAGIC, Assembly, encoded, frames
+from lowvram.launch.protocol import (
+    BODY_BYTES,
+    EVENTS,
+    LARGEST_EVENT_BYTES,
+    MAGIC,
+    Assembly,
+    EventReader,
+    encoded,
+    frames,
+    parsed,
+)
 from lowvram.launch.supervisor import ACKNOWLEDGED
 from lowvram.worker import main as child
 from lowvram.worker.main import Events, SpokenStream

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowvram.launch.client import Ending
-from lowvram.launch.outcome import Circumstances, Told, Verdict, num_oom_kills, verdict
+from lowvram.launch.outcome import Circumstances, Outcome, Told, num_oom_kills, outcome_of
 from lowvram.results.row import Status
 
 OK = Told({"status": "ok"})
@@ -42,7 +42,7 @@ def judge(tmp_path: Path) -> Any:
         ends: list[Ending] | None, told: dict[int, Told], orders: Orders | None = None, vram: str | None = None
     ) -> tuple[str, str | None]:
         around = Circumstances(tmp_path, orders or Orders(), num_oom_kills(), vram)
-        end: Verdict = verdict(ends, told, around, 45.0)
+        end: Outcome = outcome_of(ends, told, around, 45.0)
         return end.status.value, end.reason
 
     return judge

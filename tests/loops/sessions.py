@@ -64,7 +64,7 @@ class Told:
         return self.is_heard
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def defer_interrupts(self) -> Iterator[None]:
         yield
 
     def values(self, name: str) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.models.block_finder import Survey, repeated_classes, survey
+from lowvram.models.block_finder import FoundBlocks, find_blocks, repeated_classes
 
 
 class Layer(nn.Module):
@@ -73,8 +73,8 @@ class Asking(Keywords):
         return super().forward(x) if x.sum().item() > 0 else x
 
 
-def surveyed(model: nn.Module, named: str | None = None) -> Survey:
-    return survey(model, lambda model, inputs: model(inputs), torch.zeros(2, 8), named)
+def surveyed(model: nn.Module, named: str | None = None) -> FoundBlocks:
+    return find_blocks(model, lambda model, inputs: model(inputs), torch.zeros(2, 8), named)
 
 
 def layers(count: int, kind: type[Layer] = Layer) -> list[nn.Module]:
@@ -115,7 +115,7 @@ def test_a_class_that_the_user_names_is_taken() -> None:
 
 
 def test_a_model_that_looks_at_its_numbers_has_the_blocks_that_are_named() -> None:
-    assert surveyed(Asking()) == Survey((), None, False)
+    assert surveyed(Asking()) == FoundBlocks((), None, False)
     assert surveyed(Asking(), named="Layer").blocks == ("blocks.0", "blocks.1")
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from lowvram.results.ablation import baseline, effects, frontier, settings, waterfall
+from lowvram.results.ablation import ablations, baseline, effects, frontier, waterfall
 from lowvram.results.row import MIB, Row, merge
 from tests import synthetic
 from tests.synthetic import failed, point
 
 
 def names(rows: list[Row]) -> set[str]:
-    return {name for each in settings(rows) for name in each}
+    return {name for each in ablations(rows) for name in each}
 
 
 def test_settings_are_what_differs() -> None:
     rows = [point(0, {}), point(1, {"ckpt": "every1"})]
-    assert settings(rows) == [{"ckpt": "none"}, {"ckpt": "every1"}]
+    assert ablations(rows) == [{"ckpt": "none"}, {"ckpt": "every1"}]
 
 
 def test_values_that_come_with_an_option_are_no_settings_of_their_own() -> None:
@@ -26,7 +26,7 @@ def test_values_that_come_with_an_option_are_no_settings_of_their_own() -> None:
     ]
     assert names(rows) == {"ckpt"}
     rows.append(point(2, {"ckpt": "every1"}, config={"ckpt": {"_target_": "b", "every": 3}}))
-    assert settings(rows)[2] == {"ckpt": "every1", "ckpt.every": "3"}
+    assert ablations(rows)[2] == {"ckpt": "every1", "ckpt.every": "3"}
 
 
 def test_keys_of_no_group_differ_too_but_not_where_results_lie() -> None:
@@ -34,7 +34,7 @@ def test_keys_of_no_group_differ_too_but_not_where_results_lie() -> None:
         point(i, {}, config={"train": {"batch_size": size}, "name": str(i), "paths": {"outputs": str(i)}})
         for i, size in enumerate((8, 16))
     ]
-    assert settings(rows) == [{"train.batch_size": "8"}, {"train.batch_size": "16"}]
+    assert ablations(rows) == [{"train.batch_size": "8"}, {"train.batch_size": "16"}]
 
 
 def test_the_baseline_is_closest_to_the_defaults_and_ran() -> None:
@@ -50,7 +50,7 @@ def test_an_effect_is_the_median_over_pairs_that_differ_in_nothing_else() -> Non
     rows = [point(i, {name: options[name] for name in changed}) for i, changed in enumerate(peaks)]
     for row, peak in zip(rows, peaks.values(), strict=True):
         row["memory"]["peak_bytes"] = int(peak * MIB)
-    found = {effect.name: effect for effect in effects(rows, settings(rows), 0)}
+    found = {effect.name: effect for effect in effects(rows, ablations(rows), 0)}
     assert found["ckpt"].pairs == ((1, 0), (3, 2))
     assert found["ckpt"].memory_ratio == pytest.approx((0.5 + 0.25) / 2)
     assert found["precision"].memory_ratio == pytest.approx((0.8 + 0.4) / 2)
@@ -59,22 +59,22 @@ def test_an_effect_is_the_median_over_pairs_that_differ_in_nothing_else() -> Non
 
 def test_points_that_did_not_run_make_no_pair() -> None:
     rows = [point(0, {}), failed(1, "oom", None)]
-    assert effects(rows, settings(rows), 0) == []
+    assert effects(rows, ablations(rows), 0) == []
 
 
 def test_losses_after_unequal_steps_are_not_compared() -> None:
     rows = [point(0, {}), point(1, {"ckpt": "every1"})]
-    (fair,) = effects(rows, settings(rows), 0)
+    (fair,) = effects(rows, ablations(rows), 0)
     assert fair.loss_ratio == pytest.approx(3.801 / 3.8)
     rows[1]["time"]["steps"] = 3
-    (cut,) = effects(rows, settings(rows), 0)
+    (cut,) = effects(rows, ablations(rows), 0)
     assert cut.loss_ratio is None
     assert cut.memory_ratio == fair.memory_ratio
 
 
 def test_peaks_that_were_measured_in_other_ways_are_not_compared() -> None:
     rows = [point(0, {}), point(1, {"compile": "blocks"}, memory={"source": "process"})]
-    assert effects(rows, settings(rows), 0) == []
+    assert effects(rows, ablations(rows), 0) == []
     assert frontier(rows) == []
 
 
@@ -89,7 +89,7 @@ def test_the_frontier_holds_what_no_other_point_beats() -> None:
 
 def test_a_waterfall_adds_knobs_one_by_one() -> None:
     rows = synthetic.waterfall()
-    steps = waterfall(rows, settings(rows))
+    steps = waterfall(rows, ablations(rows))
     assert steps is not None
     assert [step["added"] for step in steps[:3]] == [[], ["accum=x8"], ["ckpt=every1"]]
     assert [step["is_accumulation"] for step in steps] == [False, True, False, False, False, False]
@@ -105,4 +105,4 @@ def test_a_waterfall_adds_knobs_one_by_one() -> None:
     ],
 )
 def test_other_sweeps_are_none(rows: list[Row]) -> None:
-    assert waterfall(rows, settings(rows)) is None
+    assert waterfall(rows, ablations(rows)) is None

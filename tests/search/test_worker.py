@@ -9,7 +9,7 @@ import pytest
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.planning.worker import Planner, place_of
 from lowvram.search.space import Plan
-from lowvram.search.worker import Book, offered, ranked, search
+from lowvram.search.worker import PlanCache, offered, ranked, search
 from tests.calls import TINY
 from tests.planning.test_worker import composed
 
@@ -19,9 +19,9 @@ GROUPS = "search.groups=[ckpt,accum,stepping,logits]"
 PLANNER = Planner()  # traces of one test serve the others
 
 
-def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None) -> Book:
+def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None) -> PlanCache:
     whole, choices = composed(*WORDS, *words)
-    return Book(PLANNER, whole, choices, place_of(whole), tell)
+    return PlanCache(PLANNER, whole, choices, place_of(whole), tell)
 
 
 @pytest.fixture(scope="module")

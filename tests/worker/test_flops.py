@@ -16,7 +16,7 @@ from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
 from lowvram.worker.mfu import model_flops
-from tests.laboratory import CPU, KNOBS, NEUTRAL, PROBLEMS, fitting, knobs_of, make_batch, missing_here, peak_on_paper
+from tests.laboratory import CPU, KNOBS, NEUTRAL, PROBLEMS, fitting, knobs_of, make_batch, missing_here, peak_as_planned
 
 BATCH_SIZE = 4
 OF_EACH_CLASS = {type(knob): pair for pair, knob in KNOBS.items() if NEUTRAL[pair[0]] != pair[1]}
@@ -50,7 +50,7 @@ def test_the_peak_on_paper_is_the_real_one(choices: dict[str, str | Knob], probl
     knobs = knobs_of(**choices)
     task = PROBLEMS[fitting(problem, knobs)]
     real = measured(task, {group: o for group, o in choices.items() if is_followed((group, str(o)))})
-    paper = peak_on_paper(task, knobs, BATCH_SIZE)
+    paper = peak_as_planned(task, knobs, BATCH_SIZE)
     assert paper.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.ACTIVATIONS, Kind.INPUTS):
         assert paper.by_kind[kind] == pytest.approx(real.by_kind[kind], rel=0.01, abs=4096), kind
@@ -59,13 +59,13 @@ def test_the_peak_on_paper_is_the_real_one(choices: dict[str, str | Knob], probl
 def test_no_memory_is_asked_for() -> None:
     """Weights of 3 terabytes: no machine has them."""
     huge = Auto().pose(TransformerConfig(1, 2**18, 2, 8), DataSpec(Modality.TOKENS, 11, (8,)))
-    peak = peak_on_paper(huge, knobs_of(), BATCH_SIZE)
+    peak = peak_as_planned(huge, knobs_of(), BATCH_SIZE)
     assert peak.by_kind_max[Kind.PARAMETERS] > 3e12
     assert peak.peak_bytes > 4 * 3e12
 
 
 def test_nothing_is_left_fake_afterwards() -> None:
-    peak_on_paper(PROBLEMS["resnet"], knobs_of(), BATCH_SIZE)
+    peak_as_planned(PROBLEMS["resnet"], knobs_of(), BATCH_SIZE)
     assert type(torch.ones(1) + 1) is torch.Tensor
     assert measured(PROBLEMS["resnet"], {}).peak_bytes > 0
 
@@ -99,5 +99,5 @@ def test_what_is_computed_again_is_not_the_models_arithmetic(problem: str) -> No
 
 def test_a_trace_reads_no_file_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    peak_on_paper(PROBLEMS["transformer"], knobs_of(), BATCH_SIZE)
+    peak_as_planned(PROBLEMS["transformer"], knobs_of(), BATCH_SIZE)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""How many ranks a point has, and which devices they get; what torchrun says. Meeting itself: test_ranks.py."""
+"""How many ranks a point has, and which devices they get; what torchrun says. Rendezvous itself: test_ranks.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.knobs.sharding import DDP, Unsharded
 from lowvram.launch.native_log import native_log
-from lowvram.launch.supervisor import Place
+from lowvram.launch.supervisor import RankPlace
 from lowvram.launch.torchrun import Launch, aside, launch_from
-from lowvram.worker.meeting import Meeting
-from lowvram.worker.rendezvous import Called, Calling, Launched, Way
+from lowvram.worker.rendezvous import Master, Rendezvous, Role, Torchrun, Worker
 from tests.laboratory import CPU
 
 CUDA = torch.device("cuda", 0)
@@ -26,12 +25,12 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
-def first() -> Meeting:
-    return meeting(Calling.__new__(Calling))  # nobody is called here
+def first() -> Rendezvous:
+    return meeting(Master.__new__(Master))  # nobody is called here
 
 
-def meeting(way: Way) -> Meeting:
-    return Meeting(way, {"threads": 1})
+def meeting(way: Role) -> Rendezvous:
+    return Rendezvous(way, {"threads": 1})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
 
 
 def test_the_others_know_what_the_first_has_found_out() -> None:
-    assert meeting(Called(Place(1, num_ranks=2, port=1))).count(DDP(), CUDA, names_card=False) == 2
+    assert meeting(Worker(RankPlace(1, num_ranks=2, port=1))).count(DDP(), CUDA, names_card=False) == 2
 
 
 def test_torchrun_s_words_are_understood() -> None:
@@ -73,9 +72,9 @@ def test_torchrun_s_words_are_understood() -> None:
 
 
 def test_torchrun_on_two_machines_is_held_to_the_cards_of_each() -> None:
-    assert meeting(Launched(Launch(3, 4, 1, 2))).count(DDP(ranks="4"), CUDA, names_card=False) == 4
+    assert meeting(Torchrun(Launch(3, 4, 1, 2))).count(DDP(ranks="4"), CUDA, names_card=False) == 4
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2"):
-        meeting(Launched(Launch(3, 6, 1, 3))).count(DDP(), CUDA, names_card=False)
+        meeting(Torchrun(Launch(3, 6, 1, 3))).count(DDP(), CUDA, names_card=False)
 
 
 def test_a_program_aside_says_nothing_and_leaves_nothing(

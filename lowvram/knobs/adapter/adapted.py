@@ -89,7 +89,7 @@ class Values:
         else:
             self.fill(f"{plain_name(owner, self.layers)}.{last}".removeprefix("."), tensor)
 
-    def on_paper(self, name: str, tensor: Tensor) -> None:
+    def without_values(self, name: str, tensor: Tensor) -> None:
         """The memory that filling takes besides: a weight is whole before it is narrow."""
         owner, _, last = name.rpartition(".")
         if owner in self.narrow and last == "codes":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_input
 
-from lowvram.core.packed import Packed
+from lowvram.core.packed import PackedWeight
 
 BLOCK = 64  # weights that share a scale: the largest absolute value among them
 LEVELS = (
@@ -127,7 +127,7 @@ class Convolution(Product):
 
 
 @final
-class FourBit(Packed):
+class FourBit(PackedWeight):
     """A layer whose weight is kept in NF4, and widened each time that it multiplies: in the forward pass, and again in
     the backward pass, so that autograd keeps no wide one. It has no gradient."""
 

@@ -84,10 +84,10 @@ def hold_statistics(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not any(weight.requires_grad for weight in module.parameters(False)):
             module.eval()
-            module.train = Held(module)  # pyright: ignore[reportAttributeAccessIssue]
+            module.train = HeldInEval(module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Held:
+class HeldInEval:
     """Stands in for the `train` of a module that never trains."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,4 +98,4 @@ class Held:
 
 
 def is_held(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("train"), Held)
+    return isinstance(vars(module).get("train"), HeldInEval)

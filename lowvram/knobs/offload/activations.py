@@ -34,6 +34,7 @@ class Activations(Knob):
     in_flight: int = 4
 
     stage = Stage.NUMERICS
+    moves_to_host = True
     saves = Kind.ACTIVATIONS
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ class File:
         Raises:
             OSError: the disk is full.
         """
-        if isinstance(torch.empty(0), FakeTensor):  # a step on paper
+        if isinstance(torch.empty(0), FakeTensor):  # a step that is only planned
             return Buffer(host.empty((num_bytes,), torch.uint8, CPU))
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._pages is None or self._used_bytes + length > len(self._pages):

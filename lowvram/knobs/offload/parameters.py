@@ -33,6 +33,7 @@ class Parameters(Knob):
     pin_memory: bool = True
 
     stage = Stage.SHARD
+    moves_to_host = True
     band = 2e-6  # AdamW differs by not a bit; torch 2.13 can't fuse SGD over shards, and its updates round elsewhere
     saves = Kind.PARAMETERS
 

@@ -21,7 +21,7 @@ STEP = "step"  # torch's name for the count of updates: no average, so it is nev
 
 
 @dataclass(frozen=True)
-class Landing:
+class RoundingPolicy:
     """How the optimizers of one rig round their updates, each with a noise of its own."""
 
     rounding: Rounding | None = None  # how an fp32 weight lands in one of fewer bits; None: as the optimizer does
@@ -30,7 +30,7 @@ class Landing:
 
 def widened(
     inner: torch.optim.Optimizer,
-    landing: Landing,
+    landing: RoundingPolicy,
     state_dtype: torch.dtype = torch.float32,
     piece_elements: int | None = None,
 ) -> torch.optim.Optimizer:
@@ -46,7 +46,7 @@ def widened(
         landing.rounding is not None and any(parameter.dtype.itemsize < 4 for parameter in parameters)
     )
     must_move = piece_elements is None and any(map(is_off_mesh, parameters))
-    return Widened(inner, landing, state_dtype, piece_elements) if is_narrow or must_move else inner
+    return FP32ComputeOptimizer(inner, landing, state_dtype, piece_elements) if is_narrow or must_move else inner
 
 
 @contextmanager
@@ -60,14 +60,14 @@ def noise_of_step(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 
 @final
-class Widened(torch.optim.Optimizer):
+class FP32ComputeOptimizer(torch.optim.Optimizer):
     """One parameter after the other, and of a large one piece after piece, is widened to fp32, updated by `inner` and
     rounded back stochastically: its states too. So what is wide at a time stays small."""
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        landing: Landing,
+        landing: RoundingPolicy,
         state_dtype: torch.dtype,
         piece_elements: int | None,
     ) -> None:

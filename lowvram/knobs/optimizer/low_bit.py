@@ -22,7 +22,7 @@ from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local
-from lowvram.knobs.optimizer.fp32_compute import Landing, keep_formats, noise_of_step
+from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, keep_formats, noise_of_step
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 from lowvram.knobs.optimizer.plain import AdamW
 
@@ -55,10 +55,10 @@ class AdamW8bit(Knob):
         return AdamW(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
-        landing = landing or Landing()
+    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
+        landing = landing or RoundingPolicy()
         with quiet():
             kind = getattr(import_module("torchao.optim"), self.theirs)
         groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)

@@ -22,7 +22,7 @@ from lowvram.config.errors import require
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
-from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, Landing, keep_formats, widened
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, widened
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, check_share, decayed
 
 
@@ -66,15 +66,15 @@ class Muon(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         rules = rules_of(rig.model, rig.task.head(rig.model))
-        return replace(rig, make_optimizer=partial(self.make, rules=rules, landing=Landing(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, rules=rules, landing=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], rules: Rules, landing: Landing | None = None) -> Optimizer:
+    def make(self, parameters: list[nn.Parameter], rules: Rules, landing: RoundingPolicy | None = None) -> Optimizer:
         """The optimizer of some of the model's parameters, or of copies that stand for them.
 
         Raises:
             KeyError: a parameter is no such thing.
         """
-        landing = landing or Landing()
+        landing = landing or RoundingPolicy()
         matrices, others = (
             [parameter for parameter in parameters if rules[original(parameter)] is rule] for rule in Rule
         )

@@ -18,7 +18,7 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
-from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, Landing, widened
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, widened
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 
 
@@ -50,12 +50,12 @@ class AdamW(Knob):
         return replace(self, moments=Moments.fp32)
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
-        return widened(inner, landing or Landing(), self.moments.value, PIECE_ELEMENTS)
+        return widened(inner, landing or RoundingPolicy(), self.moments.value, PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class SGD(Knob):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
         fused = not any(map(is_sharded, parameters))  # torch 2.13 fuses no SGD over shards
         inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=fused)
-        return widened(inner, landing or Landing(), piece_elements=PIECE_ELEMENTS)
+        return widened(inner, landing or RoundingPolicy(), piece_elements=PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Adafactor(Knob):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=Landing(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: Landing | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
         inner = torch.optim.Adafactor(groups, self.lr, self.beta2_decay, d=self.max_update)
-        return widened(inner, landing or Landing())
+        return widened(inner, landing or RoundingPolicy())

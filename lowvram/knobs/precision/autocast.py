@@ -23,6 +23,7 @@ class Fp32(Knob):
     """IEEE single precision, also inside convolutions (cuDNN would use TF32 there by default)."""
 
     stage = Stage.NUMERICS
+    product_format = "fp32"
 
     def apply(self, rig: Rig) -> Rig:
         set_fp32_products("ieee")
@@ -34,6 +35,7 @@ class Tf32(Knob):
     """fp32 tensors, products with 10 bits of mantissa on tensor cores. Saves time, no memory."""
 
     stage = Stage.NUMERICS
+    product_format = "tf32"
     exactness = Exactness.ROUNDING
     band = 5e-3
 
@@ -50,6 +52,7 @@ class Bf16(Knob):
     """autocast to bfloat16: activations take about 60 %, the range of fp32, no loss scale."""
 
     stage = Stage.NUMERICS
+    product_format = "bf16"
     exactness = Exactness.ROUNDING
     band = 2e-2
     saves = Kind.ACTIVATIONS
@@ -69,6 +72,7 @@ class Fp16(Knob):
     growth_interval: int = 2000
 
     stage = Stage.NUMERICS
+    product_format = "fp16"
     exactness = Exactness.ROUNDING
     band = 5e-3
     saves = Kind.ACTIVATIONS

@@ -25,6 +25,7 @@ class Bf16Pure(Knob):
     """The model in bf16. Optimizers compute their updates in fp32 and round them into it stochastically."""
 
     stage = Stage.BUILD
+    product_format = "bf16"
     exactness = Exactness.LOSSY
     band = 2e-2
     saves = Kind.PARAMETERS

@@ -24,6 +24,7 @@ class Fp8(Knob):
     """Linear layers multiply in fp8, but for the head and those whose dimensions don't divide by 16."""
 
     stage = Stage.BUILD
+    product_format = "fp8"
     exactness = Exactness.LOSSY
     band = 1e-1
     libraries = ("torchao.float8",)

@@ -35,6 +35,7 @@ class CpuOffload(Knob):
     offload_fraction: float = 1.0
 
     stage = Stage.STEPPING
+    moves_to_host = True
     saves = Kind.OPTIMIZER
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ ALLOWED = 0.1  # share of a time
 THROTTLES = {0x08: "the hardware", 0x20: "heat, by software", 0x40: "heat, by hardware", 0x80: "its power supply"}
 
 
-class Watch(ABC):
+class DisturbanceWatch(ABC):
     """Looks at a device from here on."""
 
     @abstractmethod
@@ -32,7 +32,7 @@ class Watch(ABC):
 
 
 @final
-class ProcessorWatch(Watch):
+class ProcessorWatch(DisturbanceWatch):
     """How long this process could run and did not, because others did: the kernel's own account, where it keeps one."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ProcessorWatch(Watch):
 
 
 @final
-class CardWatch(Watch):
+class CardWatch(DisturbanceWatch):
     """What NVML says of other processes and of lowered clocks, where nvidia-ml-py is installed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class CardWatch(Watch):
         return found
 
 
-def watch_for(device: torch.device) -> Watch:
+def watch_for(device: torch.device) -> DisturbanceWatch:
     return CardWatch(device) if device.type == "cuda" else ProcessorWatch()
 
 
@@ -93,13 +93,13 @@ def has_company() -> bool:
     return num_ranks() > 1 or bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
-def disturbance(watch: Watch, step_ms: Sequence[float], fillings: Sequence[Tensor]) -> Fields:
+def disturbance(watch: DisturbanceWatch, step_ms: Sequence[float], token_counts: Sequence[Tensor]) -> Fields:
     """What the row says of it, after the window. Nothing, if nothing has disturbed it.
 
     Args:
         step_ms, fillings: of each timed step, see `Problem.filling`.
     """
-    reasons = [*watch.reasons(), *(spreads(step_ms) if are_alike(fillings) else ())]
+    reasons = [*watch.reasons(), *(spreads(step_ms) if are_alike(token_counts) else ())]
     return {"disturbed": "; ".join(reasons)} if reasons else {}
 
 
@@ -113,6 +113,6 @@ def spreads(step_ms: Sequence[float]) -> Iterator[str]:
         yield f"steps took up to {spread:.0%} more or less than their median of {p50_ms:.4g} ms"
 
 
-def are_alike(fillings: Sequence[Tensor]) -> bool:
+def are_alike(token_counts: Sequence[Tensor]) -> bool:
     """Whether all steps have computed as many places, so that they should take one time."""
-    return len({filling[1].item() for filling in fillings}) <= 1
+    return len({filling[1].item() for filling in token_counts}) <= 1

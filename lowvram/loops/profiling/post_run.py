@@ -27,7 +27,7 @@ from lowvram.loops.session import Session
 PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one step
 
 
-def last_acts(session: Session, batches: Waited) -> Fields:
+def post_run(session: Session, batches: Waited) -> Fields:
     """Phases of the step, then memory: that of the largest batch so far. The run's own peaks are read before anything
     is added to them."""
     before, batch = headline(session), next(batches)
@@ -72,7 +72,7 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     look = look_for(session)
-    with look, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, look.witness) as peak:
+    with look, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, look.origin_of) as peak:
         step(rig, batch)
     look.tell(peak)
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}

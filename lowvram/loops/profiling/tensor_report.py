@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lowvram.core import ledger as ledger_module
-from lowvram.core.ledger import Witness
+from lowvram.core.ledger import OriginOf
 from lowvram.core.peak import Holding, Peak
 from lowvram.core.shards import class_name
 from lowvram.results.files.durable import write_text
@@ -31,9 +31,9 @@ NOT_THE_MAKER = (TORCH, ledger_module.__file__, __file__)
 
 
 class Look(ABC):
-    """A look at the memory of one step: enter it, run the step under a ledger with its witness, leave it, `tell`."""
+    """A look at the memory of one step: enter it, run the step under a ledger with `origin_of`, leave it, `tell`."""
 
-    witness: Witness | None = None
+    origin_of: OriginOf | None = None
 
     @abstractmethod
     def __enter__(self) -> None: ...
@@ -83,7 +83,7 @@ class LargestTensors(Look):
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []  # modules whose forward pass is under way, the innermost last
         self._undo = ExitStack()
-        self.witness = self._born
+        self.origin_of = self._born
 
     def __enter__(self) -> None:
         before, after = self._module_begins, self._module_ends
@@ -129,7 +129,7 @@ class LargestTensors(Look):
 
 def words(holding: Holding) -> tuple[str, ...]:
     """Size, shape, type, kind, maker, place."""
-    birth: Birth = holding.testimony or UNSEEN
+    birth: Birth = holding.origin or UNSEEN
     shape = "x".join(map(str, birth.shape)) or "-"
     return size_text(holding.num_bytes), shape, birth.dtype, holding.kind.value, birth.maker, birth.place
 

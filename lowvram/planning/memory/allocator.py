@@ -19,9 +19,9 @@ from lowvram.planning.memory.segments import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
     SMALL_BYTES,
+    Block,
     Pool,
     Pools,
-    Stretch,
     rounded_up,
     segment_bytes,
 )
@@ -68,7 +68,7 @@ class CachingAllocator:
         self.num_retries = 0
         self._next_address = 0
 
-    def malloc(self, num_bytes: int, stream: int = 0) -> Stretch:
+    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """A block of at least `num_bytes`, which are more than 0.
 
         Raises:
@@ -92,7 +92,7 @@ class CachingAllocator:
             self.allocated_peak_bytes = self.allocated_bytes
         return block
 
-    def free(self, block: Stretch, stream: int = 0) -> None:
+    def free(self, block: Block, stream: int = 0) -> None:
         """
         Args:
             stream: that the block was made for.
@@ -100,11 +100,11 @@ class CachingAllocator:
         self.allocated_bytes -= block[0]
         self.complete_free(block, stream)
 
-    def request_free(self, block: Stretch) -> None:
+    def request_free(self, block: Block) -> None:
         """From here on it doesn't count as allocated, but another stream may still use it (`Tensor.record_stream`)."""
         self.allocated_bytes -= block[0]
 
-    def complete_free(self, block: Stretch, stream: int = 0) -> None:
+    def complete_free(self, block: Block, stream: int = 0) -> None:
         """From here on it can be had again."""
         (self.small if block[0] <= SMALL_BYTES else self.large)[stream].freed.append(block)
 
@@ -148,7 +148,7 @@ class CachingAllocator:
         return address
 
     def _grow(self, pool: Pool, num_bytes: int) -> bool:
-        """Make memory that is new a free stretch; False where there is none left."""
+        """Make memory that is new a free block; False where there is none left."""
         new_bytes = segment_bytes(num_bytes)
         asked_bytes = self.reserved_bytes + new_bytes
         if asked_bytes > self.limit_bytes:
@@ -178,7 +178,7 @@ class CachingAllocator:
         return address
 
     def _expand(self, pool: Pool, num_bytes: int) -> bool:
-        """Put memory behind addresses until a free stretch is long enough. What was mapped before a failure stays."""
+        """Put memory behind addresses until a free block is long enough. What was mapped before a failure stays."""
         start = pool.start_of_room(num_bytes)
         if start is None:  # an expandable segment has addresses for the whole device and an eighth more
             room_bytes = rounded_up(self.device_bytes + self.device_bytes // 8, pool.page_bytes)
@@ -190,7 +190,7 @@ class CachingAllocator:
         return True
 
     def _map(self, pool: Pool, address: int, num_bytes: int) -> bool:
-        """Put whole pages of memory behind the first bytes of an unmapped stretch, or all of it."""
+        """Put whole pages of memory behind the first bytes of an unmapped block, or all of it."""
         unmapped_bytes, _ = unmapped = pool.unmapped.beginning[address]
         mapped_bytes = rounded_up(min(num_bytes, unmapped_bytes), pool.page_bytes)
         if self.reserved_bytes + mapped_bytes > self.device_bytes:
@@ -202,8 +202,8 @@ class CachingAllocator:
         self._reserve(mapped_bytes)
         return True
 
-    def _unmap(self, pool: Pool, free: Stretch) -> None:
-        """Take the memory of a free stretch's whole pages away."""
+    def _unmap(self, pool: Pool, free: Block) -> None:
+        """Take the memory of a free block's whole pages away."""
         begin, end = pool.pages(free)
         if begin == end:
             return

@@ -17,7 +17,7 @@ Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Line:
+class Overhead:
     """Memory of a device that belongs to no tensor."""
 
     name: str
@@ -55,9 +55,9 @@ UNIFIED = (
 
 
 class Row(NamedTuple):
-    """A line and where it holds. Of the rows of a name the first that holds counts."""
+    """An overhead and where it applies. The first matching row per name wins."""
 
-    line: Line
+    line: Overhead
     torch: Span = ANY
     capability: Span = ANY
     least_ranks: int = 1
@@ -67,8 +67,8 @@ def _cublas(thread: str) -> list[Row]:
     """A workspace per handle and stream, and a handle per thread: autograd runs the backward pass in one of its own."""
     name = f"cuBLAS workspace of {thread}"
 
-    def line(num_bytes: int | None, source: str = CUBLAS) -> Line:
-        return Line(name, num_bytes, is_in_allocator=True, source=source)
+    def line(num_bytes: int | None, source: str = CUBLAS) -> Overhead:
+        return Overhead(name, num_bytes, is_in_allocator=True, source=source)
 
     unknown = line(None, f"unknown: 32 MiB at some time since {PYTORCH}/pull/175344 (February 2026)")
     return [
@@ -83,10 +83,10 @@ def _cublas(thread: str) -> list[Row]:
 ROWS: list[Row] = [
     *_cublas("the forward pass"),
     *_cublas("the backward pass"),
-    Row(Line("cublasLt workspace", None, True, EAGER), torch=Span((2, 14))),
-    Row(Line("cublasLt workspace", 0, True, UNIFIED)),
+    Row(Overhead("cublasLt workspace", None, True, EAGER), torch=Span((2, 14))),
+    Row(Overhead("cublasLt workspace", 0, True, UNIFIED)),
     Row(
-        Line(
+        Overhead(
             "cuDNN workspace",
             None,
             True,
@@ -94,7 +94,7 @@ ROWS: list[Row] = [
         )
     ),
     Row(
-        Line(
+        Overhead(
             "temporaries inside operators",
             None,
             True,
@@ -103,7 +103,7 @@ ROWS: list[Row] = [
         )
     ),
     Row(
-        Line(
+        Overhead(
             "CUDA context",
             426 * MIB,
             False,
@@ -113,7 +113,7 @@ ROWS: list[Row] = [
         capability=ADA,
     ),
     Row(
-        Line(
+        Overhead(
             "CUDA context",
             None,
             False,
@@ -122,7 +122,7 @@ ROWS: list[Row] = [
         )
     ),
     Row(
-        Line(
+        Overhead(
             "NCCL",
             None,
             False,
@@ -131,7 +131,7 @@ ROWS: list[Row] = [
         ),
         least_ranks=2,
     ),
-    Row(Line("scratch and spilled registers of Triton kernels", None, False, "unknown")),
+    Row(Overhead("scratch and spilled registers of Triton kernels", None, False, "unknown")),
 ]
 
 
@@ -139,7 +139,7 @@ PAGES, OBJECTS = "pages of libraries' files that are read for the first time", "
 GROWTH = "growth of a Transformer with 0.4 MiB of tensors, of which 34 MiB are file pages, most of libtorch_cpu.so"
 ON_CPU: list[Row] = [
     Row(
-        Line(
+        Overhead(
             PAGES,
             34 * MIB,
             False,
@@ -148,14 +148,14 @@ ON_CPU: list[Row] = [
         ),
         torch=Span((2, 13), (2, 14)),
     ),
-    Row(Line(PAGES, None, False, "unknown for this version of torch: 34 MiB with 2.13.0+cpu on x86-64", False)),
+    Row(Overhead(PAGES, None, False, "unknown for this version of torch: 34 MiB with 2.13.0+cpu on x86-64", False)),
     Row(
-        Line(OBJECTS, 2 * MIB, False, f"measured on x86-64 with torch 2.13.0+cpu: {GROWTH} (docs/planning.md)"),
+        Overhead(OBJECTS, 2 * MIB, False, f"measured on x86-64 with torch 2.13.0+cpu: {GROWTH} (docs/planning.md)"),
         torch=Span((2, 13), (2, 14)),
     ),
-    Row(Line(OBJECTS, None, False, "unknown for this version of torch: 2 MiB with 2.13.0+cpu on x86-64")),
+    Row(Overhead(OBJECTS, None, False, "unknown for this version of torch: 2 MiB with 2.13.0+cpu on x86-64")),
     Row(
-        Line(
+        Overhead(
             "code of less common operators, buffers and weights in other layouts of oneDNN and MKL",
             None,
             False,
@@ -170,7 +170,7 @@ SHAPE_BYTES, CONVOLVING_BYTES = 2 * MIB, 12 * MIB
 CONVOLUTIONS_OF = Span((2, 13), (2, 14))  # the versions of torch in which these two were measured
 
 
-def convolution_lines(num_shapes: int, torch_version: str) -> list[Line]:
+def convolution_lines(num_shapes: int, torch_version: str) -> list[Overhead]:
     """What oneDNN keeps on a CPU for convolutions of so many shapes, forward and backward."""
     if not num_shapes:
         return []
@@ -182,12 +182,12 @@ def convolution_lines(num_shapes: int, torch_version: str) -> list[Line]:
     room_bytes, rest_bytes = (num_shapes * SHAPE_BYTES, CONVOLVING_BYTES) if is_known else (None, None)
     rest = "oneDNN's convolutions: code, scratch memory, weights in other layouts"
     return [
-        Line("room for the code of each shape of a convolution", room_bytes, False, shapes, True, False),
-        Line(rest, rest_bytes, False, constant),
+        Overhead("room for the code of each shape of a convolution", room_bytes, False, shapes, True, False),
+        Overhead(rest, rest_bytes, False, constant),
     ]
 
 
-def hidden_lines(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Line]:
+def hidden_lines(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Overhead]:
     """What a process on `device` may take beside its tensors.
 
     Args:
@@ -204,7 +204,7 @@ def parsed(version: str) -> Version:
     return int(major), int(minor)
 
 
-def _lines(rows: list[Row], torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Line]:
+def _lines(rows: list[Row], torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Overhead]:
     names = set()
     for row in rows:
         holds = row.torch.has(torch_version) and row.capability.has(capability) and num_ranks >= row.least_ranks

@@ -11,7 +11,7 @@ from operator import length_hint
 from typing import NamedTuple
 
 from lowvram.planning.memory.allocator import CachingAllocator, OutOfMemory
-from lowvram.planning.memory.segments import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Stretch
+from lowvram.planning.memory.segments import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Block
 
 FREE = -1  # the bytes of an event that frees
 
@@ -55,7 +55,7 @@ class Run:
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
-        self.living: dict[int, Stretch] = {}  # by allocation
+        self.living: dict[int, Block] = {}  # by allocation
         self.num_played = 0
 
     def play(self, events: Events) -> Replay:

@@ -19,7 +19,7 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_: the same of a large pool
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on an allocation gets a segment of its own size,
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
 
-Stretch = tuple[int, int]  # of addresses: its bytes, and the first address. In the order of best fit
+Block = tuple[int, int]  # of addresses: its bytes, and the first address. In the order of best fit
 Segments = dict[int, int]  # bytes, by the first address
 
 
@@ -29,15 +29,15 @@ class Stretches:
     """Stretches of the addresses of some segments. Those that touch are joined, but for different segments."""
 
     segments: Segments
-    in_order: list[Stretch] = field(default_factory=list)
-    beginning: dict[int, Stretch] = field(default_factory=dict)  # by the first address
-    ending: dict[int, Stretch] = field(default_factory=dict)  # by the address behind the last
+    in_order: list[Block] = field(default_factory=list)
+    beginning: dict[int, Block] = field(default_factory=dict)  # by the first address
+    ending: dict[int, Block] = field(default_factory=dict)  # by the address behind the last
 
-    def put(self, stretches: Iterable[Stretch]) -> Iterable[Stretch]:
+    def put(self, blocks: Iterable[Block]) -> Iterable[Block]:
         """Add stretches, joined with what they touch; returns all of that."""
         order, beginning, ending = self.in_order, self.beginning, self.ending
-        joined: dict[int, Stretch] = {}  # by address; without a place in the order yet: many are joined with the next
-        for num_bytes, address in stretches:
+        joined: dict[int, Block] = {}  # by address; without a place in the order yet: many are joined with the next
+        for num_bytes, address in blocks:
             end = address + num_bytes
             after, before = beginning.get(end), ending.get(address)
             if after is not None and end not in self.segments:
@@ -51,26 +51,26 @@ class Stretches:
                 if joined.pop(address, None) is None:
                     del order[bisect_left(order, before)]
             beginning[address] = ending[end] = joined[address] = end - address, address
-        for stretch in joined.values():
-            insort(order, stretch)
+        for block in joined.values():
+            insort(order, block)
         return joined.values()
 
-    def append(self, stretch: Stretch) -> None:
+    def append(self, block: Block) -> None:
         """Add one that is longer than all others, and a segment of its own."""
-        num_bytes, address = stretch
-        self.in_order.append(stretch)
-        self.beginning[address] = self.ending[address + num_bytes] = stretch
+        num_bytes, address = block
+        self.in_order.append(block)
+        self.beginning[address] = self.ending[address + num_bytes] = block
 
-    def cut(self, index: int, num_bytes: int, least_rest_bytes: int) -> Stretch:
-        """Take the first bytes of the stretch with that place in the order, or all of it where fewer than
+    def cut(self, index: int, num_bytes: int, least_rest_bytes: int) -> Block:
+        """Take the first bytes of the block with that place in the order, or all of it where fewer than
         `least_rest_bytes` would be left."""
         order, beginning, ending = self.in_order, self.beginning, self.ending
-        stretch = all_bytes, address = order[index]
+        block = all_bytes, address = order[index]
         rest_bytes, rest_address = all_bytes - num_bytes, address + num_bytes
         del beginning[address]
         if rest_bytes < least_rest_bytes:
             del order[index], ending[address + all_bytes]
-            return stretch
+            return block
         beginning[rest_address] = ending[address + all_bytes] = rest = rest_bytes, rest_address
         if index == 0 or order[index - 1] < rest:  # mostly: and then it is quicker
             order[index] = rest
@@ -79,17 +79,17 @@ class Stretches:
             insort(order, rest)
         return num_bytes, address
 
-    def take(self, stretch: Stretch) -> None:
-        num_bytes, address = stretch
-        del self.in_order[bisect_left(self.in_order, stretch)]
+    def take(self, block: Block) -> None:
+        num_bytes, address = block
+        del self.in_order[bisect_left(self.in_order, block)]
         del self.beginning[address], self.ending[address + num_bytes]
 
-    def after(self, end: int) -> Stretch | None:
-        """The stretch that begins there, where what ends there belongs to the same segment."""
+    def after(self, end: int) -> Block | None:
+        """The block that begins there, where what ends there belongs to the same segment."""
         return None if end in self.segments else self.beginning.get(end)
 
-    def before(self, address: int) -> Stretch | None:
-        """The stretch that ends there, where what begins there belongs to the same segment."""
+    def before(self, address: int) -> Block | None:
+        """The block that ends there, where what begins there belongs to the same segment."""
         return None if address in self.segments else self.ending.get(address)
 
     def copied(self, segments: Segments) -> Stretches:
@@ -102,11 +102,11 @@ class Pool:
     def __init__(self, is_small: bool, expandable: bool) -> None:
         self.is_small, self.expandable = is_small, expandable
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
-        # What is left of a free stretch becomes one of its own from here on.
+        # What is left of a free block becomes one of its own from here on.
         self.least_rest_bytes = MIN_BLOCK_BYTES if is_small or expandable else SMALL_BYTES + 1
         self.segments: Segments = {}
         self.free = Stretches(self.segments)
-        self.freed: list[Stretch] = []  # to be settled
+        self.freed: list[Block] = []  # to be settled
         self.unmapped = Stretches(self.segments)  # addresses of expandable segments with no memory behind them
 
     def settle(self) -> None:
@@ -121,27 +121,27 @@ class Pool:
         other.freed = self.freed.copy()
         return other
 
-    def is_segment(self, stretch: Stretch) -> bool:
+    def is_segment(self, block: Block) -> bool:
         """Is it a whole one?"""
-        num_bytes, address = stretch
+        num_bytes, address = block
         return self.segments.get(address) == num_bytes
 
-    def pages(self, free: Stretch) -> tuple[int, int]:
-        """The addresses of the first of a free stretch's whole pages, and behind the last: the same if it has none."""
+    def pages(self, free: Block) -> tuple[int, int]:
+        """The addresses of the first of a free block's whole pages, and behind the last: the same if it has none."""
         num_bytes, address = free
         start = max(start for start in self.segments if start <= address)  # of its segment, from which pages count
         begin = start + rounded_up(address - start, self.page_bytes)
         end = start + (address + num_bytes - start) // self.page_bytes * self.page_bytes
         return begin, max(begin, end)
 
-    def room_bytes(self, free: Stretch) -> int:
-        """Of a free stretch, if it grew over the addresses behind it."""
+    def room_bytes(self, free: Block) -> int:
+        """Of a free block, if it grew over the addresses behind it."""
         num_bytes, address = free
         unmapped = self.unmapped.after(address + num_bytes)
         return num_bytes if unmapped is None else num_bytes + unmapped[0]
 
     def least_room(self, index: int) -> int:
-        """The place in the order of the free stretch to be taken rather than that one. One at the end of an expandable
+        """The place in the order of the free block to be taken rather than that one. One at the end of an expandable
         segment counts with all that it can grow to."""
         order = self.free.in_order
         room_bytes = self.room_bytes(order[index])
@@ -157,8 +157,8 @@ class Pool:
         for address, (unmapped_bytes, _) in sorted(self.unmapped.beginning.items()):
             before = self.free.before(address)
             start, end = address if before is None else before[1], address + unmapped_bytes
-            while stretch := self.free.after(end) or self.unmapped.after(end):
-                end += stretch[0]
+            while block := self.free.after(end) or self.unmapped.after(end):
+                end += block[0]
             if end - start >= num_bytes:
                 return start
         return None

@@ -20,13 +20,13 @@ from torch import Tensor
 from lowvram.config.identity import device_name
 from lowvram.planning.cache import cache_folder, written_whole
 from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family
-from lowvram.planning.time.op_cost import FORMATS, LANES, Column, Lane
+from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
 from lowvram.planning.time.roofline import Extra, Rates, known
 
 SOURCE = "calibrated on this device"
 ANY_FORMAT = "fp32"  # whose rate stands in for that of a format that was not measured, except in products
 # A change of these makes others of all rates.
-MEASURED_BY = ("calibration.py", "op_class.py", "microbench.py", "microbench_inputs.py", "op_cost.py")
+MEASURED_BY = ("calibration.py", "op_class.py", "microbench.py", "op_cost.py")
 COPY_TOUCHES = 2  # a copy on a CPU reads each byte and writes it
 
 
@@ -54,7 +54,7 @@ class Calibration(Rates):
     Args:
         curves: by family and format; of `Family`, and of `FORMATS`.
         overhead_s: of an operator: what Python, torch and autograd take, with views and modules around it.
-        copies: bytes/s by `Lane`, of what goes on beside a card; None: a CPU, where nothing does.
+        copies: bytes/s by `Stream`, of what goes on beside a card; None: a CPU, where nothing does.
         getting: rates of memory that a tensor gets from the system, in bytes/s over its bytes; None: nothing is
             got, as an allocator keeps what was freed.
     """
@@ -75,11 +75,11 @@ class Calibration(Rates):
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
         flops, num_bytes = work[:, Column.FLOPS].double(), work[:, Column.BYTES].double()
         arithmetic_s, moving_s = torch.zeros_like(flops), torch.zeros_like(flops)
-        codes, places = work[:, [Column.LANE, Column.FAMILY, Column.FORMAT]].unique(dim=0, return_inverse=True)
-        for number, (lane, family, number_format) in enumerate(codes.tolist()):
+        codes, places = work[:, [Column.STREAM, Column.FAMILY, Column.FORMAT]].unique(dim=0, return_inverse=True)
+        for number, (stream, family, number_format) in enumerate(codes.tolist()):
             here = places == number
-            if LANES[lane] is not Lane.DEVICE:
-                moving_s[here] = self.beside_s(LANES[lane], num_bytes[here])
+            if STREAMS[stream] is not Stream.DEVICE:
+                moving_s[here] = self.beside_s(STREAMS[stream], num_bytes[here])
                 continue
             name = FORMATS[number_format]
             if FAMILIES[family] in PRODUCTS:
@@ -92,11 +92,11 @@ class Calibration(Rates):
         new_bytes = work[:, Column.NEW].double()
         return torch.zeros_like(new_bytes) if self.getting is None else seconds(self.getting, new_bytes)
 
-    def beside_s(self, lane: Lane, num_bytes: Tensor) -> Tensor:
+    def beside_s(self, stream: Stream, num_bytes: Tensor) -> Tensor:
         """Of what is copied, or is computed by the host."""
         if self.copies is not None:
-            return num_bytes / self.copies[lane.value]
-        touched = num_bytes * (1 if lane is Lane.HOST else COPY_TOUCHES)
+            return num_bytes / self.copies[stream.value]
+        touched = num_bytes * (1 if stream is Stream.HOST else COPY_TOUCHES)
         return seconds(self.curve(Family.MOVING, ANY_FORMAT), touched)
 
     def curve(self, family: Family, number_format: str) -> Curve | None:
@@ -173,7 +173,7 @@ def from_plain(held: dict[str, Any]) -> Calibration:
         Family(family).value: {name: checked(Curve(*curve)) for name, curve in by_format.items()}
         for family, by_format in held["curves"].items()
     }
-    copies = None if held["copies"] is None else {lane: float(rate) for lane, rate in held["copies"].items()}
+    copies = None if held["copies"] is None else {stream: float(rate) for stream, rate in held["copies"].items()}
     getting = None if held["getting"] is None else checked(Curve(*held["getting"]))
     return Calibration(curves, float(held["overhead_s"]), copies, getting)
 

@@ -30,7 +30,7 @@ class Column(IntEnum):
 
     PART = 0  # of the batch, from 1 on; 0 before the first
     PHASE = 1  # index into `PHASES`
-    LANE = 2  # index into `LANES`
+    STREAM = 2  # index into `STREAMS`
     FAMILY = 3  # index into `FAMILIES`
     FORMAT = 4  # of a product's factors, or of the narrowest numbers that are computed with; index into `FORMATS`
     TIMES = 5  # that this line is run
@@ -39,7 +39,7 @@ class Column(IntEnum):
     NEW = 8  # bytes of the tensors that it makes
 
 
-class Lane(Enum):
+class Stream(Enum):
     """What runs an operator. Lanes go on beside each other."""
 
     DEVICE = "device"
@@ -48,7 +48,7 @@ class Lane(Enum):
     TO_DEVICE = "to device"
 
 
-LANES = list(Lane)
+STREAMS = list(Stream)
 NO_PRODUCT, UNKNOWN = "none", "other"
 FORMATS = [NO_PRODUCT, "fp32", "tf32", "bf16", "fp16", "fp8", UNKNOWN]
 CALLED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -150,7 +150,7 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool
 
 
 @final
-class Clerk:
+class OpCounter:
     """Writes down the work of a step, line by line."""
 
     def __init__(self) -> None:
@@ -172,8 +172,8 @@ class Clerk:
         recipe = recipe_of(operator)
         if recipe is None:
             return
-        lane = lane_of(recipe, args) if host.is_anything_marked() else Lane.DEVICE
-        if lane is None:
+        stream = stream_of(recipe, args) if host.is_anything_marked() else Stream.DEVICE
+        if stream is None:
             return
         given = len(args)
         new_bytes = size(out) if recipe.makes else 0
@@ -183,26 +183,26 @@ class Clerk:
                 num_bytes += times * size(args[place] if place < given else named[name])
         flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
         number_format = format_of([*args, *named.values()], recipe.family)
-        self.line(lane, number_format, flops, num_bytes, recipe.family, new_bytes)
+        self.line(stream, number_format, flops, num_bytes, recipe.family, new_bytes)
 
     def note_traffic(self) -> None:
         """Write down what has travelled in the phase that ends."""
         now = traffic_so_far()
-        for lane, before, after in zip((Lane.TO_HOST, Lane.TO_DEVICE), self.traffic, now, strict=True):
+        for stream, before, after in zip((Stream.TO_HOST, Stream.TO_DEVICE), self.traffic, now, strict=True):
             if after > before:
-                self.line(lane, NO_PRODUCT, 0, after - before)
+                self.line(stream, NO_PRODUCT, 0, after - before)
         self.traffic = now
 
     def line(
         self,
-        lane: Lane,
+        stream: Stream,
         number_format: str,
         flops: int,
         num_bytes: int,
         family: Family = Family.MOVING,
         new_bytes: int = 0,
     ) -> None:
-        codes = (LANES.index(lane), FAMILIES.index(family), FORMATS.index(number_format))
+        codes = (STREAMS.index(stream), FAMILIES.index(family), FORMATS.index(number_format))
         self.lines.append((*self.place, *codes, 1, flops, num_bytes, new_bytes))
 
     def begin_update(self, *_: Any) -> None:
@@ -217,8 +217,8 @@ class Clerk:
         state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
         gradients = [weight.grad for weight in weights]
         if weights:
-            lane = Lane.HOST if host.is_computing() else Lane.DEVICE
-            self.line(lane, NO_PRODUCT, 0, size(gradients) + 2 * size(weights) + 2 * inner_size(state))
+            stream = Stream.HOST if host.is_computing() else Stream.DEVICE
+            self.line(stream, NO_PRODUCT, 0, size(gradients) + 2 * size(weights) + 2 * inner_size(state))
 
     def work(self) -> Tensor:
         """(operators, columns) int64."""
@@ -276,17 +276,17 @@ def traffic_so_far() -> tuple[int, int]:
     return host.traffic.to_host_bytes, host.traffic.to_device_bytes
 
 
-def lane_of(recipe: Recipe, args: tuple[Any, ...]) -> Lane | None:
+def stream_of(recipe: Recipe, args: tuple[Any, ...]) -> Stream | None:
     """The host computes where it says so, and what is written into its memory. None: a copy between the two, which
     `host.traffic` knows of."""
     if host.is_computing():
-        return Lane.HOST
+        return Stream.HOST
     if recipe.written is None or recipe.written >= len(args):
-        return Lane.DEVICE
+        return Stream.DEVICE
     is_host = is_on_host(args[recipe.written])
     if recipe.is_copy and is_host != is_on_host(args[1]):
         return None
-    return Lane.HOST if is_host else Lane.DEVICE
+    return Stream.HOST if is_host else Stream.DEVICE
 
 
 def is_on_host(value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowvram.planning.devices import DeviceSpec
-from lowvram.planning.time.op_cost import FORMATS, LANES, Column, Lane
+from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
 from lowvram.planning.trace.events import PHASES
 
 SOURCE = "assumed efficiencies"  # of all constants below
@@ -85,19 +85,19 @@ class DataSheet(Rates):
         self.product_rates = PRODUCT_EFFICIENCY * known([peaks.get(name) for name in FORMATS])
         pcie = None if device.pcie_bytes_per_s is None else PCIE_EFFICIENCY * device.pcie_bytes_per_s
         memory = None if device.bandwidth_bytes_per_s is None else BANDWIDTH_EFFICIENCY * device.bandwidth_bytes_per_s
-        rates = {Lane.DEVICE: memory, Lane.HOST: HOST_BYTES_PER_S}
-        self.bandwidths = known([rates.get(lane, pcie) for lane in LANES])
+        rates = {Stream.DEVICE: memory, Stream.HOST: HOST_BYTES_PER_S}
+        self.bandwidths = known([rates.get(stream, pcie) for stream in STREAMS])
 
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
         flops = work[:, Column.FLOPS]
         arithmetic_s = (flops / self.product_rates[work[:, Column.FORMAT]]).where(flops > 0, 0.0)
-        return arithmetic_s, work[:, Column.BYTES] / self.bandwidths[work[:, Column.LANE]]
+        return arithmetic_s, work[:, Column.BYTES] / self.bandwidths[work[:, Column.STREAM]]
 
 
 def step_time(work: Tensor, rates: Rates) -> StepTime | None:
     """Of `Trace.work` on one device; None where a rate that it needs is not known."""
-    lane, times, extra = work[:, Column.LANE], work[:, Column.TIMES], rates.extra
-    is_device = lane == LANES.index(Lane.DEVICE)
+    stream, times, extra = work[:, Column.STREAM], work[:, Column.TIMES], rates.extra
+    is_device = stream == STREAMS.index(Stream.DEVICE)
     arithmetic_s, moving_s = rates.taken_s(work)
     if (arithmetic_s.isnan() | moving_s.isnan()).any():
         return None
@@ -110,8 +110,8 @@ def step_time(work: Tensor, rates: Rates) -> StepTime | None:
         1e3 * float(working_s[is_device & is_product].sum()),
         1e3 * float(working_s[is_device & ~is_product].sum() + getting_s[is_device].sum()),
         1e3 * (extra.launch_s * num_launches + max(0.0, extra.dispatch_s * num_launches - busy_s)),
-        1e3 * waiting_s[Lane.TO_HOST],
-        1e3 * waiting_s[Lane.HOST],
+        1e3 * waiting_s[Stream.TO_HOST],
+        1e3 * waiting_s[Stream.HOST],
     )
 
 
@@ -119,18 +119,18 @@ def known(rates: list[float | None]) -> Tensor:
     return torch.tensor([float("nan") if rate is None else rate for rate in rates], dtype=torch.float64)
 
 
-def excess_s(work: Tensor, taken_s: Tensor, is_own_host: bool) -> dict[Lane, float]:
+def excess_s(work: Tensor, taken_s: Tensor, is_own_host: bool) -> dict[Stream, float]:
     """How long the device waits for what goes on beside it, over all phases of all parts: for the host, or for copies
-    in either direction (under `Lane.TO_HOST`). A device that is its own host does all of it itself."""
+    in either direction (under `Stream.TO_HOST`). A device that is its own host does all of it itself."""
     place = work[:, Column.PART] * len(PHASES) + work[:, Column.PHASE]
     num_places = int(place.max()) + 1 if len(place) else 0
-    by_lane = torch.zeros(len(LANES), num_places, dtype=torch.float64)
-    by_lane.view(-1).scatter_add_(0, work[:, Column.LANE] * num_places + place, taken_s)
-    busy = dict(zip(LANES, by_lane, strict=True))
+    by_lane = torch.zeros(len(STREAMS), num_places, dtype=torch.float64)
+    by_lane.view(-1).scatter_add_(0, work[:, Column.STREAM] * num_places + place, taken_s)
+    busy = dict(zip(STREAMS, by_lane, strict=True))
     if is_own_host:
-        copies_s = busy[Lane.TO_HOST].sum() + busy[Lane.TO_DEVICE].sum()
-        return {Lane.HOST: float(busy[Lane.HOST].sum()), Lane.TO_HOST: float(copies_s)}
-    copies = torch.maximum(busy[Lane.TO_HOST], busy[Lane.TO_DEVICE])
-    missing = (torch.maximum(copies, busy[Lane.HOST]) - busy[Lane.DEVICE]).clamp(min=0)
-    is_host = busy[Lane.HOST] > copies
-    return {Lane.HOST: float(missing[is_host].sum()), Lane.TO_HOST: float(missing[~is_host].sum())}
+        copies_s = busy[Stream.TO_HOST].sum() + busy[Stream.TO_DEVICE].sum()
+        return {Stream.HOST: float(busy[Stream.HOST].sum()), Stream.TO_HOST: float(copies_s)}
+    copies = torch.maximum(busy[Stream.TO_HOST], busy[Stream.TO_DEVICE])
+    missing = (torch.maximum(copies, busy[Stream.HOST]) - busy[Stream.DEVICE]).clamp(min=0)
+    is_host = busy[Stream.HOST] > copies
+    return {Stream.HOST: float(missing[is_host].sum()), Stream.TO_HOST: float(missing[~is_host].sum())}

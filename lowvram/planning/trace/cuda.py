@@ -27,16 +27,16 @@ from lowvram.planning.trace.autocast import register_autocast
 ATEN = torch.ops.aten
 
 
-class PaperStream:
+class FakeStream:
     """A stream, or an event on one, on which nothing happens. Copies keep up: who asks hears that they are there."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, other: PaperStream) -> None: ...
+    def wait_stream(self, other: FakeStream) -> None: ...
 
-    def wait_event(self, event: PaperStream) -> None: ...
+    def wait_event(self, event: FakeStream) -> None: ...
 
-    def record(self, stream: PaperStream | None = None) -> None: ...
+    def record(self, stream: FakeStream | None = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -45,9 +45,9 @@ class PaperStream:
 
 
 STREAMS: dict[str, Any] = {
-    "Stream": PaperStream,
-    "Event": PaperStream,
-    "current_stream": PaperStream,
+    "Stream": FakeStream,
+    "Event": FakeStream,
+    "current_stream": FakeStream,
     "stream": lambda stream: nullcontext(),
 }
 

@@ -1,4 +1,4 @@
-"""Paper: tensors without memory, treated as those of the device that a plan is for."""
+"""Tensors without memory (fake tensors), treated as those of the device that a plan is for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowvram.core.rig import Part
 from lowvram.data.spec import DataSpec
 from lowvram.planning.target import Target
 from lowvram.planning.trace.cuda import played
-from lowvram.planning.trace.fake_cache import Precedents
+from lowvram.planning.trace.fake_cache import FakeCache
 
 ROOT = Path(__file__).parents[2]
 # What runs a model, in whose lines no reason lies.
@@ -45,7 +45,7 @@ class CantPlan(Exception):
 
 
 @contextmanager
-def paper(target: Target | None = None, see: See | None = None) -> Iterator[None]:
+def fake_tensors(target: Target | None = None, see: See | None = None) -> Iterator[None]:
     """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as those
     of this CPU and its ranks.
 
@@ -62,9 +62,9 @@ def paper(target: Target | None = None, see: See | None = None) -> Iterator[None
         if target is not None and target.card is not None:
             undo.enter_context(played(target.card))
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        answers = undo.enter_context(Answers(Precedents(mode), see))
+        answers = undo.enter_context(PlanningMode(FakeCache(mode), see))
         # DTensor finds out shapes with whole tensors that have no memory on any device either.
-        undo.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", Unseen(answers)))
+        undo.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", Unrecorded(answers)))
         try:
             yield
         except (BadInput, Incompatible, KeyboardInterrupt):
@@ -85,22 +85,22 @@ def reason(error: Exception) -> str:
     return f"{place} raised {type(error).__name__}: {first_line}"
 
 
-class Answers(TorchDispatchMode):
+class PlanningMode(TorchDispatchMode):
     """An optimizer that asks for the value of a number, as Adafactor does, is told 1: sizes don't depend on it. Whoever
     else asks gets no answer. Devices and number formats, for which torch asks often, are answered here, and nothing is
     filled with values."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled on paper, and guarding against it takes time
+        return False  # nothing is compiled without memory, and guarding against it takes time
 
-    def __init__(self, precedents: Precedents, see: See | None) -> None:
+    def __init__(self, fake_cache: FakeCache, see: See | None) -> None:
         super().__init__()
-        self.precedents, self.see = precedents, see
+        self.fake_cache, self.see = fake_cache, see
         self.num_updates = 0  # that are under way
         self.promoted: dict[Any, torch.dtype] = {}  # number formats, by the two that meet
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> PlanningMode:
         self.hooks = [register_optimizer_step_pre_hook(self.begin), register_optimizer_step_post_hook(self.end)]
         return super().__enter__()
 
@@ -127,7 +127,7 @@ class Answers(TorchDispatchMode):
             return args[0]  # there is nothing to fill
         if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
-        out: Any = None if is_plain and only_writes(func) else self.precedents.run(func, args, kwargs or {})
+        out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, args, kwargs or {})
         if func is PROMOTED:
             self.promoted[args] = out
         elif self.see is not None and (func is CONSTANT or not func.is_view):  # a view has no memory of its own
@@ -141,10 +141,10 @@ def only_writes(operator: Any) -> bool:
     return operator._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and not operator._schema.returns
 
 
-class Unseen:
+class Unrecorded:
     """Inside it nobody is told what is made. May be entered again and again."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: PlanningMode) -> None:
         self.answers, self.see = answers, answers.see
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Precedents: what an operator made of tensors without memory, it makes again of others like them.
+"""Caches FakeTensor results by operator and input metadata.
 
 FakeTensorMode works that out on meta tensors, or finds it in a cache of its own, whose keys take several times as long
 as all that is done here. A model repeats itself, block by block and step by step.
@@ -24,12 +24,12 @@ Given = tuple[Any, ...]  # arguments, those by name last
 Remake = Callable[[Given], Any]
 
 
-class NoPrecedentError(Exception):
+class CacheMiss(Exception):
     """Something is like nothing else."""
 
 
 @final
-class Precedents:
+class FakeCache:
     """Of operators on the tensors of one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -42,7 +42,7 @@ class Precedents:
         given = (*args, *named.values())
         try:
             key = operator, tuple(named), self.likeness(given)
-        except NoPrecedentError:
+        except CacheMiss:
             return operator(*args, **named)
         remake = self.known.get(key)
         if remake is not None:
@@ -61,10 +61,10 @@ class Precedents:
         """All of the arguments but the memory of tensors.
 
         Raises:
-            NoPrecedentError: there is something else among them, or another mode is at work.
+            CacheMiss: there is something else among them, or another mode is at work.
         """
         if C._get_dispatch_mode(FAKE) is not self.mode:
-            raise NoPrecedentError
+            raise CacheMiss
         found: list[Any] = []
         for value in given:
             kind = type(value)
@@ -75,14 +75,14 @@ class Precedents:
             elif kind is list or kind is tuple:
                 found.append(self.likeness(value))
             else:
-                raise NoPrecedentError
+                raise CacheMiss
         return tuple(found)
 
     def remake_of(self, out: Any, given: Given) -> Remake | None:
         """How the like of an outcome is made of the like of what was given; None: that is not known."""
         try:
             remake = self.remake_of_part(out, given)
-        except NoPrecedentError:
+        except CacheMiss:
             return None
         return remake if described(remake(given), given) == described(out, given) else None
 
@@ -97,7 +97,7 @@ class Precedents:
             if part is argument:
                 return itemgetter(place)
         if type(part) is not FakeTensor or part.constant is not None:
-            raise NoPrecedentError
+            raise CacheMiss
         addresses = [address(each) if isinstance(each, Tensor) else None for each in given]
         owner = addresses.index(address(part)) if address(part) in addresses else None
         return partial(self.tensor, likeness_of(part), owner)

@@ -25,9 +25,9 @@ from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.planning.target import Target
-from lowvram.planning.time.op_cost import Clerk
+from lowvram.planning.time.op_cost import OpCounter
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
-from lowvram.planning.trace.fake import example, paper
+from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -49,13 +49,15 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     """
     if found := conflicts(knobs, target.absent()):  # `assemble` asks too, but after it has made the model
         raise Incompatible("; ".join(found))
-    scribe = Scribe()
-    with scribe.at_work(), paper(target, scribe.see):
-        rig = assemble(problem, {name: on_paper(knob) for name, knob in knobs.items()}, CPU, absent=target.absent())
-        scribe.meet(rig)
+    trace_recorder = TraceRecorder()
+    with trace_recorder.at_work(), fake_tensors(target, trace_recorder.see):
+        rig = assemble(
+            problem, {name: without_values(knob) for name, knob in knobs.items()}, CPU, absent=target.absent()
+        )
+        trace_recorder.meet(rig)
         for _ in range(2):
-            take_step(scribe, with_phases(rig, scribe), problem, batch_size // target.num_ranks)
-    return scribe.trace()
+            take_step(trace_recorder, with_phases(rig, trace_recorder), problem, batch_size // target.num_ranks)
+    return trace_recorder.trace()
 
 
 def is_equivalent(knobs: Mapping[str, Knob]) -> bool:
@@ -63,16 +65,16 @@ def is_equivalent(knobs: Mapping[str, Knob]) -> bool:
     return not any(Fact.COMPILED in knob.breaks() for knob in knobs.values())
 
 
-def take_step(scribe: Scribe, rig: Rig, problem: Problem, num_samples: int) -> None:
+def take_step(trace_recorder: TraceRecorder, rig: Rig, problem: Problem, num_samples: int) -> None:
     """One step on a batch of its own."""
-    scribe.begin_step()
+    trace_recorder.begin_step()
     batch = example(problem.spec, num_samples)
-    scribe.book.own(batch.tensors(), Kind.INPUTS)
+    trace_recorder.book.own(batch.tensors(), Kind.INPUTS)
     step(rig, batch)
-    scribe.book.own(rig.stepper.state_dict(), Kind.OPTIMIZER)
+    trace_recorder.book.own(rig.stepper.state_dict(), Kind.OPTIMIZER)
 
 
-def on_paper(knob: Knob) -> Knob:
+def without_values(knob: Knob) -> Knob:
     """The knob itself, or what stands in for one that only acts on a real process or in compiled code."""
     return knob if is_played(knob) else Unplayed(knob)
 
@@ -102,12 +104,12 @@ class Unplayed(Knob):
 
 
 @final
-class Scribe:
+class TraceRecorder:
     """Keeps the book of a trace, and notes who makes what and when."""
 
     def __init__(self) -> None:
-        self.book = Ledger(CPU.type, self.witness)
-        self.clerk = Clerk()
+        self.book = Ledger(CPU.type, self.origin_of)
+        self.op_counter = OpCounter()
         self.book.born = Kind.OTHER  # what is drawn to become a weight
         self.marks: list[tuple[int, Phase]] = [(0, Phase.BUILD)]  # the first event of each phase
         self.steps: list[int] = []  # the first event of each step
@@ -119,7 +121,7 @@ class Scribe:
         hooks = [
             register_module_forward_pre_hook(self.module_begins),
             register_module_forward_hook(self.module_ends, always_call=True),
-            register_optimizer_step_pre_hook(self.clerk.begin_update),
+            register_optimizer_step_pre_hook(self.op_counter.begin_update),
             register_optimizer_step_post_hook(self.end_update),
         ]
         try:
@@ -136,7 +138,7 @@ class Scribe:
         self.modules = {module: name for name, module in rig.model.named_modules()}
         for name, tensor in [*rig.model.named_parameters(), *rig.model.named_buffers()]:
             for serial in self.book.note(tensor, Kind.PARAMETERS):
-                self.book.testimonies[serial] = name
+                self.book.origins[serial] = name
 
     @property
     def is_steady(self) -> bool:
@@ -146,21 +148,21 @@ class Scribe:
     def see(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         self.book.see(operator, args, out)
         if self.is_steady:
-            self.clerk.note(operator, args, named, out)
+            self.op_counter.note(operator, args, named, out)
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.is_steady:
-            self.clerk.end_update(optimizer)
+            self.op_counter.end_update(optimizer)
 
     def begin_step(self) -> None:
         self.mark(BETWEEN)
         self.steps.append(len(self.book.lines))
-        self.clerk.begin()
+        self.op_counter.begin()
 
     def mark(self, label: str) -> None:
         self.marks.append((len(self.book.lines), Phase(label)))
         if self.is_steady:
-            self.clerk.mark(Phase(label))
+            self.op_counter.mark(Phase(label))
 
     @contextmanager
     def lap(self, label: str) -> Iterator[None]:
@@ -174,7 +176,7 @@ class Scribe:
     def module_ends(self, *_: Any) -> None:
         self.running.pop()
 
-    def witness(self, tensor: Tensor, operator: Any) -> str:
+    def origin_of(self, tensor: Tensor, operator: Any) -> str:
         """Who makes a tensor: an operator, and the module or the node of the backward pass that runs it."""
         maker = "" if operator is None else operator._opname
         if self.running:
@@ -192,9 +194,9 @@ class Scribe:
             lines[:, 1].clone(),
             phases[torch.searchsorted(firsts, torch.arange(len(lines)), right=True) - 1],
             torch.tensor(kinds),
-            [self.book.testimonies.get(serial, "") for serial in range(len(kinds))],
+            [self.book.origins.get(serial, "") for serial in range(len(kinds))],
             self.steps[1],
-            self.clerk.work(),
+            self.op_counter.work(),
         )
 
 

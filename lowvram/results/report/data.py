@@ -13,12 +13,12 @@ from typing import Any
 from lowvram.results import table
 from lowvram.results.ablation import (
     Settings,
+    ablations,
     baseline,
     effects,
     frontier,
     memory_bytes,
     samples_per_s,
-    settings,
     waterfall,
 )
 from lowvram.results.columns import Column, value_at, words_column
@@ -55,7 +55,7 @@ def evidence(found: Sequence[Entry]) -> Evidence:
     """All that the report shows of at least one point."""
     rows = [entry.row for entry in found]
     unit, unit_bytes = table.memory_unit(rows)
-    differing, reference = settings(rows), baseline(rows)
+    differing, reference = ablations(rows), baseline(rows)
     has_tokens = any(value_at(row, "throughput.tokens_per_s") for row in rows)
     is_plan = all(row["choices"].get("mode") == "plan" for row in rows)
     sweeps = list(dict.fromkeys(entry.sweep for entry in found))

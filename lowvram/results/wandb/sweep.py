@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.config.secret import without_secrets
-from lowvram.results.ablation import settings
+from lowvram.results.ablation import ablations
 from lowvram.results.report.data import Entry, entries, evidence
 from lowvram.results.report.report import FIGURES
 from lowvram.results.row import Row, Status, empty_row, merge
@@ -59,7 +59,7 @@ def _recorded(folder: Path, found: Sequence[Entry], logger_cfg: Mapping[str, Any
 def columns(rows: Sequence[Row]) -> dict[str, Cells]:
     """The table, column by column; those without a value are left out."""
     about = [{"name": label(row), "status": row["status"], "reason": row["reason"]} for row in rows]
-    differing = [{name: each[name] for name in each if "." in name} for each in settings(rows)]
+    differing = [{name: each[name] for name in each if "." in name} for each in ablations(rows)]
     notes = [{key: row[key] for key in ("semantics_changed", "disturbed")} for row in rows]
     commands = [{"command": row["provenance"]["command"]} for row in rows]
     choices = [choice_columns(row["choices"]) for row in rows]

@@ -18,7 +18,7 @@ import torch
 from lowvram.core.rig import Rig
 from lowvram.loops.measure import Measure
 from lowvram.loops.profiling import disturbance
-from lowvram.loops.profiling.disturbance import CardWatch, ProcessorWatch, Watch, spreads, watch_for
+from lowvram.loops.profiling.disturbance import CardWatch, DisturbanceWatch, ProcessorWatch, spreads, watch_for
 from lowvram.loops.session import Session
 from tests.laboratory import CPU, needs_gpu
 
@@ -29,7 +29,7 @@ needs_account = pytest.mark.skipif(
 )
 
 
-class Quiet(Watch):
+class Quiet(DisturbanceWatch):
     """Nothing disturbs."""
 
     def reasons(self) -> Iterator[str]:
@@ -111,7 +111,7 @@ def test_the_row_says_so(make_session: MakeSession, monkeypatch: pytest.MonkeyPa
 
 def test_steps_of_different_sizes_may_take_different_times() -> None:
     alike, different = ([torch.tensor([8, 10]), torch.tensor([9, places])] for places in (10, 20))
-    found = [disturbance.disturbance(Quiet(), [100.0, 200.0], fillings) for fillings in (alike, different)]
+    found = [disturbance.disturbance(Quiet(), [100.0, 200.0], token_counts) for token_counts in (alike, different)]
     assert found[0].keys() == {"disturbed"}
     assert found[1] == {}
 

@@ -14,7 +14,7 @@ from lowvram.core.phases import with_phases
 from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.loops.profiling.clock import HostClock
-from lowvram.loops.profiling.post_run import headline, last_acts, phase_times
+from lowvram.loops.profiling.post_run import headline, phase_times, post_run
 from lowvram.loops.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error
 
@@ -74,7 +74,7 @@ def test_every_phase_has_a_time() -> None:
 def test_the_row_gets_phases_and_memory(make_session: Callable[..., Session], problem: str) -> None:
     session = make_session(problem)
     batches = session.batches(0)
-    found = last_acts(session, batches)
+    found = post_run(session, batches)
     memory = found["memory"]
     assert memory["source"] == "tensor_ledger"
     assert sum(memory["by_kind"].values()) == memory["peak_bytes"]
@@ -88,7 +88,7 @@ def test_the_row_gets_phases_and_memory(make_session: Callable[..., Session], pr
 
 def test_what_moves_in_a_step_is_told_where_something_does(make_session: Callable[..., Session]) -> None:
     plain, offloaded = make_session(), make_session(choices={"offload": "activations"})
-    told = [last_acts(session, session.batches(0)) for session in (plain, offloaded)]
+    told = [post_run(session, session.batches(0)) for session in (plain, offloaded)]
     assert told[0]["traffic"] == {}
     travelled = told[1]["traffic"]
     assert travelled["to_host_bytes"] == travelled["to_device_bytes"] > 0
@@ -119,6 +119,6 @@ def test_a_card_tells_what_it_has_reserved_in_vain(
 
 
 def test_memory_is_the_same_in_every_run(make_session: Callable[..., Session]) -> None:
-    peaks = [last_acts(session, session.batches(0))["memory"] for session in (make_session(), make_session())]
+    peaks = [post_run(session, session.batches(0))["memory"] for session in (make_session(), make_session())]
     assert peaks[0]["peak_bytes"] == peaks[1]["peak_bytes"]
     assert peaks[0]["by_kind_max"] == peaks[1]["by_kind_max"]

@@ -15,7 +15,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
-from lowvram.loops.profiling.post_run import last_acts
+from lowvram.loops.profiling.post_run import post_run
 from lowvram.loops.profiling.tensor_report import Birth, LargestTensors, NoLook
 from lowvram.loops.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
@@ -26,7 +26,7 @@ def looked(folder: Path, choices: dict[str, str] | None = None, device: torch.de
     rig, batch = assemble(task, knobs_of(**(choices or {})), device), make_batch(task.spec, 64).to(device)
     step(rig, batch)
     look = LargestTensors(rig.model, device, folder)
-    with look, ledger(rig.model, rig.stepper, batch.tensors(), witness=look.witness) as peak:
+    with look, ledger(rig.model, rig.stepper, batch.tensors(), origin_of=look.origin_of) as peak:
         step(rig, batch)
     look.tell(peak)
     return peak
@@ -50,7 +50,7 @@ def test_tensors_add_up_to_the_kinds_and_nothing_else_changes(choices: dict[str,
 def test_each_says_where_it_was_made(tmp_path: Path) -> None:
     births: dict[Kind, list[Birth]] = {}
     for held in looked(tmp_path).holdings:
-        births.setdefault(held.kind, []).append(held.testimony)
+        births.setdefault(held.kind, []).append(held.origin)
     assert "blocks.0.mlp.up.weight" in {birth.maker for birth in births[Kind.PARAMETERS]}
     assert {birth.place for birth in births[Kind.OPTIMIZER]} == {"before the step"}
     wide = [birth for birth in births[Kind.ACTIVATIONS] if birth.shape == (64, 8, 64)]
@@ -59,7 +59,7 @@ def test_each_says_where_it_was_made(tmp_path: Path) -> None:
 
 
 def test_what_the_backward_pass_makes_names_its_node(tmp_path: Path) -> None:
-    places = {held.testimony.place for held in looked(tmp_path, {"ckpt": "every1"}).holdings}
+    places = {held.origin.place for held in looked(tmp_path, {"ckpt": "every1"}).holdings}
     assert any(place.startswith("backward of ") for place in places)
     assert any("lowvram/models/transformer.py:" in place for place in places)  # computed again
 
@@ -70,7 +70,7 @@ def test_it_is_printed_and_written(
     session = make_session()
     wanted = replace(session.settings.measure, largest_tensors=True)
     session = replace(session, settings=replace(session.settings, measure=wanted))
-    memory = last_acts(session, session.batches(0))["memory"]
+    memory = post_run(session, session.batches(0))["memory"]
     said, page = capsys.readouterr().out, (tmp_path / "memory.md").read_text()
     assert said.startswith("the largest tensors at the peak of ")
     assert "lowvram/models/transformer.py:" in said
@@ -81,10 +81,10 @@ def test_it_is_printed_and_written(
 
 def test_off_it_leaves_nothing(make_session: Callable[..., Session], capsys: pytest.CaptureFixture[str]) -> None:
     session = make_session()
-    last_acts(session, session.batches(0))
+    post_run(session, session.batches(0))
     assert not list(session.folder.iterdir())
     assert not capsys.readouterr().out
-    assert NoLook().witness is None
+    assert NoLook().origin_of is None
 
 
 @needs_gpu[0]

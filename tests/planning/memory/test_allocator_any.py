@@ -12,11 +12,11 @@ import pytest
 
 from lowvram.planning.memory.allocator import CachingAllocator, OutOfMemory
 from lowvram.planning.memory.replay import FREE, Event, Replay, Run, needs_of, replay
-from lowvram.planning.memory.segments import MIB, SMALL_BYTES, Pool, Stretch, Stretches, segment_bytes
+from lowvram.planning.memory.segments import MIB, SMALL_BYTES, Block, Pool, Stretches, segment_bytes
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
 seeds = pytest.mark.parametrize("seed", range(5))
-Living = dict[int, tuple[Stretch, int]]  # block and stream, by allocation
+Living = dict[int, tuple[Block, int]]  # block and stream, by allocation
 
 
 def sequence(seed: int, num_events: int = 700, num_streams: int = 2) -> list[Event]:
@@ -44,7 +44,7 @@ def after_each(events: list[Event], **options: Any) -> list[Replay]:
 
 def check(allocator: CachingAllocator, living: Living) -> None:
     """What holds after every event."""
-    used: dict[Pool, list[Stretch]] = {pool: [] for pool in allocator.pools()}
+    used: dict[Pool, list[Block]] = {pool: [] for pool in allocator.pools()}
     for block, stream in living.values():
         used[(allocator.small if block[0] <= SMALL_BYTES else allocator.large)[stream]].append(block)
     segments = sorted(segment for pool in used for segment in pool.segments.items())
@@ -56,7 +56,7 @@ def check(allocator: CachingAllocator, living: Living) -> None:
     assert allocator.reserved_bytes == allocator.allocated_bytes + free_bytes
 
 
-def check_pool(pool: Pool, blocks: list[Stretch]) -> None:
+def check_pool(pool: Pool, blocks: list[Block]) -> None:
     """Blocks, free stretches and unmapped ones follow one another in each segment, and no two that could be joined."""
     assert not pool.freed
     check_order(pool.free)
@@ -76,11 +76,11 @@ def check_pool(pool: Pool, blocks: list[Stretch]) -> None:
     assert sum(num_bytes for _, num_bytes, _ in parts) == sum(pool.segments.values())
 
 
-def check_order(stretches: Stretches) -> None:
-    order = stretches.in_order
+def check_order(blocks: Stretches) -> None:
+    order = blocks.in_order
     assert order == sorted(order)
-    assert stretches.beginning == {address: (num_bytes, address) for num_bytes, address in order}
-    assert stretches.ending == {address + num_bytes: (num_bytes, address) for num_bytes, address in order}
+    assert blocks.beginning == {address: (num_bytes, address) for num_bytes, address in order}
+    assert blocks.ending == {address + num_bytes: (num_bytes, address) for num_bytes, address in order}
 
 
 def play(allocator: CachingAllocator, events: list[Event], living: Living) -> Iterator[None]:

@@ -10,7 +10,7 @@ from lowvram.planning.memory.overheads import (
     ON_CPU,
     PAGES,
     ROWS,
-    Line,
+    Overhead,
     convolution_lines,
     hidden_lines,
     parsed,
@@ -20,7 +20,7 @@ MIB = 2**20
 VERSIONS = ["2.11.0", "2.12.1", "2.13.0+cu130", "2.14.0", "2.15.0.dev20260905"]
 
 
-def lines(capability: str, torch_version: str = "2.13.0", num_ranks: int = 1) -> dict[str, Line]:
+def lines(capability: str, torch_version: str = "2.13.0", num_ranks: int = 1) -> dict[str, Overhead]:
     found = hidden_lines(DeviceSpec(compute_capability=capability), torch_version, num_ranks)
     assert len({line.name for line in found}) == len(found)
     return {line.name: line for line in found}

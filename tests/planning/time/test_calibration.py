@@ -17,16 +17,18 @@ from lowvram.planning.time.calibration import Calibration, Calibrations, Curve
 from lowvram.planning.time.microbench import (
     GOT_BYTES,
     NUM_ALIVE,
+    SAMPLES,
     Gauge,
+    Run,
+    Sample,
     calibrate,
     counted,
     curves_through,
     getting_of,
     in_tf32,
 )
-from lowvram.planning.time.microbench_inputs import SAMPLES, Run, Sample
 from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family, family_of
-from lowvram.planning.time.op_cost import FORMATS, LANES, Clerk, Column, Lane
+from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, OpCounter, Stream
 from lowvram.planning.time.roofline import step_time
 from lowvram.planning.trace.tracer import trace
 from lowvram.planning.worker import Planner
@@ -46,10 +48,10 @@ def flat(rate: float, **others: float) -> Calibration:
     return Calibration({name: {"fp32": Curve([1.0], [each])} for name, each in rates.items()}, OVERHEAD_S, None)
 
 
-def line(family: Family, amount: int, number_format: str = "fp32", lane: Lane = Lane.DEVICE) -> torch.Tensor:
+def line(family: Family, amount: int, number_format: str = "fp32", stream: Stream = Stream.DEVICE) -> torch.Tensor:
     """(1, columns) of one operator."""
     work = torch.zeros(1, len(Column), dtype=torch.int64)
-    work[0, Column.LANE], work[0, Column.FAMILY] = LANES.index(lane), FAMILIES.index(family)
+    work[0, Column.STREAM], work[0, Column.FAMILY] = STREAMS.index(stream), FAMILIES.index(family)
     work[0, Column.FORMAT], work[0, Column.TIMES] = FORMATS.index(number_format), 1
     work[0, Column.FLOPS if family in PRODUCTS else Column.BYTES] = amount
     return work
@@ -104,17 +106,17 @@ def test_every_fused_attention_of_torch_is_known_as_such() -> None:
 
 def test_attention_by_cudnn_has_the_work_of_any_other() -> None:
     """On tensors without memory, as of a card."""
-    shape, clerk = (2, 4, 128, 64), Clerk()
-    clerk.begin()
+    shape, op_counter = (2, 4, 128, 64), OpCounter()
+    op_counter.begin()
     with FakeTensorMode():
         query, key, value, gradient = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
         args = (query, key, value, None, True, 0.0, True)
         out, logsumexp, *_ = made = torch.ops.aten._scaled_dot_product_cudnn_attention.default(*args)
-        clerk.note(torch.ops.aten._scaled_dot_product_cudnn_attention.default, args, {}, made)
+        op_counter.note(torch.ops.aten._scaled_dot_product_cudnn_attention.default, args, {}, made)
         state = (out, logsumexp, out, out, None, None, None, 128, 128, 0.0, True)
         backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-        clerk.note(backward, (gradient, query, key, value, *state), {}, (query, key, value))
-    forward_flops, backward_flops = clerk.work()[:, Column.FLOPS].tolist()
+        op_counter.note(backward, (gradient, query, key, value, *state), {}, (query, key, value))
+    forward_flops, backward_flops = op_counter.work()[:, Column.FLOPS].tolist()
     assert forward_flops == 2 * 4 * 128 * 128 * 64 * 2 * 2 // 2  # two products, half of them hidden by the mask
     assert backward_flops == forward_flops * 5 // 2
 
@@ -191,15 +193,15 @@ def test_a_format_that_was_not_measured_moves_like_another_but_multiplies_like_n
 
 def test_copies_of_a_cpu_take_its_own_time() -> None:
     """They read and write; beside a card they would be hidden by its work."""
-    work = torch.cat([line(Family.PRODUCT, 10**9), line(Family.MOVING, 10**6, lane=Lane.TO_HOST)])
+    work = torch.cat([line(Family.PRODUCT, 10**9), line(Family.MOVING, 10**6, stream=Stream.TO_HOST)])
     alone = flat(1e9)
     assert seconds_of(work, alone) == pytest.approx(1 + 2e-3 + OVERHEAD_S)
-    card = Calibration(alone.curves, OVERHEAD_S, {lane.value: 1e9 for lane in LANES})
+    card = Calibration(alone.curves, OVERHEAD_S, {stream.value: 1e9 for stream in STREAMS})
     assert seconds_of(work, card) == pytest.approx(1)
 
 
 def test_a_card_waits_for_its_host_only_where_that_is_slower() -> None:
-    card = Calibration(flat(1e9).curves, OVERHEAD_S, {lane.value: 1e9 for lane in LANES})
+    card = Calibration(flat(1e9).curves, OVERHEAD_S, {stream.value: 1e9 for stream in STREAMS})
     assert seconds_of(line(Family.MOVING, 10), card) == pytest.approx(OVERHEAD_S)
     assert seconds_of(line(Family.MOVING, 10**6), card) == pytest.approx(1e-3)
 

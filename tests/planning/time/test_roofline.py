@@ -19,7 +19,7 @@ from lowvram.planning.devices import DeviceSpec, load_device
 from lowvram.planning.scaling import Pricer
 from lowvram.planning.target import Target
 from lowvram.planning.time import roofline as timing
-from lowvram.planning.time.op_cost import FORMATS, LANES, Column, Lane, recipe_of
+from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream, recipe_of
 from lowvram.planning.time.roofline import DataSheet, StepTime, step_time
 from lowvram.planning.trace.events import Trace
 from lowvram.planning.trace.tracer import trace
@@ -52,8 +52,8 @@ def flops_of(found: Trace) -> int:
     return int((found.work[:, Column.FLOPS] * found.work[:, Column.TIMES]).sum())
 
 
-def bytes_on(found: Trace, lane: Lane) -> int:
-    here = found.work[:, Column.LANE] == LANES.index(lane)
+def bytes_on(found: Trace, stream: Stream) -> int:
+    here = found.work[:, Column.STREAM] == STREAMS.index(stream)
     return int((found.work[:, Column.BYTES] * found.work[:, Column.TIMES])[here].sum())
 
 
@@ -158,8 +158,8 @@ def test_what_is_offloaded_travels_beside_the_computation() -> None:
     problem = transformer(1)
     num_bytes = 4 * sum(weight.numel() for weight in problem.make_model().parameters())
     plain, away = (traced(problem, stepping=option) for option in ("after_backward", "cpu_offload"))
-    assert bytes_on(away, Lane.TO_HOST) == bytes_on(away, Lane.TO_DEVICE) == num_bytes
-    assert bytes_on(away, Lane.HOST) == pytest.approx(7 * num_bytes, rel=0.01)  # as AdamW reads and writes
+    assert bytes_on(away, Stream.TO_HOST) == bytes_on(away, Stream.TO_DEVICE) == num_bytes
+    assert bytes_on(away, Stream.HOST) == pytest.approx(7 * num_bytes, rel=0.01)  # as AdamW reads and writes
     here, there = time_on("a100", plain), time_on("a100", away)
     assert here.host_ms == here.copies_ms == 0
     assert there.host_ms == pytest.approx(1e3 * 7 * num_bytes / timing.HOST_BYTES_PER_S, rel=0.2)
@@ -172,7 +172,7 @@ def test_copies_cost_only_what_computing_does_not_hide() -> None:
     slow = time_on(replace(device, pcie_bytes_per_s=1e9), found)
     assert free.copies_ms == 0
     travelling_ms = (
-        1e3 * (bytes_on(found, Lane.TO_HOST) + bytes_on(found, Lane.TO_DEVICE)) / (timing.PCIE_EFFICIENCY * 1e9)
+        1e3 * (bytes_on(found, Stream.TO_HOST) + bytes_on(found, Stream.TO_DEVICE)) / (timing.PCIE_EFFICIENCY * 1e9)
     )
     assert 0 < travelling_ms - slow.copies_ms < slow.step_ms
     assert slow.step_ms - slow.copies_ms == pytest.approx(free.step_ms)
@@ -211,6 +211,6 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
             *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in sizes[parts])
             assert not priced.is_direct
             assert flops_of(priced.trace) == flops_of(direct)
-            for lane in LANES:
-                assert bytes_on(priced.trace, lane) == pytest.approx(bytes_on(direct, lane), rel=2e-2)
+            for stream in STREAMS:
+                assert bytes_on(priced.trace, stream) == pytest.approx(bytes_on(direct, stream), rel=2e-2)
             assert time_on("a100", priced.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Precedents: what is made again is what torch would have made."""
+"""FakeCache: what is made again is what torch would have made."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from lowvram.planning.trace.fake_cache import Precedents, described
+from lowvram.planning.trace.fake_cache import FakeCache, described
 
 ATEN = torch.ops.aten
 
 
 @pytest.fixture
-def precedents() -> Iterator[Precedents]:
+def fake_cache() -> Iterator[FakeCache]:
     with FakeTensorMode() as mode:
-        yield Precedents(mode)
+        yield FakeCache(mode)
 
 
 CALLS: list[tuple[Any, Callable[[Tensor], tuple[Any, ...]], Callable[[Tensor], dict[str, Any]]]] = [
@@ -39,30 +39,30 @@ CALLS: list[tuple[Any, Callable[[Tensor], tuple[Any, ...]], Callable[[Tensor], d
 
 @pytest.mark.parametrize(("operator", "args", "named"), CALLS, ids=lambda value: str(value).split("<")[0])
 def test_what_is_made_again_is_alike(
-    precedents: Precedents, operator: Any, args: Callable[..., Any], named: Callable[..., Any]
+    fake_cache: FakeCache, operator: Any, args: Callable[..., Any], named: Callable[..., Any]
 ) -> None:
     """In shape, strides, number format, and in whose memory it has."""
     told: list[Any] = []
-    for run in (operator, *[lambda *args, **named: precedents.run(operator, args, named)] * 2):
+    for run in (operator, *[lambda *args, **named: fake_cache.run(operator, args, named)] * 2):
         values = torch.empty(4, 6)
         given, by_name = args(values), named(values)
         told.append(described(run(*given, **by_name), (*given, *by_name.values())))
     assert told[0] == told[1] == told[2]
-    assert len(precedents.known) == 1
+    assert len(fake_cache.known) == 1
 
 
-def test_what_is_made_again_has_attributes_of_its_own(precedents: Precedents) -> None:
+def test_what_is_made_again_has_attributes_of_its_own(fake_cache: FakeCache) -> None:
     """All that torch gives a tensor without memory."""
     values = torch.empty(4, 6)
-    first, second, third = (precedents.run(ATEN.mm.default, (values, values.t()), {}) for _ in range(3))
+    first, second, third = (fake_cache.run(ATEN.mm.default, (values, values.t()), {}) for _ in range(3))
     assert vars(first) == vars(second) == vars(third)
-    assert vars(first)["fake_mode"] is precedents.mode
+    assert vars(first)["fake_mode"] is fake_cache.mode
     second.constant = values
     assert third.constant is None
-    assert precedents.run(ATEN.neg.default, (third,), {}).device == values.device
+    assert fake_cache.run(ATEN.neg.default, (third,), {}).device == values.device
 
 
-def test_what_was_met_once_is_not_worked_out_again(precedents: Precedents) -> None:
+def test_what_was_met_once_is_not_worked_out_again(fake_cache: FakeCache) -> None:
     calls: list[int] = []
 
     def double(values: Tensor) -> Tensor:
@@ -70,42 +70,42 @@ def test_what_was_met_once_is_not_worked_out_again(precedents: Precedents) -> No
         return values * 2
 
     for shape in ((2, 3), (2, 3), (3, 2), (2, 3)):
-        assert precedents.run(double, (torch.empty(shape),), {}).shape == shape
+        assert fake_cache.run(double, (torch.empty(shape),), {}).shape == shape
     assert len(calls) == 2
 
 
-def test_formats_numbers_and_strides_tell_arguments_apart(precedents: Precedents) -> None:
+def test_formats_numbers_and_strides_tell_arguments_apart(fake_cache: FakeCache) -> None:
     whole, half = torch.empty(2, 3), torch.empty(2, 3, dtype=torch.float16)
-    assert precedents.run(ATEN.mul.Tensor, (whole, 2), {}).dtype is torch.float32
-    assert precedents.run(ATEN.mul.Tensor, (half, 2), {}).dtype is torch.float16
+    assert fake_cache.run(ATEN.mul.Tensor, (whole, 2), {}).dtype is torch.float32
+    assert fake_cache.run(ATEN.mul.Tensor, (half, 2), {}).dtype is torch.float16
     count = torch.ones(2, dtype=torch.long)
-    assert precedents.run(ATEN.mul.Tensor, (count, 1), {}).dtype is torch.long
-    assert precedents.run(ATEN.mul.Tensor, (count, 1.0), {}).dtype is torch.float32
+    assert fake_cache.run(ATEN.mul.Tensor, (count, 1), {}).dtype is torch.long
+    assert fake_cache.run(ATEN.mul.Tensor, (count, 1.0), {}).dtype is torch.float32
     square = torch.empty(3, 3)
-    assert precedents.run(ATEN.clone.default, (square,), {}).stride() == (3, 1)
-    assert precedents.run(ATEN.clone.default, (square.t(),), {}).stride() == (1, 3)
+    assert fake_cache.run(ATEN.clone.default, (square,), {}).stride() == (3, 1)
+    assert fake_cache.run(ATEN.clone.default, (square.t(),), {}).stride() == (1, 3)
 
 
-def test_what_depends_on_values_still_raises(precedents: Precedents) -> None:
+def test_what_depends_on_values_still_raises(fake_cache: FakeCache) -> None:
     for _ in range(2):
         with pytest.raises(DynamicOutputShapeException):
-            precedents.run(ATEN.nonzero.default, (torch.empty(3),), {})
+            fake_cache.run(ATEN.nonzero.default, (torch.empty(3),), {})
 
 
-def test_tensors_of_another_mode_are_left_to_it(precedents: Precedents) -> None:
+def test_tensors_of_another_mode_are_left_to_it(fake_cache: FakeCache) -> None:
     mine = torch.empty(2)
-    precedents.run(ATEN.neg.default, (mine,), {})
+    fake_cache.run(ATEN.neg.default, (mine,), {})
     with FakeTensorMode() as other:
-        theirs = precedents.run(ATEN.neg.default, (torch.empty(2),), {})
+        theirs = fake_cache.run(ATEN.neg.default, (torch.empty(2),), {})
         assert theirs.fake_mode is other
-    assert len(precedents.known) == 1
+    assert len(fake_cache.known) == 1
 
 
-def test_memory_that_an_argument_in_a_list_owns_is_not_made_anew(precedents: Precedents) -> None:
+def test_memory_that_an_argument_in_a_list_owns_is_not_made_anew(fake_cache: FakeCache) -> None:
     def first(tensors: list[Tensor]) -> Tensor:
         return tensors[0].view(-1)
 
     for _ in range(2):
         values = torch.empty(2, 3)
-        out = precedents.run(first, ([values],), {})
+        out = fake_cache.run(first, ([values],), {})
         assert out.untyped_storage()._cdata == values.untyped_storage()._cdata
