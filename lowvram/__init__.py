@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lowvram.config.version import __version__ as __version__
+from lowvram.config import version
 
 if TYPE_CHECKING:
     from lowvram.api import Knob, Measured, Part, Rig, Task, assemble, knob, ledger, load, measure, plan, step, task
 
+__version__ = version.__version__
 __all__ = [
     "Knob",
     "Measured",

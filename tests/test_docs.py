@@ -19,4 +19,4 @@ def test_every_option_has_its_figures(option: tuple[str, str]) -> None:
     name = "=".join(option)
     rows = re.findall(rf"^\| `{name}(?: [^`]+)?` \| .*%", MEASURED, re.MULTILINE)
     elsewhere = re.findall(rf"^- `{name}` needs ", MEASURED, re.MULTILINE)
-    assert len(rows) >= MODELS or elsewhere, f"run scripts/bench_knobs.py for {name}"
+    assert len(rows) >= MODELS or elsewhere, f"run scripts/benchmarks/bench_knobs.py for {name}"

@@ -13,7 +13,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, conflicts
 from lowvram.knobs.ckpt import RecomputeEvery
-from scripts.pairs import all_pairs, covering_rows
+from scripts.pages.pairs import all_pairs, covering_rows
 from tests.laboratory import CPU, KNOBS, NEUTRAL, OPTIONS, PROBLEMS, fitting, knobs_of, named, train
 from tests.test_laws import Pair, words
 

@@ -1,6 +1,6 @@
 """Knobs that nobody else has working together: real points, against the same point with the plain loop in their place.
 
-All other pairs: scripts/compatibility.py.
+All other pairs: scripts/pages/compatibility.py.
 """
 
 from __future__ import annotations

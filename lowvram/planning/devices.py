@@ -35,7 +35,7 @@ class DeviceSpec:
     bf16_flops_per_s: float | None = None
     fp16_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
-    error_median: float | None = None  # of plans for it, relative, as scripts/plan_accuracy.py has measured them
+    error_median: float | None = None  # of plans for it, relative: scripts/benchmarks/plan_accuracy.py
     error_p95: float | None = None
     error_where: str | None = None
 

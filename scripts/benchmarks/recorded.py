@@ -1,7 +1,7 @@
 """What a real device's allocator did, as recorded, and whether the replay does the same to the byte. Imports no torch.
 
 torch records every action of the allocator (torch.cuda.memory._record_memory_history, and `device_traces` of
-torch.cuda.memory._snapshot). scripts/record_allocator_trace.py keeps some in docs/results.
+torch.cuda.memory._snapshot). scripts/benchmarks/record_allocator_trace.py keeps some in docs/results.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lowvram.config.settings import KNOB_GROUPS
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
 from lowvram.worker.job import import_libraries
-from scripts.pairs import all_pairs, covering_rows, label, why_not
+from scripts.pages.pairs import all_pairs, covering_rows, label, why_not
 
 ABSENT = absent_facts(torch.device("cpu"))
 HERE = [option for option in all_options() if not why_not([option], ABSENT)]

@@ -1,4 +1,4 @@
-"""scripts/bench_headline.py: which points it makes of a waterfall, and what its page says of rows."""
+"""scripts/benchmarks/bench_headline.py: which points it makes of a waterfall, and what its page says of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowvram.results.row import Row, empty_row, merge
-from scripts.bench_headline import BANDS, WATERFALL, asked, band_lines, group_of, waterfall_lines
+from scripts.benchmarks.bench_headline import BANDS, WATERFALL, asked, band_lines, group_of, waterfall_lines
 
 
 def test_each_point_adds_one_knob() -> None:

@@ -1,4 +1,4 @@
-"""scripts/bench_knobs.py goes on where it stopped."""
+"""scripts/benchmarks/bench_knobs.py goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lowvram.config.registry import Option
 from lowvram.results.row import Row, empty_row, merge
-from scripts.bench_knobs import Bench, Book, name_of
+from scripts.benchmarks.bench_knobs import Bench, Book, name_of
 from scripts.benchmarks.runs import Runs
 
 EVERY1, EVERY2, PARTS, MORE_PARTS = ("ckpt", "every1"), ("ckpt", "every2"), ("accum", "x2"), ("accum", "x4")

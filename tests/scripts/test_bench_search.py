@@ -1,4 +1,4 @@
-"""scripts/bench_search.py: what it says of grids and searches that were made up."""
+"""scripts/benchmarks/bench_search.py: what it says of grids and searches that were made up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench_search import (
+from scripts.benchmarks.bench_search import (
     MIB,
     NUM_RIVALS,
     NUM_ROUNDS,
@@ -22,7 +22,7 @@ from scripts.bench_search import (
     others_share,
     rate,
 )
-from scripts.bench_search_report import Point, Probe, Result, lines, lost, ranks
+from scripts.benchmarks.bench_search_report import Point, Probe, Result, lines, lost, ranks
 from scripts.benchmarks.runs import Runs
 
 

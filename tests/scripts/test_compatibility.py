@@ -10,8 +10,8 @@ import torch
 from lowvram.config.registry import all_options, neutral_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
-from scripts.compatibility import FLOOR, PAGE, Tried, fault, tolerance
-from scripts.pairs import all_pairs, label, why_not
+from scripts.pages.compatibility import FLOOR, PAGE, Tried, fault, tolerance
+from scripts.pages.pairs import all_pairs, label, why_not
 
 ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
 
@@ -24,7 +24,7 @@ def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
 
 def test_the_page_counts_today_s_options() -> None:
     (number,) = re.findall(r"^\| all \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
-    assert int(number) == len(all_pairs(all_options())), "run scripts/compatibility.py"
+    assert int(number) == len(all_pairs(all_options())), "run scripts/pages/compatibility.py"
 
 
 def test_the_page_has_no_failures() -> None:

@@ -1,4 +1,4 @@
-"""scripts/contestants.py: processes that run side by side."""
+"""scripts/benchmarks/contestants.py: processes that run side by side."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.contestants import Case, apart
+from scripts.benchmarks.contestants import Case, apart
 
 CASE = Case("tiny", "gpt2", "causal_lm", {"vocab_size": 8}, ("train.batch_size=1",), 1)
 PROGRAM = """
 import json, sys, time
-from scripts.contestants import meet
+from scripts.benchmarks.contestants import meet
 
 name = sys.argv[sys.argv.index("--perform") + 2]
 if name == "broken":

@@ -12,9 +12,9 @@ import pytest
 from lowvram.config.identity import ROOT
 from lowvram.results import row as rows
 from lowvram.results.row import MIB, Row, empty_row, merge
-from scripts import doc_tables
-from scripts.doc_tables import RESULTS, main
-from scripts.technique_rows import point_words, read
+from scripts.pages import doc_tables
+from scripts.pages.doc_tables import RESULTS, main
+from scripts.pages.technique_rows import point_words, read
 
 COMMAND = "python train.py -m debug=measure logger=none model=transformer,resnet ckpt=none,every1\n"
 WORDS = [f"model={model} ckpt={option}" for model in ("transformer", "resnet") for option in ("none", "every1")]

@@ -1,4 +1,4 @@
-"""scripts/plan_accuracy.py: what it says of points that were made up, and what it does not do twice."""
+"""scripts/benchmarks/plan_accuracy.py: what it says of points that were made up, and what it does not do twice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ import pytest
 
 from lowvram.config.errors import BadInput
 from scripts.benchmarks.accuracy import Errors, Pair, Verdicts, errors_of, verdicts_of
-from scripts.plan_accuracy import CPU_QUANTITIES, CUDA_QUANTITIES, Book, asked, by_name, freeze, key_of, measure
-from scripts.plan_accuracy_points import COMPILED, TRANSFORMER, Spec, cpu_points, cuda_points, spec
-from scripts.plan_accuracy_report import Report
+from scripts.benchmarks.plan_accuracy import (
+    CPU_QUANTITIES,
+    CUDA_QUANTITIES,
+    Book,
+    asked,
+    by_name,
+    freeze,
+    key_of,
+    measure,
+)
+from scripts.benchmarks.plan_accuracy_points import COMPILED, TRANSFORMER, Spec, cpu_points, cuda_points, spec
+from scripts.benchmarks.plan_accuracy_report import Report
 
 SPECS = [Spec(TRANSFORMER, name, [f"name={name}"]) for name in ("a", "b", "c")]
 
@@ -148,7 +157,7 @@ def test_other_words_are_another_point(tmp_path: Path) -> None:
 
 
 def test_predictions_stay_as_they_were_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.plan_accuracy.tracked", lambda runs, words: 7)
+    monkeypatch.setattr("scripts.benchmarks.plan_accuracy.tracked", lambda runs, words: 7)
     book, runs = book_of(tmp_path), FakeRuns()
     for _ in range(2):
         freeze(book, SPECS, runs, [], "cpu")  # pyright: ignore[reportArgumentType]

@@ -13,8 +13,8 @@ import pytest
 from lowvram.config.identity import ROOT
 from lowvram.core.step import step
 from lowvram.planning.memory.replay import FREE, Event, needs_of, replay
+from scripts.benchmarks.record_allocator_trace import CASES, record_apart
 from scripts.benchmarks.recorded import Action, Kind, Recording, Sample, actions_of, first_difference, load_recording
-from scripts.record_allocator_trace import CASES, record_apart
 from tests.laboratory import CPU, needs_gpu
 
 MIB = 2**20
@@ -188,7 +188,9 @@ def test_expandable_segments() -> None:
 # On a device
 
 
-@pytest.mark.skipif(not RECORDINGS, reason="no trace of a device was recorded: scripts/record_allocator_trace.py")
+@pytest.mark.skipif(
+    not RECORDINGS, reason="no trace of a device was recorded: scripts/benchmarks/record_allocator_trace.py"
+)
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parts[-3]}/{path.stem}")
 def test_every_recorded_trace_is_replayed_to_the_byte(path: Path) -> None:
     kept = load_recording(path)

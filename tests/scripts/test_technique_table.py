@@ -14,10 +14,10 @@ from lowvram.config.identity import CONF
 from lowvram.config.registry import neutral_options, node_of
 from lowvram.results import row as rows
 from lowvram.results.row import MIB, Row, empty_row, merge
-from scripts.technique_claims import CLAIMS, NOT_MEASURED
-from scripts.technique_page import WHEN, page
-from scripts.technique_rows import Sweep, keep, read, sweeps
-from scripts.technique_table import main
+from scripts.pages.technique_claims import CLAIMS, NOT_MEASURED
+from scripts.pages.technique_page import WHEN, page
+from scripts.pages.technique_rows import Sweep, keep, read, sweeps
+from scripts.pages.technique_table import main
 
 SIZES = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 60, "host": 0}
 
@@ -161,7 +161,7 @@ def test_a_changed_row_changes_the_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["--check"], results, target) == 0
     path.write_text(path.read_text().replace(f'"peak_bytes": {70 * MIB}', f'"peak_bytes": {71 * MIB}'))
     assert main(["--check"], results, target) == 1
-    assert "run scripts/python scripts/technique_table.py" in capsys.readouterr().err
+    assert "run scripts/python scripts/pages/technique_table.py" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_sweep_is_one_sentence(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from lowvram.config.registry import knob_of
 from lowvram.loops.session import Session
 from lowvram.worker.mfu import mfu, model_flops, peak_rate
 from tests.laboratory import OPTIONS
-from tests.loops.conftest import make_session as make_session
 
 
 def test_rates_are_found_by_what_the_driver_calls_a_card() -> None:

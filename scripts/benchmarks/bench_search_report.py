@@ -1,5 +1,4 @@
-"""The report of scripts/bench_search.py: a search's pick beside the best of a grid, as a page of Markdown. Imports no
-torch."""
+"""The report of bench_search.py: a search's pick beside the best of a grid, as a page of Markdown. Imports no torch."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from statistics import mean
 from lowvram.config.registry import knob_of, neutral_options
 from lowvram.results.columns import value_at
 from lowvram.results.row import MIB, Row, Status
-from scripts.technique_claims import CLAIMS, NOT_MEASURED, Found, percent, sizes, times
-from scripts.technique_rows import Sweep
+from scripts.pages.technique_claims import CLAIMS, NOT_MEASURED, Found, percent, sizes, times
+from scripts.pages.technique_rows import Sweep
 
 HELD = ("peak", "weights", "gradients", "optimizer", "activations", "host")
 COSTS = ("speed", "step, ms", "gradient error", "loss gap")
@@ -42,9 +42,9 @@ WHEN = {
 INTRODUCTION = """\
 # What each technique saves, and costs
 
-Made by `scripts/python scripts/technique_table.py` out of the rows in [docs/results](results) (`*/techniques/`), which
-real sweeps have left; a test holds it to them, byte for byte. The numbers belong to their device and their size of
-model: the command above each table makes them again on yours.
+Made by `scripts/python scripts/pages/technique_table.py` out of the rows in [docs/results](results) (`*/techniques/`),
+which real sweeps have left; a test holds it to them, byte for byte. The numbers belong to their device and their size
+of model: the command above each table makes them again on yours.
 
 Bytes are MiB. *Weights*, *gradients*, *optimizer* (its state), *activations* and *host* are each kind's own maximum
 over the run; they don't fall on the same moment, so they don't add up to the peak. Below the baseline stands the change

@@ -1,7 +1,7 @@
 """What each knob saves, costs in speed and costs in accuracy: one option at a time against the baseline.
 
-    scripts/python scripts/bench_knobs.py [rounds] [only=GROUP,GROUP] [to=FILE] [overrides]
-    scripts/python scripts/bench_knobs.py 3 only=logits model=gpt2 data=synthetic train.batch_size=4 data.eval_samples=1
+    scripts/python scripts/benchmarks/bench_knobs.py [rounds] [only=GROUP,GROUP] [to=FILE] [overrides]
+    scripts/python scripts/benchmarks/bench_knobs.py 3 only=logits model=gpt2 data=synthetic train.batch_size=4
 
 Points of the command line, each in a fresh process. Every round goes through all options, with a baseline before and
 after each two of them; an option's step time is divided by the mean of the baselines around it, and the table has the
@@ -10,7 +10,7 @@ the same weights: one plain SGD step of a large rate, read off the saved weights
 that the machine can't have are named with the reason.
 
 What was measured is kept in FILE (outputs/bench_knobs.jsonl), line by line, and not measured again: more rounds, or a
-new option, add to it. docs/knobs.md is made from docs/results/cpu/bench_knobs.jsonl, by scripts/doc_tables.py.
+new option, add to it. docs/knobs.md is made from docs/results/cpu/bench_knobs.jsonl, by scripts/pages/doc_tables.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lowvram.fidelity.worker import compared
 from lowvram.loops.export import load
 from lowvram.loops.setup import open_data
 from lowvram.results.row import Row, Status, to_json
-from scripts.bench_knobs_report import Line, table
+from scripts.benchmarks.bench_knobs_report import Line, table
 from scripts.benchmarks.runs import Runs
-from scripts.pairs import why_not
+from scripts.pages.pairs import why_not
 
 RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and nothing else
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]

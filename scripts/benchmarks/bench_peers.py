@@ -1,6 +1,6 @@
 """Our command line beside a loop written by hand, Hugging Face's Trainer and Lightning's: peak memory and speed.
 
-    scripts/python scripts/bench_peers.py [full|scaled] [rounds=4] [savings=bf16,checkpointing,8bit,micro1] [words]
+    scripts/python scripts/benchmarks/bench_peers.py [full|scaled] [rounds=4] [savings=bf16,checkpointing,…] [words]
 
 The same model (random weights of a GPT-2 of transformers), samples, order, logical batch, precision and optimizer;
 twice: plainly in fp32, and with all that everyone offers to save memory: autocast to bf16, checkpointing, AdamW of
@@ -27,9 +27,19 @@ from statistics import median
 from typing import Any
 
 from lowvram.config.identity import ROOT, device_name
-from scripts.bench_headline import results_folder
-from scripts.contestants import BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE, Case, make_model, perform, shown, timed
-from scripts.peers import CONTESTANTS
+from scripts.benchmarks.bench_headline import results_folder
+from scripts.benchmarks.contestants import (
+    BF16,
+    CHECKPOINTING,
+    EIGHT_BITS,
+    ONE_BY_ONE,
+    Case,
+    make_model,
+    perform,
+    shown,
+    timed,
+)
+from scripts.benchmarks.peers import CONTESTANTS
 
 FOLDER = ROOT / "outputs" / "bench_peers"
 NAMES = {"ours": "ours", "by_hand": "by hand", "trainer": "Hugging Face Trainer", "lightning": "Lightning"}
@@ -89,7 +99,8 @@ def page(cases: Sequence[Case], lines: Sequence[Line]) -> Iterator[str]:
     """Markdown."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "lightning"))
     yield "# Our command line beside its peers\n"
-    yield f"Made by `{shlex.join(['scripts/bench_peers.py', *sys.argv[1:]])}` on {device_name()}, {versions}."
+    command = shlex.join(["scripts/benchmarks/bench_peers.py", *sys.argv[1:]])
+    yield f"Made by `{command}` on {device_name()}, {versions}."
     yield "Medians over rounds (least to most); ratios are medians of those in a round. Each runs in a process of"
     yield "its own, on a CPU side by side with the others."
     for case in cases:

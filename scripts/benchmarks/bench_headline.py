@@ -1,8 +1,8 @@
 """How small a training run becomes, knob by knob, and what that costs: `sweep=waterfall` of a Transformer and of a
 ResNet, from eager fp32 with AdamW down to all knobs together.
 
-    scripts/python scripts/bench_headline.py [full|scaled] [case=transformer,resnet,transformer_band,resnet_band]
-                                             [last=GROUP,...] [without=GROUP,...] [overrides...]
+    scripts/python scripts/benchmarks/bench_headline.py [full|scaled]
+        [case=transformer,resnet,transformer_band,resnet_band] [last=GROUP,...] [without=GROUP,...] [overrides...]
 
 full: gpt2_medium at 32 x 1,024 tokens and resnet50 at 224 px and 256 images, for one CUDA device. scaled: the same on a
 CPU, a Transformer of 8 layers, 512 features and 50,257 tokens at 16 x 256, resnet50 at 128 px and 32 images. A band
@@ -111,7 +111,7 @@ def page(plan: Plan, case: str, rows: Sequence[Row]) -> Iterator[str]:
     """Markdown about one case."""
     about = rows[0]["provenance"]
     yield f"# {TITLES[case]}\n"
-    yield f"Made by `{shlex.join(['scripts/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
+    yield f"Made by `{shlex.join(['scripts/benchmarks/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
     yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}:\n"
     yield f"`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
     yield from (band_lines if case in BANDS else waterfall_lines)(rows)

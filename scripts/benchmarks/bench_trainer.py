@@ -1,6 +1,6 @@
 """Our fine-tuning step against that of Hugging Face's Trainer: same weights, samples, order, precision and optimizer.
 
-    taskset -c 1 env OMP_NUM_THREADS=1 scripts/python scripts/bench_trainer.py outputs/bench_trainer [rounds]
+    taskset -c 1 env OMP_NUM_THREADS=1 scripts/python scripts/benchmarks/bench_trainer.py outputs/bench_trainer [rounds]
 
 Each measurement is a fresh process: the command line with process=inline, or a Trainer in its plain loop (nothing
 logged, saved or evaluated, no workers, its own fused AdamW). Both of a round run side by side and share the core in
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.config.identity import device_name
-from scripts.contestants import KEPT, Case, apart, make_model, perform, shown, timed
-from scripts.peers import CONTESTANTS
+from scripts.benchmarks.contestants import KEPT, Case, apart, make_model, perform, shown, timed
+from scripts.benchmarks.peers import CONTESTANTS
 
 BOTH = ("ours", "trainer")
 GPT2 = {"vocab_size": 1024, "n_positions": 128, "n_embd": 192, "n_layer": 4, "n_head": 4}
@@ -74,7 +74,8 @@ def report(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
 
     yield "# Our fine-tuning step beside that of Hugging Face's Trainer\n"
     where = f"{device_name()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    yield f"`taskset -c 1 env OMP_NUM_THREADS=1 scripts/python scripts/bench_trainer.py FOLDER`: {where}. One thread on"
+    command = "taskset -c 1 env OMP_NUM_THREADS=1 scripts/python scripts/benchmarks/bench_trainer.py FOLDER"
+    yield f"`{command}`: {where}. One thread on"
     yield "one core, and seconds are those that a process itself took of it. malloc is as it comes to each, but where"
     yield "freed memory is kept for both. Medians over rounds (least to most), each process fresh, both side by side;"
     yield "the ratio is that in a round.\n"

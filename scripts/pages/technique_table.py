@@ -1,8 +1,8 @@
 """docs/techniques.md: each technique's memory by kind, speed, fidelity and effort, and the field's claims beside them.
 
-    scripts/python scripts/technique_table.py                   writes the page, out of the rows in docs/results
-    scripts/python scripts/technique_table.py --check           1 if the page is not what these rows say
-    scripts/python scripts/technique_table.py --keep FOLDER...  keeps the sweeps in these folders, then writes the page
+    scripts/python scripts/pages/technique_table.py                   writes the page, out of the rows in docs/results
+    scripts/python scripts/pages/technique_table.py --check           1 if the page is not what these rows say
+    scripts/python scripts/pages/technique_table.py --keep FOLDER...  keeps the sweeps in these folders, writes the page
 
 `--before` is what stood before the sweeps' commands, such as "taskset -c 1 env OMP_NUM_THREADS=1"; `--device` the
 folder of docs/results that they belong to. The sweeps are one_at_a_time, waterfall, sharding and batch_size, each of
@@ -19,8 +19,8 @@ from pathlib import Path
 from lowvram.config.errors import Refused
 from lowvram.config.identity import ROOT
 from lowvram.results.files.durable import write_text
-from scripts.technique_page import page
-from scripts.technique_rows import RESULTS, keep, sweeps
+from scripts.pages.technique_page import page
+from scripts.pages.technique_rows import RESULTS, keep, sweeps
 
 PAGE = ROOT / "docs" / "techniques.md"
 
@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS, target
     if not typed.check:
         write_text(target, text)
     elif not target.is_file() or target.read_text(encoding="utf-8") != text:
-        print(f"{target.name} isn't what its rows say: run scripts/python scripts/technique_table.py", file=sys.stderr)
+        print(
+            f"{target.name} isn't what its rows say: run scripts/python scripts/pages/technique_table.py",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

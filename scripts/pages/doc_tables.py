@@ -1,9 +1,9 @@
 """The measured tables of README.md and docs/*.md, each made of rows that the commands above it have left.
 
-    scripts/python scripts/doc_tables.py                        writes the tables into their pages
-    scripts/python scripts/doc_tables.py --check                1 if a page is not what its rows say
-    scripts/python scripts/doc_tables.py --run NAME...          runs the commands above NAME's table, keeps rows, writes
-    scripts/python scripts/doc_tables.py --keep NAME FOLDER... the same, of commands that have left these folders
+    scripts/python scripts/pages/doc_tables.py                        writes the tables into their pages
+    scripts/python scripts/pages/doc_tables.py --check                1 if a page is not what its rows say
+    scripts/python scripts/pages/doc_tables.py --run NAME...          runs the commands above NAME's table, writes
+    scripts/python scripts/pages/doc_tables.py --keep NAME FOLDER... the same, of commands that have left these folders
 
 A page says where a table stands, in which shape, of which rows and with which figures of each:
 
@@ -11,7 +11,7 @@ A page says where a table stands, in which shape, of which rows and with which f
     <!-- end -->
 
 Rows lie in docs/results/cpu/docs/NAME.jsonl, headed by their commands, which the page's last block of bash must repeat.
-The shapes are in scripts/doc_shapes.py. An excerpt of what a command has printed is written by hand; each of its lines
+The shapes are in doc_shapes.py. An excerpt of what a command has printed is written by hand; each of its lines
 must be among those that were printed.
 """
 
@@ -31,8 +31,8 @@ from lowvram.config.errors import Refused
 from lowvram.config.identity import ROOT
 from lowvram.results import table
 from lowvram.results.files.durable import write_text
-from scripts.doc_shapes import SHAPES, Place
-from scripts.technique_rows import stripped
+from scripts.pages.doc_shapes import SHAPES, Place
+from scripts.pages.technique_rows import stripped
 
 RESULTS = ROOT / "docs" / "results" / "cpu"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -138,7 +138,7 @@ def brought(page: Page, results: Path, is_check: bool) -> str | None:
     except Refused as error:
         return str(error)
     if text != page.path.read_text(encoding="utf-8") and is_check:
-        return f"{page.path.name} isn't what its rows say: run scripts/python scripts/doc_tables.py"
+        return f"{page.path.name} isn't what its rows say: run scripts/python scripts/pages/doc_tables.py"
     if not is_check:
         write_text(page.path, text)
     return None

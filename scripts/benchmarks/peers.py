@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from scripts.contestants import (
+from scripts.benchmarks.contestants import (
     BF16,
     CHECKPOINTING,
     EIGHT_BITS,

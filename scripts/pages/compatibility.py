@@ -1,6 +1,6 @@
 """Every pair of options over all knob groups: does it train, within its tolerance, or is it refused in one sentence?
 
-    scripts/python scripts/compatibility.py [FOLDER] [only=GROUP | without=GROUP]
+    scripts/python scripts/pages/compatibility.py [FOLDER] [only=GROUP | without=GROUP]
 
 A few whole configurations that together hold every pair that no fact refuses are run on both models, as points of the
 command line (mode=measure, tiny models, two ranks where an option needs several). Losses and gradient norms of five
@@ -31,7 +31,7 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
 from lowvram.results.metric_lines import FILE_NAME, read_lines
 from scripts.benchmarks.runs import Runs
-from scripts.pairs import Row, all_pairs, covering_rows, label, why_not
+from scripts.pages.pairs import Row, all_pairs, covering_rows, label, why_not
 
 PAGE = ROOT / "docs" / "compatibility.md"
 FLOOR = 1e-4  # relative: what rounding in another order may do to five steps of AdamW
@@ -51,8 +51,8 @@ ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: 
 EXTRA = {("precision", "fp16"): ["precision.init_scale=1024"]}  # a scale that no first step overflows
 INTRODUCTION = """# Compatibility
 
-Which options train together. Made by `scripts/python scripts/compatibility.py`; the suite holds it against the facts
-that the knobs declare ([adding_a_knob.md](adding_a_knob.md)).
+Which options train together. Made by `scripts/python scripts/pages/compatibility.py`; the suite holds it against the
+facts that the knobs declare ([adding_a_knob.md](adding_a_knob.md)).
 
 torch {torch}, Python {python}, CPU. {rows} configurations hold every pair that no fact refuses, and that is not left
 to the suite. Each ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks

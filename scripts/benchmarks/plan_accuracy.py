@@ -1,9 +1,9 @@
 """How far plans lie from what points really take: predictions are frozen to a file first, then every point is measured.
 
-    scripts/python scripts/plan_accuracy.py [FOLDER] [only=FAMILIES] [most=N] [print]
+    scripts/python scripts/benchmarks/plan_accuracy.py [FOLDER] [only=FAMILIES] [most=N] [print]
 
 FAMILIES are some of transformer, hugging_face, convolution, compiled, with commas; without, all. Every point
-(scripts/plan_accuracy_points.py) is planned with mode=plan, and then runs two updates in a fresh process with
+(plan_accuracy_points.py) is planned with mode=plan, and then runs two updates in a fresh process with
 mode=measure. On CUDA allocated and reserved bytes are held against the allocator's; on a CPU the least memory that the
 plan asks for against the growth of the process with allocator=tight, never against the ledger that plans share.
 Simple ways to predict stand beside it. FOLDER (default: outputs/plan_accuracy) keeps predictions.jsonl and
@@ -36,9 +36,9 @@ from lowvram.core.step import step
 from lowvram.loops.setup import open_data
 from lowvram.planning.trace.fake import example
 from lowvram.results.row import Row, Status
+from scripts.benchmarks.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
+from scripts.benchmarks.plan_accuracy_report import Line, Quantity, Report
 from scripts.benchmarks.runs import Runs
-from scripts.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
-from scripts.plan_accuracy_report import Line, Quantity, Report
 
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and AdamW's two moments
 TRACKED_EVERY = 6  # MemTracker looks at each so many-th point: it takes up to half a minute
@@ -220,7 +220,7 @@ def main() -> None:
     baselines = {name: key for name, key in BASELINES.items() if not (is_cuda and key == "allocated_bytes")}
     quantities = CUDA_QUANTITIES if is_cuda else CPU_QUANTITIES
     report = Report(specs, by_name(specs, predictions), by_name(specs, measured), quantities, baselines)
-    command = " ".join(["scripts/python scripts/plan_accuracy.py", *sys.argv[1:]])
+    command = " ".join(["scripts/python scripts/benchmarks/plan_accuracy.py", *sys.argv[1:]])
     print(f"# Planned beside measured\n\n`{command}`: torch {torch.__version__}, {device_name()}; MiB.\n")
     print("\n".join(report.lines()))
 

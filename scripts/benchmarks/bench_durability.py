@@ -1,6 +1,6 @@
 """What it costs that results are on the disk before the program goes on: each thing written with fsync and without.
 
-    scripts/python scripts/bench_durability.py [pairs] [in=FOLDER] [to=PAGE.md]
+    scripts/python scripts/benchmarks/bench_durability.py [pairs] [in=FOLDER] [to=PAGE.md]
 
 A pair is one writing with and one without, in a row and in turns of who comes first, in FOLDER (outputs/durability),
 which names the disk. What happens between two snapshots is written once for each: the lines of metrics.jsonl and the
@@ -90,8 +90,8 @@ def report(found: dict[str, list[tuple[float, float]]], num_pairs: int) -> str:
     lines = [
         "# What it costs that results are on the disk",
         "",
-        f"`scripts/bench_durability.py {num_pairs}`, torch {torch.__version__}, {os.cpu_count()} cores, which other",
-        f"programs used too. {num_pairs} pairs: medians in ms, and 5 to 95 % of them.",
+        f"`scripts/benchmarks/bench_durability.py {num_pairs}`, torch {torch.__version__}, {os.cpu_count()} cores,",
+        f"which other programs used too. {num_pairs} pairs: medians in ms, and 5 to 95 % of them.",
         "",
         "| written | with fsync | without | difference within a pair |",
         "|---|---:|---:|---:|",

@@ -8,7 +8,7 @@ from statistics import mean
 
 from lowvram.results.columns import value_at
 from lowvram.results.row import MIB, Row, Status
-from scripts.technique_rows import Sweep
+from scripts.pages.technique_rows import Sweep
 
 Found = Mapping[str, Sweep]  # of one model on one device, by preset
 Measured = Callable[[Found], "str | None"]

@@ -1,4 +1,4 @@
-"""The report of scripts/plan_accuracy.py: predicted beside measured, as a page of Markdown. Imports no torch."""
+"""The report of plan_accuracy.py: predicted beside measured, as a page of Markdown. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from scripts.benchmarks.accuracy import Errors, Pair, errors_of, verdicts_of
-from scripts.plan_accuracy_points import FAMILIES, Spec
+from scripts.benchmarks.plan_accuracy_points import FAMILIES, Spec
 
 SHARES = (0.9, 1.1, 1.25)  # budgets, as shares of what was measured
 MARGINS = (0.0, 0.1)

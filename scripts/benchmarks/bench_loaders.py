@@ -1,6 +1,6 @@
 """Padded, bucketed and packed batches of the same texts: padding, real tokens per second, and whether losses agree.
 
-    scripts/python scripts/bench_loaders.py [rounds] [to=PAGE.md]
+    scripts/python scripts/benchmarks/bench_loaders.py [rounds] [to=PAGE.md]
 
 The texts are the docstrings of Python's own library, one a sample. Each contestant trains a model of its own, with the
 same initial weights; they take turns, step by step, in one process. Rates are told as a median with its spread over
@@ -141,7 +141,7 @@ def report(texts: Data, found: list[Contestant], rounds: int) -> str:
     lines = [
         "# Loaders of texts of uneven lengths",
         "",
-        f"`scripts/bench_loaders.py {rounds}`, pinned to a core: torch {torch.__version__},",
+        f"`scripts/benchmarks/bench_loaders.py {rounds}`, pinned to a core: torch {torch.__version__},",
         f"{torch.get_num_threads()} thread. {texts.description.rpartition(';')[0]};",
         f"batches of {BATCH_SIZE}; the model of `model=transformer` with a context of {LENGTH}, AdamW, fp32.",
         f"{rounds} rounds, in which the loaders take turns: medians over rounds, and 5 to 95 % of them.",

@@ -1,6 +1,6 @@
 """How long plans take: a first trace, a price, and a sweep through the planner.
 
-    scripts/python scripts/bench_plan.py [rounds]
+    scripts/python scripts/benchmarks/bench_plan.py [rounds]
 
 Milliseconds of this process's CPU time on one thread, for a card, after all imports: medians with their range. A plan
 is all that `Planner` does: the trace or its price, what an allocator makes of it, the step's time, the row. The first

@@ -14,9 +14,9 @@ from lowvram.results.columns import value_at
 from lowvram.results.files.durable import write_text
 from lowvram.results.row import MIB, Row, Status
 from lowvram.results.table import label, render
-from scripts import bench_knobs_report
-from scripts.technique_page import machine
-from scripts.technique_rows import Sweep, point_words, read, write
+from scripts.benchmarks import bench_knobs_report
+from scripts.pages.technique_page import machine
+from scripts.pages.technique_rows import Sweep, point_words, read, write
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "host")
 Figure = Callable[[Row], str]
@@ -112,10 +112,10 @@ class Printed(Shape):
 
 
 class Knobs(Shape):
-    """What scripts/bench_knobs.py has kept of one model."""
+    """What scripts/benchmarks/bench_knobs.py has kept of one model."""
 
     def keep(self, place: Place, rows: Sequence[Row], printed: str, folder: Path) -> None:
-        raise Refused(f"run scripts/bench_knobs.py to={folder / 'bench_knobs.jsonl'}")
+        raise Refused(f"run scripts/benchmarks/bench_knobs.py to={folder / 'bench_knobs.jsonl'}")
 
     def lines(self, place: Place, folder: Path) -> Iterable[str]:
         lines = map(json.loads, (folder / "bench_knobs.jsonl").read_text(encoding="utf-8").splitlines())

@@ -1,5 +1,5 @@
-"""The points that scripts/plan_accuracy.py plans and measures: our own models and those of the library transformers, in
-many shapes and with many knobs."""
+"""The points that plan_accuracy.py plans and measures: our own models and those of the library transformers, in many
+shapes and with many knobs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What mode=search finds against the best of a grid that was measured exhaustively.
 
-    scripts/python scripts/bench_search.py [FOLDER] [model=transformer,resnet] [seconds=5]
+    scripts/python scripts/benchmarks/bench_search.py [FOLDER] [model=transformer,resnet] [seconds=5]
 
 Every point of the grid (six options of ckpt, five of accum) is measured for some seconds in a fresh process, without a
 budget. Then, for each of three budgets, mode=search picks from the same groups. What fits is what runs: points of the
@@ -33,7 +33,7 @@ from lowvram.config.identity import device_name, installed_version
 from lowvram.planning.time.calibration import num_threads
 from lowvram.results.row import Row, Status
 from lowvram.results.table import collect
-from scripts.bench_search_report import Plans, Point, Probe, Result, lines, lost
+from scripts.benchmarks.bench_search_report import Plans, Point, Probe, Result, lines, lost
 from scripts.benchmarks.runs import Runs
 
 GRID = {
@@ -214,7 +214,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = f"{device_name()}, torch {installed_version('torch')}, {num_threads()} threads"
     print("# The pick of a search beside the best of a grid\n")
-    print(f"`scripts/python scripts/bench_search.py {' '.join(sys.argv[1:])}`: {about}")
+    print(f"`scripts/python scripts/benchmarks/bench_search.py {' '.join(sys.argv[1:])}`: {about}")
     for model in given.get("model", ",".join(MODELS)).split(","):
         with Runs(folder / time.strftime("%H-%M-%S") / model) as runs:
             bench = Bench(runs, folder, model, float(given.get("seconds", 5)))

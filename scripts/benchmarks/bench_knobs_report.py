@@ -1,4 +1,4 @@
-"""The tables of scripts/bench_knobs.py, out of the lines that it has kept."""
+"""The tables of scripts/benchmarks/bench_knobs.py, out of the lines that it has kept."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Our step against a hand-written PyTorch loop: same model, batch and knobs, interleaved in one process.
 
-    scripts/python scripts/bench_step.py [rounds]
+    scripts/python scripts/benchmarks/bench_step.py [rounds]
 
 Prints the ratio of times (ours / by hand) as a median with its spread over rounds. A time alone means nothing on a
 shared machine; a ratio of neighbours does.

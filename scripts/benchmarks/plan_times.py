@@ -1,6 +1,6 @@
 """How well predicted times rank configurations here: each is planned with measured rates, and then measured.
 
-    scripts/python scripts/plan_times.py [model=transformer,resnet] [precision=fp32,bf16] [ckpt=none,every1]
+    scripts/python scripts/benchmarks/plan_times.py [model=transformer,resnet] [precision=fp32,bf16] [ckpt=none,every1]
                                          [accum=none,x4,x16] [words for every point, such as vram=2GiB or device=cpu]
 
 A table of predicted and measured milliseconds for each model, the correlation of their ranks, and what is lost by

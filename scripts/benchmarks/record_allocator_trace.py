@@ -1,6 +1,6 @@
 """What the allocator of a CUDA device does in a few steps of training, action by action, for the planner's replay.
 
-    scripts/python scripts/record_allocator_trace.py [FOLDER]
+    scripts/python scripts/benchmarks/record_allocator_trace.py [FOLDER]
 
 Leaves one JSON per case in FOLDER (docs/results/<device>/allocator_traces), each from a process of its own, and says
 whether the replay does the same to the byte. The last case runs under the least limit at which, by the replay, the
@@ -158,7 +158,9 @@ def folder_of(device_name: str) -> Path:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        sys.exit("scripts/record_allocator_trace.py needs a CUDA device that torch can use, and there is none.")
+        sys.exit(
+            "scripts/benchmarks/record_allocator_trace.py needs a CUDA device that torch can use, and there is none."
+        )
     match sys.argv[1:]:
         case [path, name, *limit]:
             record(CASES[name], int(limit[0]) if limit else None).save(Path(path))

@@ -1,6 +1,6 @@
 """What the framework itself costs: a sweep's point beyond its own build and steps, --help, tab completion.
 
-scripts/python scripts/bench_overhead.py [points]
+scripts/python scripts/benchmarks/bench_overhead.py [points]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What long sweeps cost: the time to the first row, and the work of a point at the beginning and at the end.
 
-    scripts/python scripts/bench_sweeps.py                        # 2, 300 and 2,000 points: a quarter of an hour
-    scripts/python scripts/bench_sweeps.py plan=2000 measure=300  # these alone
+    scripts/python scripts/benchmarks/bench_sweeps.py                        # 2, 300, 2,000 points: 15 minutes
+    scripts/python scripts/benchmarks/bench_sweeps.py plan=2000 measure=300  # these alone
 
 Each sweep runs tiny points over its seeds. A point's work is CPU time of the program and all its processes, for a tenth
 of the sweep on average: on a machine with other work, wall time would say more of that.
