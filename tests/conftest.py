@@ -28,17 +28,37 @@ from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.launch.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 from tests.laboratory import compiler_as_before
+from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s
+
+MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
 
 # Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))
 os.environ.setdefault("LOWVRAM_CACHE", str(ROOT / ".pytest_cache" / "lowvram"))  # the same of traces
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    medium = {ROOT / "tests" / f"{name}.py" for name in MEDIUM}
+    for item in items:
+        if item.path in medium or STARTERS & set(item.fixturenames):
+            item.add_marker("medium")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    """Without what fixtures take, which several tests share."""
+    before_s = cpu_s()
+    yield
+    check_cpu_s(item, cpu_s() - before_s)
+
+
+def pytest_runtest_setup() -> None:
     """Each ledger and each trace collects garbage before it counts. What torch and the tests hold for good is most of
     what it would look through, and never garbage: the collector leaves it out from here on. Half of their time."""
-    gc.collect()
-    gc.freeze()
+    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +133,7 @@ class Borrowed:
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
     server = Server()
+    server.wait_until_ready(lambda: None)
     yield server
     server.stop()
 

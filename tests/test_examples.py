@@ -33,6 +33,7 @@ def test_a_run_that_an_agent_of_wandb_would_start(call: Callable[..., Outcome]) 
     assert (ROOT / sweep.program).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "printed"), [("own_loop", "step 2: loss"), ("own_model", "on an RTX 3060")])
 def test_an_example_runs(name: str, printed: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -62,6 +62,7 @@ def loss_of(model: Any, samples: Samples) -> float:
     return F.cross_entropy(model(part.inputs).logits.float().flatten(0, 1), part.targets.flatten()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 def test_an_adapter_is_loaded_by_peft_and_evaluates_the_same(call: Call, folder: Path, held_out: Samples) -> None:
     outcome = call(*words(folder), "adapter=lora", "precision=bf16", "ckpt=every1")
@@ -75,6 +76,7 @@ def test_an_adapter_is_loaded_by_peft_and_evaluates_the_same(call: Call, folder:
     assert outcome.row["model"]["trainable"] < outcome.row["model"]["parameters"] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [("adapter=none",), ("adapter=lora", "export.merge=true")], ids=lambda more: more[0])
 def test_a_whole_model_is_loaded_by_transformers_and_evaluates_the_same(
     call: Call, folder: Path, held_out: Samples, more: tuple[str, ...]

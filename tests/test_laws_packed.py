@@ -141,6 +141,7 @@ def test_compiling_each_shape_is_refused(option: str) -> None:
         assemble(PROBLEMS["rotary"], knobs_of(compile=option), CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(KNOBS["compile", "blocks"].needs() & Target().absent().keys()), reason="no C++ compiler")
 def test_all_shapes_are_compiled_at_once() -> None:
     knob = CompiledBlocks(dynamic=True)

@@ -178,6 +178,7 @@ def test_a_peak_that_was_reset_too_late(make_session: MakeSession, monkeypatch: 
 # A dirty process.
 
 
+@pytest.mark.slow
 def test_a_dirty_process(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A point after a large one has the figures of one alone; where points would share a process they are refused or
     marked; and a fork server that has touched CUDA starts none."""
@@ -240,6 +241,7 @@ def test_accumulation_that_changes_what_is_learnt_in_the_row(call: Call) -> None
 # A stale row shown as new.
 
 
+@pytest.mark.slow
 def test_a_stale_row_that_is_shown_as_new(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept one says where it was measured; with another torch it is none of this sweep's points."""
     words = ("-m", *TINY, *SHORT, "seed=1", "hydra.sweep.dir=sweep")
@@ -271,6 +273,7 @@ def test_a_compiled_point_that_is_measured_eager(make_session: MakeSession, monk
     assert told(choices={"compile": "blocks"}) == ["compile=blocks was measured eager"]
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_not_enforced(call: Call) -> None:
     """The same point under a cap that binds, and with the cap taken away behind the program's back."""
     large = (*TINY, *SHORT, "train.batch_size=256", "data.sequence_length=64", "vram=24MiB")

@@ -9,6 +9,7 @@ import pytest
 
 from lowvram.models.hf_source import transformers
 from tests.planning.test_worker import planned
+from tests.tiers import first_of
 
 # The configurations that the hub has under these names, as far as they matter for memory.
 BERT = {"architectures": ["BertForMaskedLM"]}  # of the base size, which is the library's own
@@ -43,8 +44,7 @@ def given(name: str, folder: Path) -> list[str]:
     return [f"model.name={folder}", f"data.name={folder / 'texts.csv'}"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_of(NAMES, 4))
 def test_a_preset_fits_a_card_of_8_gb(name: str, tmp_path: Path) -> None:
     plan = planned(f"experiment={name}", *given(name, tmp_path), "plan.device=rtx3070")
     assert plan["fits"], plan["least_vram_bytes"]

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.tiers import MEDIUM
+
 ROOT = Path(__file__).parents[1]
 TOOLS = ["bash", "cat", "cp", "find", "flock", "mkdir", "readlink", "rm", "sha256sum"]
 BASH = shutil.which("bash") or "bash"
@@ -229,10 +231,22 @@ def test_checks_with_arguments_run_pytest_alone(checkout: Checkout, tmp_path: Pa
     assert checkout.log.read_text().splitlines()[-1] == f"{checkout.root}|-m pytest -k ledger"
 
 
+@pytest.mark.parametrize(("tier", "chosen"), [("fast", "not slow and not medium"), ("all", ""), ("", "not slow")])
+def test_each_tier_holds_the_one_before(checkout: Checkout, tmp_path: Path, tier: str, chosen: str) -> None:
+    python = write_executable(tmp_path / "mine", FAKE_PYTHON)
+    code, _ = checkout.run("scripts/test", *tier.split(), LOWVRAM_PYTHON=str(python))
+    assert code == 0
+    assert checkout.log.read_text().rstrip("\n").endswith(f"-m {chosen}")
+
+
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
     return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def test_every_file_of_the_medium_tier_is_there() -> None:
+    assert [name for name in MEDIUM if not (ROOT / "tests" / f"{name}.py").exists()] == []
 
 
 def test_every_requirement_is_pinned_within_its_range() -> None:

@@ -45,6 +45,7 @@ CASES: list[tuple[str, str, float]] = [  # what is tried, what it replaces nothi
 _plain: dict[tuple[str, ...], Outcome] = {}  # what several are compared with
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("tried", "both", "tolerance"), CASES)
 def test_together_they_train_as_the_plain_loop_does(

@@ -31,6 +31,7 @@ def test_data_model_and_loss_of_ones_own(call: Call) -> None:
     assert run.row["eval"]["accuracy"] is None
 
 
+@pytest.mark.slow
 def test_labelled_texts_in_a_file_with_the_models_own_tokenizer(call: Call, tmp_path: Path) -> None:
     folder = save_tokenizer(Path(shutil.copytree(tiny("bert"), tmp_path / "bert")))
     rows = [{"said": sentence, "about": sentence.split()[-1]} for sentence in SENTENCES for _ in range(6)]

@@ -226,6 +226,7 @@ def test_any_path_works_when_it_is_quoted(call: Call, tmp_path: Path, name: str)
     assert outcome.row["config"]["data"]["path"] == str(folder)
 
 
+@pytest.mark.slow
 def test_a_refused_run_of_a_user(train: Call) -> None:
     """Through the real program: one that Hydra refuses, one that the process of the points refuses."""
     assert_refused(train(*TINY, "precision=bf61"), "precision=bf61: must be one of")

@@ -22,6 +22,7 @@ WORDS = (
 )
 
 
+@pytest.mark.slow
 def test_all_of_them_are_planned(call: Call) -> None:
     """Every parameter counts, with its gradient and both moments; and something is kept for the backward pass."""
     outcome = call("-m", "mode=plan", *WORDS, f"model.name={','.join(map(tiny, CONFIGS))}")

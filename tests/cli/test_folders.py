@@ -116,6 +116,7 @@ def test_hydra_writes_no_notes_of_its_own(call: Call, tmp_path: Path) -> None:
     assert tree(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_all_that_is_written_is_looked_for_before(call: Call, tmp_path: Path) -> None:
     """What a run or a sweep leaves is found by the patterns that keep it from overwriting others' files."""
     run, measured = ("hydra.run.dir=run", "logger=wandb", "snapshot.every_steps=1"), ("mode=measure", "measure.steps=1")
@@ -159,6 +160,7 @@ def test_a_point_that_was_killed_is_not_continued_as_another(call: Call, tmp_pat
 # One program at a time
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_runs_is_nobody_elses(start: Start, call: Call, tmp_path: Path) -> None:
     words = (*TINY, "train.steps=100000", "snapshot.every_steps=1", "hydra.run.dir=outputs/run")
     running = start(*words)
@@ -173,6 +175,7 @@ def test_the_folder_of_a_run_that_runs_is_nobody_elses(start: Start, call: Call,
     assert call("resume=last", "train.steps=2").code in (0, 3)  # nobody holds it any more
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_started_twice_makes_each_point_once(start: Start, tmp_path: Path) -> None:
     words = ("-m", *TINY, "train.steps=30", "seed=0,1,2,3", "hydra.sweep.dir=s")
     both = [start(*words), start(*words)]

@@ -35,6 +35,7 @@ def texts(tmp_path: Path) -> str:
     return f"data.name={file}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ["bucketed", "packed"])
 def test_a_killed_run_with_workers_goes_on_to_the_last_digit(
     call: Call, texts: str, tmp_path: Path, loader: str
@@ -70,6 +71,7 @@ def losses(folder: Path) -> list[float]:
     return [value for line in history(folder) for name, value in line.items() if name in ("loss/train", "loss/eval")]
 
 
+@pytest.mark.slow
 def test_padding_is_measured_and_the_loss_is_the_same(call: Call, texts: str, tmp_path: Path) -> None:
     words = (*TINY, texts, "train.steps=4", f"loader={','.join(LOADERS)}", "hydra.sweep.dir=outputs/sweep")
     outcome = call("-m", *words)

@@ -39,6 +39,7 @@ def test_a_budget_that_is_too_small_is_no_failure(call: Call) -> None:
     assert " % of the peak: try " in outcome.row["plan"]["advice"]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_plans_is_one_table(call: Call) -> None:
     outcome = call("-m", *PLAN, "plan.device=rtx3060", "ckpt=none,every1", "precision=fp32,tf32", "accum=none,x2")
     assert outcome.code == 0

@@ -55,6 +55,7 @@ def test_what_cannot_fit_by_far_is_told_and_runs_all_the_same(call: Call) -> Non
     assert "can't fit by far, as planned (plan.skip=true skips it): it needs " in outcome.out
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_by_far_is_skipped_on_demand(call: Call) -> None:
     """And runs when the same sweep is called again without that."""
     sweep = ["-m", *LARGE, "device=cpu", "vram=64MiB", "accum=none,x32", "hydra.sweep.dir=sweep"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.calls import TINY, TINY_RESNET, Outcome, history, read_row
+from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
 STEPS = ("train.steps=7", "train.eval_every=2", "snapshot.every_steps=2", "schedule=cosine", "seed=3")
@@ -26,7 +27,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_of(list(CASES)))
 def test_a_killed_run_goes_on_to_the_last_digit(call: Call, tmp_path: Path, case: str) -> None:
     """Killed before step 6, so step 5 is logged but not in a snapshot."""
     words = (*CASES[case], *STEPS)
@@ -77,6 +78,7 @@ def test_a_torn_last_line_of_the_metrics_goes(call: Call, interrupted: Path) -> 
     assert [line["step"] for line in history(interrupted) if "loss/train" in line] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_words_beside_resume_win(call: Call, interrupted: Path) -> None:
     """And stay for the next time."""
     resumed = call("train.steps=6", "resume=last", "optimizer.lr=0.5", "name=term@1")
@@ -90,6 +92,7 @@ def test_words_beside_resume_win(call: Call, interrupted: Path) -> None:
     assert again.row["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_refused_continuation_changes_nothing(call: Call, interrupted: Path) -> None:
     """Neither the files of the run nor what the next resume takes from it."""
     before = {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()}
@@ -119,6 +122,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_snapshot_does_not_fit_is_refused(call: Call, interrupted: Path) -> None:
     """And nothing of the run is lost."""
     before = {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()}
@@ -153,6 +157,7 @@ def test_a_run_is_not_continued_unasked(call: Call, interrupted: Path) -> None:
     assert (interrupted / "result.json").read_bytes() == before[interrupted / "result.json"]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_one_point_goes_on_with_the_same_words(call: Call, tmp_path: Path) -> None:
     """What a scheduler may start again and again: a run that its time limit cuts off, until it is finished."""
     words = ("-m", *TINY, "train.steps=5", "snapshot.every_steps=1", "hydra.sweep.dir=outputs/job")

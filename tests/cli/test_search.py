@@ -67,6 +67,7 @@ def test_for_another_device_it_only_plans(call: Call) -> None:
     assert "least vram" in table.read_text()
 
 
+@pytest.mark.slow
 def test_what_nothing_fits_is_one_sentence_and_leaves_nothing(call: Call) -> None:
     outcome = call(*SEARCH, "plan.device=rtx3060", "vram=1MiB")
     assert outcome.code == 3
@@ -75,6 +76,7 @@ def test_what_nothing_fits_is_one_sentence_and_leaves_nothing(call: Call) -> Non
     assert not list(outcome.cwd.glob("outputs/**/result.json"))
 
 
+@pytest.mark.slow
 def test_searches_can_be_swept(call: Call) -> None:
     outcome = call("-m", *SEARCH, "plan.device=rtx3060", "vram=1MiB,100MiB")
     assert outcome.code == 0, outcome.said()

@@ -47,6 +47,7 @@ def strange_images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 def test_a_file_name_that_is_no_text_ends_no_sweep(train: Call, strange_images: Path) -> None:
     """On a terminal that knows ASCII alone: it is in reasons, the table, the report."""
     words = ("-m", *NAMED, "data=imagefolder", f"data.path={strange_images}", "seed=1,2", "logger=none")
@@ -59,12 +60,14 @@ def test_a_file_name_that_is_no_text_ends_no_sweep(train: Call, strange_images: 
     assert list(outcome.cwd.glob("outputs/sweeps/*/*/report.html"))
 
 
+@pytest.mark.slow
 def test_a_child_prints_any_text(train: Call) -> None:
     outcome = train(*TINY_RESNET, "name=strange_line", env={"PYTHONIOENCODING": "ascii"})
     assert outcome.code == 0, outcome.said()
     assert "strange \\udcff \\u20ac\n" in outcome.out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_behind_stdout_costs_what_is_printed(tmp_path: Path) -> None:
     """`python train.py > log` on a disk that is full: results are kept elsewhere, and the exit code is the run's."""

@@ -46,6 +46,7 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sweep_starts_soon_and_composes_no_point_twice(
     call: Call, composed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

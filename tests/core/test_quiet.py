@@ -29,6 +29,7 @@ def test_an_error_ends_the_silence() -> None:
     assert logging.root.manager.disable == logging.NOTSET
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_without_a_word() -> None:
     program = (
         "from torch import nn, ones; from lowvram.knobs.optimizer import AdamW8bit;"

@@ -34,7 +34,7 @@ def test_a_sample_of_all_kinds(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_a_campaign(tmp_path: Path) -> None:
     made(tmp_path, "kills=100", "writes=100", "flips=100", "configurations=200", "seed=1")
 

@@ -28,6 +28,7 @@ def error(row: Row) -> float:
     return row["fidelity"]["gradient_error"]
 
 
+@pytest.mark.slow
 def test_exact_knobs_and_rounding_ones(call: Call) -> None:
     """One sweep, whose points share their references."""
     steppings = "stepping=in_backward,cpu_offload"
@@ -78,6 +79,7 @@ def test_losses_that_leave_the_band(call: Call) -> None:
     assert 0.5 < outcome.row["fidelity"]["loss_gap"] < 1
 
 
+@pytest.mark.slow
 def test_batch_norm_over_parts_is_seen(call: Call) -> None:
     outcome = call("-m", *TINY_RESNET, *MEASURE, *WANTED, "accum=none,x2", "model.norm=batch,group")
     errors = {name: row["fidelity"]["gradient_error"] for name, row in outcome.rows.items()}
@@ -85,6 +87,7 @@ def test_batch_norm_over_parts_is_seen(call: Call) -> None:
     assert max(errors.values()) < 2e-6
 
 
+@pytest.mark.slow
 def test_several_ranks_and_training(call: Call) -> None:
     """The gradients of all ranks together; and after training the weights are not those that are compared."""
     outcome = call(*TINY, *WANTED, "device=cpu", "sharding=fsdp", "sharding.ranks=2", "precision=bf16_pure")
@@ -92,6 +95,7 @@ def test_several_ranks_and_training(call: Call) -> None:
     assert 1e-3 < error(outcome.row) < 2e-2
 
 
+@pytest.mark.slow
 def test_a_reference_that_needs_parts(call: Call) -> None:
     """It grows until it fits under the cap of its point."""
     large = (*TINY, "train.batch_size=64", "data.sequence_length=128", "vram=24MiB", "accum=x32")
@@ -100,6 +104,7 @@ def test_a_reference_that_needs_parts(call: Call) -> None:
     assert error(outcome.row) < 2e-6
 
 
+@pytest.mark.slow
 def test_a_reference_that_cannot_be_had(call: Call) -> None:
     """The point is as good as without it; the reason is in its row and beside the table."""
     large = (*TINY_RESNET, "train.batch_size=64", "data.image_size=64", "vram=24MiB", "accum=x32")
@@ -112,6 +117,7 @@ def test_a_reference_that_cannot_be_had(call: Call) -> None:
     assert "its fidelity is not known: the reference fits in " in outcome.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_meanwhile(start: Callable[..., Running], call: Call) -> None:
     """The point isn't final: typed again, it runs again."""
     sweep = ("-m", *TINY, "mode=measure", "measure.fidelity=true", "device=cpu", "seed=1")

@@ -65,6 +65,7 @@ def kept_bytes(knob: str) -> int:
     return int(printed_by(FREED_MEMORY.format(knob=knob)))
 
 
+@pytest.mark.slow
 def test_tight_gives_freed_memory_back() -> None:
     assert kept_bytes("Tight") < 10e6 < 30e6 < kept_bytes("Default")
 
@@ -73,6 +74,7 @@ def faults_of_a_step(prepare: str) -> int:
     return int(printed_by(FAULTS_OF_A_STEP.format(prepare=prepare)))
 
 
+@pytest.mark.slow
 def test_by_default_a_step_takes_the_pages_of_the_step_before() -> None:
     """Beside `tight`: what malloc does as it comes is chance."""
     assert faults_of_a_step("Tight().set_malloc(); Default().set_malloc()") < 100

@@ -43,6 +43,7 @@ from tests.laboratory import (
     relative_error,
     train,
 )
+from tests.tiers import first_of
 
 TASKS = {  # of one block: the code of a whole model takes seconds to compile
     "transformer": Auto().pose(replace(TRANSFORMER, num_layers=1), TOKENS),
@@ -93,8 +94,7 @@ def test_inductors_error_is_as_small_as_an_eager_models(
     assert 0 < compiled <= factor * eager
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_inductor", [True, False], ids=["inductor", "aot_eager"])
+@pytest.mark.parametrize("is_inductor", first_of([False, True]), ids=["aot_eager", "inductor"])
 def test_batchnorm_counts_once_what_a_compiled_block_computes_again(is_inductor: bool) -> None:
     before = num_graphs()
     with nullcontext() if is_inductor else without_inductor():
@@ -163,7 +163,7 @@ def assembled_setting() -> bool:
 # Graphs
 
 
-@pytest.mark.parametrize(("ckpt", "num_kinds"), [("none", 1), ("every1", 1), ("every2", 2)])
+@pytest.mark.parametrize(("ckpt", "num_kinds"), first_of([("every2", 2), ("none", 1), ("every1", 1)]))
 def test_blocks_of_a_kind_share_one_graph_for_each_shape(ckpt: str, num_kinds: int) -> None:
     """Training in parts, evaluation, and an evaluation's smaller last batch."""
     task = PROBLEMS["transformer_dropout"]
@@ -212,7 +212,6 @@ def test_too_many_graphs_are_an_error_not_an_eager_run() -> None:
 # What compiled code can't do
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("option", ["blocks", "model"])
 def test_without_retainable_graph(option: str) -> None:
     """A second backward pass is an error of torch's, once the backward graph is there."""

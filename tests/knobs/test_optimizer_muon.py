@@ -127,6 +127,7 @@ def losses_of(choices: list[dict[str, str | Knob]]) -> list[Tensor]:
     return [torch.stack(train(task, knobs_of(**each, optimizer="muon"), [32, 32, 27]).losses) for each in choices]
 
 
+@pytest.mark.slow
 def test_shared_weights_train_like_whole_ones() -> None:
     (wanted,) = losses_of([{}])
     for ours in on_ranks(losses_of, [{**each, "sharding": "fsdp"} for each in CHOICES]):

@@ -39,6 +39,7 @@ from tests.laboratory import (
     train,
 )
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 OPTIONS = ["ddp", "fsdp"]
 TWENTY = [32] * 19 + [27]  # the last batch divides by nothing
@@ -62,6 +63,7 @@ def errors(found: Trained, wanted: Trained) -> dict[str, float]:
     return {name: relative_error(*pair) for name, pair in pairs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["transformer", "resnet_group"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_ranks_with_unequal_targets_train_like_one_process(option: str, problem: str) -> None:
@@ -72,6 +74,7 @@ def test_ranks_with_unequal_targets_train_like_one_process(option: str, problem:
             assert max(errors(one, other).values()) < 1e-10, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_everything_at_once_has_the_losses_of_one_process(option: str) -> None:
     """Autocast, too, where one process computes in parts of the same size."""
@@ -90,7 +93,7 @@ THREE_STEPS: dict[str, Knob] = {
 }
 
 
-@pytest.mark.parametrize(("problem", "ranks"), [("transformer", 3), ("resnet_frozen", 2)])
+@pytest.mark.parametrize(("problem", "ranks"), first_of([("resnet_frozen", 2), ("transformer", 3)]))
 def test_every_field_keeps_losses_gradients_and_buffers(problem: str, ranks: int) -> None:
     """Law 1, also where nothing divides by the number of ranks, and where weights lie as channels_last."""
     parts: dict[str, str | Knob] = {"optimizer": "sgd", "accum": "x2"}
@@ -152,6 +155,7 @@ def test_a_rank_holds_its_shards_and_one_block_at_a_time() -> None:
         assert sum(peak.by_kind.values()) == peak.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_fields_say_what_they_cost() -> None:
     parts: dict[str, str | Knob] = {"accum": "x4"}
     (every, _), (once, _) = (

@@ -71,6 +71,7 @@ def terminate_at_once(server: int) -> None:
     os.kill(found[0], signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
     shared_server: Server, request_for: Callable[[str], Request]
 ) -> None:
@@ -86,6 +87,7 @@ def test_what_a_handler_raises_comes_up_and_the_next_request_is_answered(
     assert run(shared_server, request_for("raise@1"))[1]["status"] == "error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [TERM, KILL])
 def test_a_server_that_stands_still_ends_with_its_children_and_the_next_request_gets_another(
     shared_server: Server, request_for: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch, order: bytes

@@ -53,6 +53,7 @@ def test_the_disk_fills_while_a_point_runs(call: Call, small_disk: Path) -> None
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.slow
 def test_activations_that_find_no_room(call: Call, small_disk: Path) -> None:
     """offload=activations_disk: the reason names the folder, and no file is left."""
     outcome = call(*TINY, "offload=activations_disk", f"offload.folder={small_disk}", "train.batch_size=512")
@@ -70,6 +71,7 @@ def fill(folder: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_nobody_reads_on(start: Callable[..., Running]) -> None:
     """`python train.py | head -1`: the run goes on, and its row is kept."""
     call = start(*TINY)

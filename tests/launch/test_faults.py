@@ -23,6 +23,7 @@ from lowvram.launch.client import Server
 from lowvram.launch.native_log import LARGEST_BYTES
 from lowvram.results.row import KINDS, Status
 from tests.calls import TINY, Outcome, Running, begin, children, history, killed_at_last, wait_until
+from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
 Start = Callable[..., Running]
@@ -134,6 +135,7 @@ def test_running_out_of_memory_is_told_with_advice(call: Call) -> None:
     assert row["reason"] in outcome.out
 
 
+@pytest.mark.slow
 def test_what_is_advised_can_be_had(call: Call) -> None:
     """The batch has four samples, and a CPU's host memory is its own; what is offered runs."""
     words, offered = [*TINY, "train.steps=1"], []
@@ -146,6 +148,7 @@ def test_what_is_advised_can_be_had(call: Call) -> None:
     assert call(*words, "precision=bf16").code == 0
 
 
+@pytest.mark.slow
 def test_the_advice_helps(call: Call) -> None:
     """What the row proposes fits under the same cap."""
     outcome = call(
@@ -216,7 +219,6 @@ def test_what_can_still_save_when_time_is_up_does(call: Call) -> None:
     assert outcome.command("continue with") == [f"resume={outcome.folder.relative_to(outcome.cwd)}"]
 
 
-@pytest.mark.slow
 def test_the_program_is_killed(start: Start, tmp_path: Path) -> None:
     """No process stays: not while the server imports, not in steps with workers (a snapshot is saved), not when the
     point hangs."""
@@ -243,7 +245,7 @@ def test_the_program_is_killed(start: Start, tmp_path: Path) -> None:
     assert history(outcome.folder)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", first_of([1, 2]))
 def test_no_line_is_lost_or_doubled_when_the_program_is_killed(
     start: Start, call: Call, tmp_path: Path, seed: int
 ) -> None:
@@ -304,7 +306,7 @@ def test_the_exit_code_of_a_sweep(call: Call, words: str) -> None:
     assert list(outcome.statuses.values()) == statuses
 
 
-@pytest.mark.parametrize("mode", ["train", "measure"])
+@pytest.mark.parametrize("mode", first_of(["train", "measure"]))
 def test_a_folder_that_is_removed_meanwhile_is_an_error(call: Call, tmp_path: Path, mode: str) -> None:
     """Nothing of the run is there: it must not look as if it were."""
     outcome = call(*TINY, f"mode={mode}", "name=remove_folder", f"hydra.run.dir={tmp_path / 'run'}")
@@ -338,6 +340,7 @@ def test_a_line_without_end_is_cut(call: Call) -> None:
     assert line.endswith(f"x… ({2**23 - LONGEST_LINE:,} characters more)")
 
 
+@pytest.mark.slow
 def test_a_message_without_end_is_cut(call: Call) -> None:
     row = call(*TINY, "name=long_message").row
     assert row["status"] == "error"

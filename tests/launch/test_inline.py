@@ -85,6 +85,7 @@ def on_a_terminal(cwd: Path, *words: str, answers: list[str]) -> tuple[int, str]
     return process.wait(10), text
 
 
+@pytest.mark.slow
 def test_a_breakpoint_is_on_the_users_terminal(mine: tuple[str, ...], tmp_path: Path) -> None:
     """In the frame of her code, where the numbers are real; after it the run goes on."""
     answers = ["p 'in', type(self).__name__, tuple(x.shape)", "self.does = 'pass'", "c"]
@@ -108,6 +109,7 @@ def test_leaving_the_debugger_interrupts(mine: tuple[str, ...], tmp_path: Path) 
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_an_error_is_a_row_and_goes_up_as_it_is(mine: tuple[str, ...], train: Call) -> None:
     """So `python -m pdb`, and the debugger of an editor, stop where it was raised."""
     outcome = train(*mine, *does("raise ValueError('mine')"), env={"PYTHONPATH": str(ROOT)})
@@ -120,6 +122,7 @@ def test_an_error_is_a_row_and_goes_up_as_it_is(mine: tuple[str, ...], train: Ca
     assert f"error: {outcome.row['reason']}" in outcome.out
 
 
+@pytest.mark.slow
 def test_it_is_the_same_run_in_one_process(start: Start, call: Call, tmp_path: Path) -> None:
     """Losses to the last digit, W&B and all; no process is started but W&B's."""
     (tmp_path / "here").mkdir()
@@ -136,6 +139,7 @@ def test_it_is_the_same_run_in_one_process(start: Start, call: Call, tmp_path: P
     assert here.row["id"] != there.row["id"]  # its figures are none of a point's
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_printed_command_goes_on(mine: tuple[str, ...], start: Start, train: Call) -> None:
     slow = does("time.sleep(0.05)")
     running = start(*mine, *slow, "train.steps=900", env={"PYTHONPATH": str(ROOT)})
@@ -186,6 +190,7 @@ def test_a_plan_is_made_here_too(call: Call, monkeypatch: pytest.MonkeyPatch) ->
     assert outcome.row["plan"]["allocated_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_a_child_is_refused(mine: tuple[str, ...], train: Call) -> None:
     """pdb would wait there for ever."""
     outcome = train(*mine, *does("breakpoint()"), "process=child", env={"PYTHONPATH": str(ROOT)})

@@ -24,6 +24,7 @@ def in_steps(call: Running, num_steps: int = 2) -> None:
     wait_until(lambda: len(file.read_text().splitlines()) >= num_steps, f"{num_steps} steps")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_steps_saves_and_the_printed_command_goes_on(start: Start, call: Call) -> None:
     """With workers, which get the signal too."""
     running = start(*LONG, "loader=workers")
@@ -36,6 +37,7 @@ def test_ctrl_c_in_the_steps_saves_and_the_printed_command_goes_on(start: Start,
     assert again.row["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_kills(start: Start) -> None:
     """A point that doesn't answer."""
     call = start(*TINY, "name=hang")
@@ -63,6 +65,7 @@ def test_sigterm_of_the_program_saves(start: Start) -> None:
     call.wait_until_gone(1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_steps(start: Start, tmp_path: Path) -> None:
     """While the program is imported, while the server imports torch, while the point is set up."""
     moments = ("starting", "importing", "set_up")

@@ -19,12 +19,13 @@ from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train, TrainingRun
 from tests.laboratory import PROBLEMS, relative_error
 from tests.loops.sessions import Told
+from tests.tiers import first_of
 
 MakeSession = Callable[..., Session]
 ADAPTERS: list[Knob] = [Freeze(["blocks.1", "head"]), Lora(train=["head"]), QLora()]
 
 
-@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize("problem", first_of(["transformer_dropout", "resnet"]))
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
     make_session: MakeSession, problem: str, adapter: Knob

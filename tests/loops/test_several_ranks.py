@@ -16,6 +16,7 @@ from lowvram.loops.train import Train
 from tests.laboratory import relative_error
 from tests.loops.sessions import Told, session_in
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 Values = list[tuple[int, float]]
 Choices = dict[str, str | Knob]
@@ -38,7 +39,7 @@ def measure_on_ranks(folder: Path, problem: str, choices: Choices) -> Any:
     return Measure().run(session_in(folder, problem, choices=choices, batch_size=8))
 
 
-@pytest.mark.parametrize("problem", ["transformer", "resnet_group"])
+@pytest.mark.parametrize("problem", first_of(["resnet_group", "transformer"]))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_row_of_a_measurement_is_that_of_one_process(tmp_path: Path, option: str, problem: str) -> None:
     wanted = measure_on_ranks(tmp_path, problem, ALL)
@@ -54,7 +55,7 @@ def test_the_row_of_a_measurement_is_that_of_one_process(tmp_path: Path, option:
             assert per_step == pytest.approx(wanted_per_step)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", first_of(OPTIONS))
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, option: str) -> None:
     """Two ranks train as one process, stop together, and are continued by one or by two."""
     choices: Choices = {**ALL, "sharding": option}
@@ -79,7 +80,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, option: str)
     assert losses == near(wanted_losses[3:])
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", first_of(OPTIONS))
 def test_ranks_go_on_with_what_one_process_has_saved(tmp_path: Path, option: str) -> None:
     wanted, _, _ = train_on_ranks(tmp_path / "whole", "transformer", ALL, Told())
     train_on_ranks(tmp_path, "transformer", ALL, Told(stop_at=3))
@@ -91,6 +92,7 @@ def near(values: Values) -> Any:
     return [(step, pytest.approx(value, rel=1e-4)) for step, value in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stepping", ["in_backward", "cpu_offload"])
 def test_state_that_waits_on_the_hosts_of_ranks_is_saved_whole(tmp_path: Path, stepping: str) -> None:
     """Two ranks start, one process goes on and is stopped, two ranks go on."""

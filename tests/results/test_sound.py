@@ -100,6 +100,7 @@ def test_a_file_that_is_no_json_or_a_folder(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_row_with_anything_in_any_place_ends_no_view(tmp_path: Path) -> None:
     leave(tmp_path, [full(), point(1, {}), failed(2, "error", "x")])
     file = next(path for path in tmp_path.glob("*/result.json") if json.loads(path.read_text())["attempts"])

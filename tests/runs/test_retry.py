@@ -14,6 +14,7 @@ from lowvram.runs.retry import as_left
 from scripts.benchmarks.runs import Runs
 from tests.calls import TINY, Outcome, history, read_row
 from tests.launch.test_faults import wandb_records
+from tests.tiers import first_of
 from tests.worker.test_ranks import torchrun
 
 Call = Callable[..., Outcome]
@@ -35,7 +36,7 @@ def logged(folder: Path, name: str = "loss/train") -> dict[int, float]:
     return dict(lines)
 
 
-@pytest.mark.parametrize("mode", ["train", "measure"])
+@pytest.mark.parametrize("mode", first_of(["train", "measure"]))
 def test_a_point_grows_until_it_fits(call: Call, mode: str) -> None:
     """For real: under a cap. It ends as with that number from the start."""
     words = (*LARGE, f"mode={mode}", "measure.warmup_steps=1", "measure.steps=2")
@@ -95,7 +96,7 @@ def test_what_parts_cannot_help_is_tried_once(call: Call) -> None:
     assert outcome.row["config"]["accum"]["parts"] == 1
 
 
-@pytest.mark.parametrize("fault", ["out_of_memory", "bad_alloc"])
+@pytest.mark.parametrize("fault", first_of(["out_of_memory", "bad_alloc"]))
 def test_a_snapshot_is_gone_on_with(call: Call, fault: str) -> None:
     """Also after a death that left no time to speak; every step is there once."""
     whole = call(*TINY, *STEPS, "accum=x2", "hydra.run.dir=outputs/whole")
@@ -110,6 +111,7 @@ def test_a_snapshot_is_gone_on_with(call: Call, fault: str) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_ranks_grow(call: Call) -> None:
     """One of them runs out of memory; each has two samples."""
     words = (*TINY, *STEPS, "sharding=ddp", "sharding.ranks=2", "device=cpu")
@@ -146,6 +148,7 @@ def test_ctrl_c_between_two_attempts(call: Call) -> None:
     assert set(logged(again.folder)) == set(range(1, 7))
 
 
+@pytest.mark.slow
 def test_what_is_typed_beside_resume_wins(call: Call) -> None:
     grown = call(*TINY, *STEPS, AUTO, OUT_OF_MEMORY)
     for words, parts in {"train.steps=7": 2, "accum=none": 1}.items():

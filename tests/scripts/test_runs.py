@@ -14,6 +14,7 @@ from tests.calls import TINY, Outcome
 WORDS = [word for word in TINY if not word.startswith("logger")]
 
 
+@pytest.mark.slow
 def test_a_row_is_that_of_the_command_line(tmp_path: Path, call: Callable[..., Outcome]) -> None:
     with Runs(tmp_path / "runs") as runs:
         row = runs.run("mine", ["debug=measure", *WORDS])

@@ -32,6 +32,7 @@ def every_plan() -> list[Plan]:
     return [whole.plan(space, options) for options in space.combinations()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.7])
 def test_the_best_of_all_that_fit_is_found(every_plan: list[Plan], share: float) -> None:
     sizes = sorted(plan["least_vram_bytes"] for plan in every_plan)
@@ -44,7 +45,7 @@ def test_the_best_of_all_that_fit_is_found(every_plan: list[Plan], share: float)
     assert best["step_ms"] == pytest.approx(best_ms, rel=1e-3)
 
 
-def test_what_is_typed_stays(every_plan: list[Plan]) -> None:
+def test_what_is_typed_stays() -> None:
     found = search(book("vram=1GiB", GROUPS, "ckpt=every1"), ["ckpt", "accum"])
     assert all(set(plan["changes"]) <= {"stepping", "logits"} for plan in found["ranking"])
 
@@ -57,6 +58,7 @@ def test_lossy_options_are_tried_on_demand_alone() -> None:
     assert any(plan["changes"] == {"precision": "bf16_pure"} for plan in found["ranking"])
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_says_the_least_that_would() -> None:
     with pytest.raises(
         Incompatible, match=r"vram=1.00 MiB: nothing fits: the least found is \S+ [GM]iB .*, with .*="

@@ -129,6 +129,7 @@ def test_a_rank_that_hangs_is_named_and_ended(start: Start, tmp_path: Path) -> N
     assert "stopped by a signal" in Outcome(1, "", "", tmp_path / "stop").row["reason"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_after_the_same_step(start: Start, call: Call) -> None:
     """And what is printed goes on."""
     running = start(*LONG)
@@ -139,6 +140,7 @@ def test_ctrl_c_ends_all_ranks_after_the_same_step(start: Start, call: Call) -> 
     goes_on(outcome, call)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
     running = start(*LONG)
     in_steps(running, 2)
@@ -148,6 +150,7 @@ def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
     assert outcome.row["reason"] == f"stopped after step {len(history(outcome.folder))} of 900"
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_kills_all_ranks(start: Start) -> None:
     call = start(*TWO, "name=hang@2.1")
     in_steps(call, 1)
@@ -162,6 +165,7 @@ def test_ctrl_c_twice_kills_all_ranks(start: Start) -> None:
     call.wait_until_gone(1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_ranks_are_set_up(start: Start) -> None:
     """One of them hangs there; the other waits for it, and must hear the signal."""
     call = start(*TWO, "name=hang@0")
@@ -173,7 +177,6 @@ def test_ctrl_c_while_the_ranks_are_set_up(start: Start) -> None:
     call.wait_until_gone(1)
 
 
-@pytest.mark.slow
 def test_no_rank_outlives_the_program(start: Start) -> None:
     call = start(*LONG)
     in_steps(call, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.calls import ROOT
 
 PROGRAM = """
@@ -27,6 +29,7 @@ except Interrupted:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "interrupted\n"
@@ -52,6 +55,7 @@ Starved(RuntimeError("can't start new thread"))
 """
 
 
+@pytest.mark.slow
 def test_a_destructor_without_memory_is_told_but_under_a_cap() -> None:
     """There the point itself says that it was out of memory."""
     done = subprocess.run([sys.executable, "-c", CAPPED], cwd=ROOT, capture_output=True, text=True, check=True)

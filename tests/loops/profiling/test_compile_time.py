@@ -15,6 +15,7 @@ from lowvram.loops.train import SETTLING_STEPS, Train
 from tests.calls import TINY, Outcome
 from tests.laboratory import compiler_as_before
 from tests.loops.sessions import Told
+from tests.tiers import first_of
 
 MakeSession = Callable[..., Session]
 
@@ -56,7 +57,7 @@ def test_what_was_to_be_compiled_and_was_not_is_an_error(
         compile_fields(make_session(choices={"compile": "blocks"}))
 
 
-@pytest.mark.parametrize("mode", [Train(), Measure()], ids=["train", "measure"])
+@pytest.mark.parametrize("mode", first_of([Train(), Measure()]), ids=["train", "measure"])
 def test_a_compiled_run_has_memory_of_the_process_alone(
     make_session: MakeSession, mode: Train | Measure, quickly: None
 ) -> None:

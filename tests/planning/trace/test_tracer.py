@@ -204,7 +204,6 @@ def peak_of_a_rank(choices: dict[str, str | Knob]) -> Peak:
     return peak
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choices", SHARDED, ids=str)
 def test_a_rank_alone_on_paper_is_one_among_real_ones(choices: dict[str, str | Knob]) -> None:
     (real, _) = on_ranks(peak_of_a_rank, choices)

@@ -187,6 +187,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert said in line
 
 
+@pytest.mark.slow
 def test_figures_for_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="--png needs lowvram[report]")
     from PIL import Image

@@ -1,0 +1,86 @@
+"""The tiers of the suite: `scripts/test fast`, `scripts/test`, `scripts/test all`. Each holds the one before.
+
+A test that is marked `slow` runs in `all` alone. Those that start processes, and those of the files below, which take
+half of the time, are marked `medium`: they aren't in `fast`. What takes more than `LIMIT_S` without being marked so
+fails, so that `scripts/test` stays a matter of minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowvram.launch.process_tree import children
+
+# Of processors, not of the clock: what else the machine does must not fail a test. To start a process takes seconds.
+LIMIT_S, MEDIUM_LIMIT_S = 5.0, 10.0
+STARTERS = {"call", "start", "train"}  # fixtures: a test that has one starts processes
+MEDIUM = [
+    "test_laws",
+    "test_laws_foreign",
+    "test_laws_of_pairs",
+    "test_presets",
+    "knobs/test_adapter",
+    "knobs/test_ckpt",
+    "knobs/test_compile",
+    "knobs/test_offload",
+    "knobs/test_optimizer",
+    "knobs/test_sharding",
+    "knobs/test_stepping_together",
+    "launch/test_faults",
+    "loops/test_adapters",
+    "loops/test_several_ranks",
+    "loops/test_train",
+    "loops/profiling/test_compile_time",
+    "planning/test_scaling",
+    "planning/test_worker",
+    "planning/time/test_calibration",
+    "planning/time/test_roofline",
+    "planning/trace/test_tracer",
+    "results/wandb/test_run",
+    "results/wandb/test_sweep",
+    "search/test_worker",
+    "worker/test_flops",
+    "worker/test_ranks",
+]
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def first_of(cases: Sequence[Any], num: int = 1) -> list[Any]:
+    """The first `num` cases as they are, and the others marked slow. A case of several values is a tuple."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [*cases[:num], *(pytest.param(*each, marks=pytest.mark.slow) for each in values[num:])]
+
+
+def check_cpu_s(item: pytest.Function, taken_s: float) -> None:
+    """Fails a test that took more seconds of processors than its mark allows."""
+    marks = {mark.name for mark in item.iter_markers()}
+    limit_s = MEDIUM_LIMIT_S if "medium" in marks else LIMIT_S
+    if taken_s > limit_s and "slow" not in marks:
+        pytest.fail(f"took {taken_s:.1f} s of processors: mark it slow, or make it smaller (tests/tiers.py)", False)
+
+
+def cpu_s() -> float:
+    """Seconds of processors that this process took so far, with those of its children, alive or not."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(map(_cpu_s_of, _below(os.getpid())))
+
+
+def _below(pid: int) -> Iterator[int]:
+    for child in children(pid):
+        yield child
+        yield from _below(child)
+
+
+def _cpu_s_of(pid: int) -> float:
+    """Of one that is alive, and of those that it has waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS_PER_S
