@@ -3,7 +3,7 @@ lowvram/cli/hydra_hooks.py; how points are listed and named, in lowvram/cli/swee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, final
 
@@ -11,11 +11,11 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
-from lowvram.cli.sweep import Coming
+from lowvram.cli.sweep import POINT_NAME, Coming, name_of
 
 
 class PointSweeper(BasicSweeper):
@@ -42,34 +42,44 @@ class PointSweeper(BasicSweeper):
         num_launched = 0
         for grid in self.split_arguments(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
-            hydra_hooks.begin_batch(Coming(batch, num_launched, compose))
-            ended = self.launcher.launch(batch, initial_job_idx=num_launched)
+            coming = Coming(batch, num_launched, compose)
+            self.loader.name(coming)
+            for listener in hydra_hooks.listeners:
+                listener.launch(self.launcher, coming)
             num_launched += len(batch)
-            for point in ended:
-                _ = point.return_value  # raises what the point has raised: Hydra alone would drop it
 
 
 @final
 class ComposesOnce:
     """Hydra's loader; but what `look` has composed is not composed again when its turn comes."""
 
-    def __init__(self, loader: ConfigLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: ConfigLoader, names: Mapping[tuple[str, ...], str] | None = None) -> None:
+        self._loader, self._names = loader, names or {}  # of points, by their words
         self._looked_at: dict[tuple[str, ...], DictConfig] = {}
+
+    def name(self, coming: Coming) -> None:
+        """What the points to come are called: only who knows all of them can tell."""
+        self._names = {tuple(words): name_of(words, coming.swept) for words in coming.batch}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ComposesOnce, (self._loader,)  # a launcher may hand it to other processes
+        return ComposesOnce, (self._loader, self._names)  # a launcher may hand it to other processes
 
     def look(self, config: DictConfig, words: Sequence[str]) -> DictConfig:
         """A point before its turn."""
         key = tuple(words)
         if key not in self._looked_at:
-            self._looked_at[key] = self._loader.load_sweep_config(config, list(words))
+            self._looked_at[key] = self._composed(config, list(words))
         return self._looked_at[key]
 
     def load_sweep_config(self, config: DictConfig, words: list[str]) -> DictConfig:
         """A point whose turn it is."""
-        return self._looked_at.pop(tuple(words), None) or self._loader.load_sweep_config(config, words)
+        return self._looked_at.pop(tuple(words), None) or self._composed(config, words)
+
+    def _composed(self, config: DictConfig, words: list[str]) -> DictConfig:
+        composed = self._loader.load_sweep_config(config, words)
+        with open_dict(composed.hydra.sweeper):
+            composed.hydra.sweeper[POINT_NAME] = self._names[tuple(words)]
+        return composed

@@ -2,7 +2,7 @@
 
 import sys
 
-from lowvram.cli.start import outlasting
+from lowvram.cli.streams import outlasting
 from lowvram.results.table import main
 
 if __name__ == "__main__":

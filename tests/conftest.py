@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowvram.cli import job_process
 from lowvram.cli import main as cli
 from lowvram.config import identity
 from lowvram.knobs.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
@@ -149,7 +150,7 @@ def call(
     monkeypatch.setattr(logging, "raiseExceptions", True)
     if "wandb" in sys.modules:  # it keeps the settings of whatever test first used it in this process
         sys.modules["wandb"].teardown()
-    monkeypatch.setattr(cli, "Server", lambda: Borrowed(shared_server.run, shared_server.wait_until_ready))
+    monkeypatch.setattr(job_process, "Server", lambda: Borrowed(shared_server.run, shared_server.wait_until_ready))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*words: str) -> Outcome:

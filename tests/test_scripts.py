@@ -253,10 +253,17 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = pins()
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["hf"], *extras["report"], *extras["workspace"], *extras["dev"]]:
+    for text in [
+        *project["dependencies"],
+        *extras["hf"],
+        *extras["report"],
+        *extras["workspace"],
+        *extras["launchers"],
+        *extras["dev"],
+    ]:
         requirement = Requirement(text)
         if requirement.name == project["name"]:
-            assert requirement.extras == {"hf", "report", "workspace"}
+            assert requirement.extras == {"hf", "launchers", "report", "workspace"}
             continue
         assert requirement.specifier.contains(pinned[requirement.name]), text
 

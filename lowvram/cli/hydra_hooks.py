@@ -1,54 +1,83 @@
-"""What Hydra calls while it begins a run or a sweep, and the program that hears of it. Imports no torch.
+"""What Hydra calls while it begins a run or a sweep and after each job, and who hears of it. Imports no torch.
 
 The classes that Hydra makes are `Start` (conf/hydra/default.yaml) and hydra_plugins/lowvram_sweeper.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 from lowvram.cli.sweep import Coming
+from lowvram.config.compose import MISTAKES
 from lowvram.config.errors import require
 
 
-class Program(Protocol):
+class Listener(Protocol):
     """Who has called Hydra."""
 
     def begin_run(self, config: DictConfig) -> None:
-        """Before a single run's folder is made: take it. Hydra only warns of what is raised here and in `begin_sweep`,
-        unless it is a KeyboardInterrupt."""
+        """Before a single run's folder is made: take it."""
 
     def begin_sweep(self, config: DictConfig) -> None:
         """Before a sweep's points are composed: take its folder."""
 
-    def begin_batch(self, coming: Coming) -> None:
-        """Before the first point of a batch starts: raises what the first mistake in those is that stand for all."""
+    def launch(self, launcher: Launcher, coming: Coming) -> None:
+        """Check a batch of a sweep's points, and run them."""
+
+    def end_job(self, job: JobReturn) -> None:
+        """A job of this process has ended."""
+
+    def is_over(self) -> bool:
+        """Whether no more points are to be run."""
+        ...
 
 
-_programs: list[Program] = []
+listeners: list[Listener] = []  # none in the process of a launcher
 
 
-def register(program: Program) -> None:
-    """`program` hears of what Hydra begins from now on."""
-    _programs[:] = [program]
+class NotBegun(BaseException):
+    """What is wrong with a call before Hydra makes its folder. Of an `Exception` of a callback Hydra only warns, and
+    goes on; this one leaves it."""
+
+    def __init__(self, mistake: Exception) -> None:
+        super().__init__(mistake)
+        self.mistake = mistake
+
+
+@contextmanager
+def mistakes_end_it() -> Iterator[None]:
+    """In a callback."""
+    try:
+        yield
+    except (*MISTAKES, OSError) as error:
+        raise NotBegun(error) from None
 
 
 class Start(Callback):
     """Hydra makes it for each run and each sweep, and tells it before any folder is made."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        for program in _programs:
-            program.begin_run(config)
+        with mistakes_end_it():
+            for listener in listeners:
+                listener.begin_run(config)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        for program in _programs:
-            program.begin_sweep(config)
+        with mistakes_end_it():
+            for listener in listeners:
+                listener.begin_sweep(config)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        for listener in listeners:
+            listener.end_job(job_return)
 
 
 def check_plugins(hydra: DictConfig) -> None:
@@ -63,9 +92,3 @@ def check_plugins(hydra: DictConfig) -> None:
     require(is_number, "hydra.sweeper.max_batch_size", size, "null or a whole number of at least 1")
     allowed = "null or keys with their values, such as {seed: '1,2'}"
     require(params is None or isinstance(params, DictConfig), "hydra.sweeper.params", params, allowed)
-
-
-def begin_batch(coming: Coming) -> None:
-    """Raises what the first mistake in those points is that stand for all."""
-    for program in _programs:
-        program.begin_batch(coming)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, final
 
 from omegaconf import DictConfig, open_dict
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_name
 
+POINT_NAME = "point"  # in hydra.sweeper of a point's configuration: what it is called
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
 _names: dict[frozenset[str], str] = {}  # of points that a list names, by their words
@@ -65,6 +67,23 @@ def swept_keys(batch: Batch) -> list[str]:
             key, _, value = override.partition("=")
             values.setdefault(key, set()).add(value)
     return [key for key, seen in values.items() if len(seen) > 1]
+
+
+@final
+class UntilOver(Sequence[Sequence[str]]):
+    """A batch that ends early. Launchers take one point after the other, so this is how a sweep ends between two."""
+
+    def __init__(self, batch: Batch, is_over: Callable[[], bool]) -> None:
+        self._batch, self._is_over = batch, is_over
+
+    def __iter__(self) -> Iterator[Sequence[str]]:
+        return takewhile(lambda _: not self._is_over(), self._batch)
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._batch[place]
 
 
 NUM_CHECKED = 16  # before the first point; more of them would take seconds

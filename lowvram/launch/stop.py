@@ -1,14 +1,43 @@
-"""What the parent tells the processes of a point: to stop, as somebody asked or the time is up. Imports no torch."""
+"""How often somebody asked to stop, and what the parent tells the processes of a point then. Imports no torch."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
-from typing import final
+from pathlib import Path
+from typing import Any, final
 
-from lowvram.launch.supervisor import KILL, TERM
+from lowvram.launch.supervisor import KILL, STOPS, TERM
 
 TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
+
+
+@final
+class SignalCount:
+    """How often this process was asked to stop: by a signal, or by the program that started it, through a file."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._told: Path | None = None  # grows by a byte each time
+
+    def listen(self, told: Path | None = None) -> None:
+        """From here on signals only count, so nothing is torn in the middle."""
+        self.num, self._told = 0, told
+        for number in STOPS:
+            signal.signal(number, self.add)
+
+    def add(self, number: int, frame: Any = None) -> None:
+        self.num += 1
+
+    def __call__(self) -> int:
+        try:  # not the sum: a signal to the whole group comes both ways
+            return self.num if self._told is None else max(self.num, self._told.stat().st_size)
+        except OSError:  # the program is gone
+            return self.num
+
+
+stop_signals = SignalCount()  # signals are a process's, so this is too
 
 
 @final

@@ -1,11 +1,14 @@
-"""The folders of one call of the command line: taken before anything is written, given back as they were if the call is
-refused. Imports no torch.
+"""The folders of runs, sweeps and their points: taken before anything is written, given back as they were if nothing
+was run. Imports no torch.
+
+A lock is a process's: the program holds those of a single run and of a sweep, and whichever process runs a point of the
+sweep holds that of the point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
@@ -16,7 +19,7 @@ from lowvram.config.identity import point_id
 from lowvram.launch.point import Point
 from lowvram.results import row as rows
 from lowvram.results.files.durable import write_text
-from lowvram.results.files.run_folder import Claim, Held, Kind, has_snapshots, holds_run, other_point
+from lowvram.results.files.run_folder import Claim, Kind, has_snapshots, holds_run, other_point
 from lowvram.results.row import Row
 from lowvram.results.terminal import hydra_quoted, shown_path
 from lowvram.runs.hydra_notes import sweep_note
@@ -24,32 +27,64 @@ from lowvram.runs.hydra_notes import sweep_note
 SWEEP_NOTE = "multirun.yaml"
 
 
+_runs: dict[Path, Claim] = {}  # single runs whose folder this process took before Hydra made it
+
+
+def begin_run(folder: Path, resume: str | None) -> Claim:
+    """Take the folder of a single run, before Hydra makes it.
+
+    Raises:
+        BadInput: it holds a run and isn't to be resumed, somebody else writes in it, or files are in the way.
+    """
+    key = "hydra.run.dir" if resume is None else "resume"
+    if resume is None:
+        check_new(folder)
+    claim = Claim(folder, Kind.RUN, key)
+    _runs[claim.folder] = claim
+    return claim
+
+
+def run_at(folder: Path) -> Claim | None:
+    """The single run in `folder`, if this process has begun it."""
+    return _runs.get(folder)
+
+
+def end_runs(is_refused: bool) -> None:
+    """Give the folders of single runs back: as they were before, if nothing was run."""
+    for claim in _runs.values():
+        claim.undo() if is_refused else claim.release()
+    _runs.clear()
+
+
+@contextmanager
+def point_folder(point: Point) -> Iterator[tuple[Claim, Row | None]]:
+    """The folder of one point of a sweep is this process's inside the block; with the row that is there already.
+
+    Raises:
+        Held: another program runs the point now.
+        BadInput: it holds the results of another point, or files are in the way.
+    """
+    claim = Claim(point.folder, Kind.RUN, "hydra.sweep.subdir", point.id)
+    try:
+        earlier = rows.read(point.folder)
+        check_same_point(earlier, point.id, shown_path(point.folder))
+        yield claim, earlier
+    finally:
+        claim.release()
+
+
 @final
-class Folders:
-    """Those that this program may write in."""
+class SweepFolder:
+    """The folder of a sweep, taken before any of its points is composed.
 
-    def __init__(self) -> None:
-        self.whole: Claim | None = None  # of the single run, or of the sweep
-        self.point: Claim | None = None  # of the sweep's point that runs
-        self.held: dict[Path, Held] = {}  # of points that other programs run
-        self._there_before: set[Path] = set()  # of the sweep's folder
+    Raises:
+        BadInput: it is no sweep's, or files are in the way.
+    """
 
-    def begin_run(self, folder: Path, resume: str | None) -> None:
-        """Take the folder of a single run.
-
-        Raises:
-            BadInput: it holds a run and isn't to be resumed, somebody else writes in it, or files are in the way.
-        """
-        key = "hydra.run.dir" if resume is None else "resume"
-        if resume is None:
-            check_new(folder)
-        self.whole = Claim(folder, Kind.RUN, key)
-
-    def begin_sweep(self, config: DictConfig) -> None:
-        """Take the folder of a sweep. Raises BadInput as `begin_run`."""
-        folder = Path(config.hydra.sweep.dir).absolute()
-        self._there_before = set(folder.iterdir()) if folder.is_dir() else set()
-        self.whole = Claim(folder, Kind.SWEEP, "hydra.sweep.dir")
+    def __init__(self, folder: Path) -> None:
+        self.path = folder.absolute()
+        self._there_before = set(self.path.iterdir()) if self.path.is_dir() else set()
+        self._claim = Claim(self.path, Kind.SWEEP, "hydra.sweep.dir")
 
     def check_points(self, configs: Sequence[DictConfig]) -> None:
         """Before any of the points of a sweep runs: each folder must be free, or hold results of the same point.
@@ -67,76 +102,23 @@ class Folders:
             if points.setdefault(folder, point) != point:
                 raise other_point("hydra.sweep.subdir", subdir)
 
-    def note_sweep(self, config: DictConfig) -> None:
+    def note(self, config: DictConfig) -> None:
         """What was typed, for people: nothing reads it again."""
-        write_text(Path(config.hydra.sweep.dir) / SWEEP_NOTE, sweep_note(config))
+        write_text(self.path / SWEEP_NOTE, sweep_note(config))
 
-    def begin_point(self, point: Point) -> Row | None:
-        """Take the folder of one point of a sweep; returns what an earlier program has left there.
-
-        Raises:
-            Held: another program runs the point now; it is noted.
-            BadInput: it holds the results of another point, or files are in the way.
-        """
-        try:
-            self.point = Claim(point.folder, Kind.RUN, "hydra.sweep.subdir", point.id)
-        except Held as held:
-            self.held[point.folder] = held
-            raise
-        earlier = rows.read(point.folder)
-        check_same_point(earlier, point.id, shown_path(point.folder))
-        return earlier
-
-    def keep_run(self, point: Point) -> None:
-        """The folder that Hydra has made for a single run is the one that was taken."""
-        if self.whole is None or self.whole.folder != point.folder:  # the user has put other callbacks into Hydra
-            self.undo()
-            self.begin_run(point.folder, point.config["resume"])
-
-    @property
-    def locks(self) -> tuple[int, ...]:
-        """Descriptors that whoever writes in the point's folder keeps open."""
-        claim = self.point or self.whole
-        return () if claim is None else (claim.fd,)
-
-    @property
-    def run(self) -> str | None:
-        """What the run in the point's folder is called in its snapshots."""
-        claim = self.point or self.whole
-        return None if claim is None else claim.run
-
-    def end_point(self) -> None:
-        """The point of a sweep has ended; others may take its folder."""
-        if self.point is not None:
-            self.point.release()
-        self.point = None
-
-    def forget_point(self, folder: Path) -> None:
-        """Of a point of a sweep that Hydra has made a folder for, and that was stopped before anything was known."""
-        if self.point is not None:
-            self.point.undo()
+    def forget(self, folder: Path) -> None:
+        """Of a point that Hydra has made a folder for, and that was stopped before anything was known."""
         if folder not in self._there_before:
             with suppress(OSError):  # somebody has put something there
                 folder.rmdir()
 
-    def running(self) -> list[str]:
-        """What to tell of points that other programs run."""
-        return [
-            f"{shown_path(folder)}: {held.who} runs it: type this again to see its row"
-            for folder, held in self.held.items()
-        ]
-
     def undo(self) -> None:
         """The call was refused: what it has made is gone again."""
-        for claim in (self.point, self.whole):
-            if claim is not None:
-                claim.undo()
+        self._claim.undo()
 
     def release(self) -> None:
         """The call has ended; its results stay."""
-        for claim in (self.point, self.whole):
-            if claim is not None:
-                claim.release()
+        self._claim.release()
 
 
 def check_same_point(earlier: Row | None, point: str, folder: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
-from lowvram.cli.main import chosen, plain
+from lowvram.config.compose import chosen, plain
 from lowvram.config.identity import CONF, register_resolvers
 from lowvram.config.settings import Settings, settings
 from lowvram.planning.estimate import Fields

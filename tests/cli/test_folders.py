@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.cli import main as cli
+from lowvram.cli import job
 from lowvram.results.files.run_folder import NAMES, Kind
 from tests.calls import TINY, Outcome, Running, history, read_row, wait_until
 
@@ -76,13 +76,13 @@ def test_a_refused_sweep_leaves_a_folder_as_it_was(call: Call, tmp_path: Path, t
 def test_an_interrupt_before_the_start_leaves_a_folder_as_it_was(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thesis: Path, moment: str
 ) -> None:
-    before, inner = tree(tmp_path), getattr(cli.Program, moment)
+    before, inner = tree(tmp_path), getattr(job, moment)
 
-    def interrupted(program: cli.Program, *args: object) -> object:
+    def interrupted(*args: object) -> object:
         os.kill(os.getpid(), signal.SIGINT)
-        return inner(program, *args)
+        return inner(*args)
 
-    monkeypatch.setattr(cli.Program, moment, interrupted)
+    monkeypatch.setattr(job, moment, interrupted)
     for folder in ("thesis", ".", "new"):
         assert call(*TINY, f"hydra.run.dir={folder}").code == 75
         assert tree(tmp_path) == before

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.cli import main as cli
+from lowvram.cli import job
 from lowvram.launch.point import Point
 from lowvram.results.row import Row
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
@@ -140,14 +140,14 @@ def test_one_point_of_a_sweep_is_resumed_alone(call: Call, words: tuple[str, ...
 
 def test_a_bug_in_the_program_is_a_row_and_the_sweep_goes_on(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra keeps what a point's job raises to itself."""
-    run_point = cli.run_point
+    run_point = job.run_point
 
     def fail(point: Point, *about: Any) -> Row:
         if point.config["seed"] == 0:
             raise ZeroDivisionError("a bug")
         return run_point(point, *about)
 
-    monkeypatch.setattr(cli, "run_point", fail)
+    monkeypatch.setattr(job, "run_point", fail)
     outcome = call("-m", *TINY, "seed=0,1", "hydra.sweep.dir=sweep")
     assert (outcome.code, outcome.statuses) == (1, {"seed0": "error", "seed1": "ok"})
     assert read_row(outcome.folders[0])["reason"] == "ZeroDivisionError: a bug"
@@ -157,13 +157,13 @@ def test_a_bug_in_the_program_is_a_row_and_the_sweep_goes_on(call: Call, monkeyp
 
 def test_a_bug_whose_row_cant_be_written_either(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        monkeypatch.setattr(cli.rows, "write", fail_too)
+        monkeypatch.setattr(job.rows, "write", fail_too)
         raise ZeroDivisionError("a bug")
 
     def fail_too(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error", "result.json")
 
-    monkeypatch.setattr(cli, "run_point", fail)
+    monkeypatch.setattr(job, "run_point", fail)
     outcome = call("-m", *TINY, "seed=0,1")
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1] == "result.json: can't be written (Input/output error)"
@@ -173,7 +173,7 @@ def test_a_bug_after_the_row_leaves_it(call: Call, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cli.Program, "tell_point", fail)
+    monkeypatch.setattr(job, "tell_point", fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         call("-m", *TINY, "seed=0", "hydra.sweep.dir=sweep")
     assert [read_row(path.parent)["status"] for path in Path("sweep").glob("*/result.json")] == ["ok"]

@@ -26,7 +26,7 @@ def load(words: Sequence[str]) -> int:
 
 def table(words: Sequence[str]) -> int:
     """`python -m lowvram.table FOLDER`"""
-    from lowvram.cli.start import outlasting
+    from lowvram.cli.streams import outlasting
     from lowvram.results.table import main
 
     outlasting()

@@ -1,0 +1,143 @@
+"""One call of the command line, as Hydra tells it: its folder is taken, its points are checked and launched, and how
+each ended is noted. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig
+
+from lowvram.cli import job, job_process, launchers
+from lowvram.cli.errors import unforeseen
+from lowvram.cli.hydra_hooks import check_plugins
+from lowvram.cli.job import Ending
+from lowvram.cli.sweep import Coming, UntilOver
+from lowvram.config.compose import container
+from lowvram.config.errors import Refused
+from lowvram.config.settings import check_own, check_root, is_inline
+from lowvram.launch.client import Event
+from lowvram.launch.stop import Orders, stop_signals
+from lowvram.launch.torchrun import Launch
+from lowvram.planning.client import request_of
+from lowvram.results.row import Status
+from lowvram.results.terminal import tell
+from lowvram.runs import in_process as inline
+from lowvram.runs.folders import SweepFolder
+from lowvram.runs.hydra_notes import check_left_to_us
+
+
+@final
+class Call:
+    """Hears what Hydra begins and ends.
+
+    Attributes:
+        logger: where metrics go, besides files.
+        endings: of its points, by their index.
+        failure: of the launcher, which then knows nothing of the endings.
+    """
+
+    def __init__(self, launch: Launch | None) -> None:
+        self._launch = launch
+        self._elsewhere = ExitStack()  # as long as jobs run in other processes
+        self.is_elsewhere = False
+        self.sweep: SweepFolder | None = None
+        self.logger: Any = None
+        self.endings: dict[int, Ending] = {}
+        self.failure: str | None = None
+
+    def begin_run(self, config: DictConfig) -> None:
+        HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may ask for it
+        job.begin_run(config)
+
+    def begin_sweep(self, config: DictConfig) -> None:
+        if self._launch is not None:
+            hint = "start a sweep without it, and sharding.ranks=2 (or more) for each point"
+            raise Refused(f"-m under torchrun: {hint}")
+        check_left_to_us(config.hydra)
+        check_plugins(config.hydra)
+        self.sweep = SweepFolder(Path(config.hydra.sweep.dir))
+        self.logger = container(config.get("logger"))
+        self.is_elsewhere = launchers.is_elsewhere(config.hydra)
+        if self.is_elsewhere:
+            self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
+
+    def launch(self, launcher: Launcher, coming: Coming) -> None:
+        """Raises the first mistake in those points that stand for all, and what a point has raised."""
+        if not self.is_over():
+            self._check(coming)
+        if self.is_over():
+            return
+        batch = UntilOver(coming.batch, self.is_over)
+        try:
+            jobs = launcher.launch(batch, initial_job_idx=coming.first)
+        except (Exception, KeyboardInterrupt) as error:
+            if not self.is_elsewhere:
+                raise
+            self._fail(error)
+            return
+        for each in jobs:
+            self.end_job(each)
+            _ = each.return_value  # raises what the point has raised: Hydra alone would drop it
+
+    def _check(self, coming: Coming) -> None:
+        """Build the objects of those points that stand for all, in a child of their own."""
+        refused: list[str] = []
+
+        def on_event(event: Event) -> None:
+            if event["event"] == "row" and event["fields"]["status"] != Status.OK:
+                refused.append(event["fields"]["reason"])
+
+        here = job_process.this()
+        here.plans.coming = coming
+        here.server.start()  # it imports while Hydra composes
+        configs = coming.to_check()
+        for config in configs:
+            check_root(config)
+            check_own(config)
+        inline.check_sweep(configs)
+        if self.is_elsewhere and any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
+            raise Refused("process=inline: must be child where a launcher starts the processes")
+        check = {"check": [request_of(config)["config"] for config in configs]}
+        here.server.run(check, on_event, Orders(None, stop_signals))
+        if stop_signals():
+            return
+        if refused:
+            raise Refused(refused[0])
+        assert self.sweep is not None
+        self.sweep.check_points(configs)
+        self.sweep.note(configs[0])
+        if self.is_elsewhere:
+            here.server.stop()
+            tell(launchers.SIDE_BY_SIDE)
+
+    def _fail(self, error: BaseException) -> None:
+        """The launcher has failed, or was left: what its points have reached is on disk alone."""
+        assert self.sweep is not None
+        if isinstance(error, Exception):
+            self.failure = f"hydra/launcher has failed: {unforeseen(error)}"
+            launchers.wait_for_points(self.sweep.path)
+        else:
+            self.failure = "left before all points had ended"
+
+    def end_job(self, job: JobReturn) -> None:
+        if job.status is JobStatus.COMPLETED:
+            ending = job.return_value
+            self.endings[ending.index] = ending
+
+    def is_over(self) -> bool:
+        return bool(stop_signals() or self.failure or self.refusal)
+
+    @property
+    def refusal(self) -> Refused | OSError | None:
+        """A mistake for which the call ends."""
+        return next((ending.refusal for ending in self.endings.values() if ending.refusal), None)
+
+    def leave_hydra(self) -> None:
+        """No more jobs are started."""
+        self._elsewhere.close()

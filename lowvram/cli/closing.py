@@ -1,0 +1,87 @@
+"""The end of a call: what the points have left on disk is printed, and the exit code read off it. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from lowvram.cli.call import Call
+from lowvram.cli.job import Ending
+from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from lowvram.launch.stop import stop_signals
+from lowvram.launch.torchrun import Launch
+from lowvram.results import row as rows
+from lowvram.results import table
+from lowvram.results.report import report
+from lowvram.results.row import Row, Status
+from lowvram.results.terminal import command_line, hydra_quoted, shown_path, summary, tell
+from lowvram.results.wandb import sweep as wandb_sweep
+from lowvram.results.wandb.run import sync_command
+from lowvram.runs.folders import end_runs
+
+
+def close_run(endings: Iterable[Ending], launch: Launch | None) -> int:
+    """Print what a single run has come to; returns the exit code. A run that was refused leaves nothing."""
+    ran = next(((ending, row) for ending in endings if (row := row_of(ending)) is not None), None)
+    end_runs(is_refused=ran is None or ran[1]["status"] == Status.INCOMPATIBLE)
+    if ran is None:
+        return EXIT_INTERRUPTED if stop_signals() else 0
+    ending, row = ran
+    if row["status"] == Status.INCOMPATIBLE:
+        tell(row["reason"], sys.stderr)
+    else:
+        ranks = [f"sharding.ranks={launch.num_ranks}"] if launch else []  # torchrun isn't part of the command
+        print("\n".join(summary(row, ending.folder, ranks)))
+        if launch and not launch.records and Status(row["status"]).exit_single == EXIT_FAILED:
+            tell(
+                f"rank {launch.rank}: {row['status']}: {row['reason']}", sys.__stderr__
+            )  # the one that records may not
+    return EXIT_INTERRUPTED if stop_signals() else rows.exit_code([row], sweep=False)
+
+
+def row_of(ending: Ending) -> Row | None:
+    """A point's, if it has one: another program's is none of this call."""
+    if ending.is_stopped or ending.holder or ending.refusal:
+        return None
+    return ending.row or rows.read(ending.folder)
+
+
+def close_sweep(call: Call, words: Sequence[str]) -> int:
+    """Print the table of a sweep, and how to go on; returns the exit code."""
+    endings = call.endings.values()
+    others = [ending for ending in endings if ending.holder]
+    for ending in others:
+        tell(f"{shown_path(ending.folder)}: {ending.holder} runs it: type this again to see its row")
+    found = show_sweep(call, words)
+    if call.failure:
+        tell(call.failure, sys.stderr)
+    if stop_signals() or others:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if call.failure else rows.exit_code(found, sweep=True)
+
+
+def show_sweep(call: Call, words: Sequence[str]) -> list[Row]:
+    """The table and the report, where they lie, how to upload the runs and how to go on; returns the rows. Without any
+    the sweep leaves nothing."""
+    assert call.sweep is not None
+    folder, endings = call.sweep.path, call.endings.values()
+    for ending in endings:
+        if ending.is_stopped:
+            call.sweep.forget(ending.folder)
+    by_ending = [(ending, row) for ending in endings if (row := row_of(ending)) is not None]
+    found = table.collect(folder) if call.failure else [row for _, row in by_ending]
+    if not found:
+        call.sweep.undo()
+        return []
+    table.save(folder, table.collect(folder))
+    print(table.render(found, sys.stdout, kept={row["id"] for ending, row in by_ending if ending.is_kept}))
+    report.save(folder)
+    tell(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
+    for line in [] if stop_signals() else wandb_sweep.record(folder, call.logger):
+        tell(line)
+    if any(folder.glob("*/wandb/offline-run-*")):
+        tell(f"to upload: {sync_command(folder)}")
+    if call.failure or stop_signals() or any(map(rows.is_missing, found)):
+        kept = [word for word in words if not word.startswith("hydra.sweep.dir=")]
+        tell(f"to run what is missing: {command_line(*kept, f'hydra.sweep.dir={hydra_quoted(shown_path(folder))}')}")
+    return found

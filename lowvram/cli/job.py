@@ -1,0 +1,238 @@
+"""Hydra's job: one point from its composed configuration to its row on disk, in whatever process a launcher runs it.
+Imports no torch.
+
+It raises nothing but bugs: what else the program must hear, the disk doesn't hold, is returned as an `Ending`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lowvram.cli import job_process
+from lowvram.cli.errors import sentence, unforeseen
+from lowvram.cli.sweep import POINT_NAME
+from lowvram.config import identity
+from lowvram.config.compose import MISTAKES, chosen, container, output_folder, plain
+from lowvram.config.errors import Refused
+from lowvram.config.secret import text_without_secrets, words_without_secrets
+from lowvram.config.settings import check_own, check_root, is_inline, is_plan, is_search
+from lowvram.fidelity.client import check_fresh
+from lowvram.launch.point import Point
+from lowvram.launch.stop import stop_signals
+from lowvram.launch.torchrun import launch_from
+from lowvram.planning.client import beside
+from lowvram.results import row as rows
+from lowvram.results.files.run_folder import Claim, Held, has_snapshots
+from lowvram.results.row import Row, Status
+from lowvram.runs import folders
+from lowvram.runs import in_process as inline
+from lowvram.runs.hydra_notes import check_left_to_us, notes_of, write_notes
+from lowvram.runs.run import run_point
+from lowvram.search.client import Searches
+
+UNRECORDED = {"name": "none", "entity": None, "project": None}  # as logger=none
+
+# A launcher's process imports this module with the job, before it composes.
+identity.register_resolvers()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a job tells the program. Plain values: it may come from another process.
+
+    Attributes:
+        row: the point's, where the disk doesn't hold it: nothing is kept of a refused run, nor on a full disk.
+        is_kept: an earlier program has finished the point.
+        is_stopped: somebody asked to stop before anything was known: there is no row.
+        holder: the program that runs the point now instead of this one.
+        refusal: a mistake, or trouble with the disk, for which the whole call ends.
+        error: what the point ended with in this process (process=inline), for the eyes or the debugger.
+    """
+
+    index: int
+    folder: Path
+    row: Row | None = None
+    is_kept: bool = False
+    is_stopped: bool = False
+    holder: str | None = None
+    refusal: Refused | OSError | None = None
+    error: BaseException | None = None
+
+
+def hydra_job(config: DictConfig) -> Ending:
+    """Run the point that Hydra has composed in its folder, unless that holds its result."""
+    about = HydraConfig.get()
+    is_sweep = about.mode == RunMode.MULTIRUN
+    ending = Ending(about.job.num if is_sweep else 0, output_folder())
+    try:
+        return run_in_sweep(config, ending) if is_sweep else run_alone(config, ending)
+    except MISTAKES as error:
+        refusal = Refused(sentence(error))
+        refusal.__cause__ = error
+        return replace(ending, refusal=refusal)
+    except OSError as error:
+        return replace(ending, refusal=error)
+
+
+def run_alone(config: DictConfig, ending: Ending) -> Ending:
+    """A single run. Its folder was taken before Hydra made it, unless the user has put other callbacks into Hydra."""
+    claim = folders.run_at(ending.folder) or begin_run(config)
+    point = make_point(config)
+    if stop_signals():
+        return replace(ending, is_stopped=True)
+    return ended(ending, *run_in_folder(point, claim, row_of))
+
+
+def begin_run(config: DictConfig) -> Claim:
+    """Check what can be checked by now, and take the folder of a single run."""
+    check(config)
+    return folders.begin_run(Path(HydraConfig.get().run.dir), config["resume"])
+
+
+def run_in_sweep(config: DictConfig, ending: Ending) -> Ending:
+    """One point of a sweep: kept as it is if it is finished, left to the program that runs it."""
+    point = make_point(config)
+    if stop_signals():
+        return replace(ending, is_stopped=True)
+    mistake = mistake_in(config)
+    try:
+        with folders.point_folder(point) as (claim, earlier):
+            if earlier is not None and rows.is_final(earlier):
+                return replace(ending, is_kept=True)
+            row, error = run_in_folder(point, claim, lambda point: row_of_sweep(point, mistake))
+            if row is None:
+                claim.undo()
+    except Held as held:
+        return replace(ending, holder=held.who)
+    return ended(ending, row, error)
+
+
+Found = tuple[Row | None, BaseException | None]  # the row of a point, and the error of one that ran in this process
+
+
+def run_in_folder(point: Point, claim: Claim, find: Callable[[Point], Found]) -> Found:
+    """Run a point whose results nobody has yet."""
+    about = {"locks": (claim.fd,), "run": claim.run, "is_resumed": has_snapshots(point.folder)}
+    point = replace(point, **about)
+    if not point.is_resumed:  # else once it is known that it goes on
+        write_notes(point.folder, point.notes)
+    return find(point)
+
+
+def ended(ending: Ending, row: Row | None, error: BaseException | None) -> Ending:
+    """With the row, unless it can be read."""
+    is_on_disk = row is not None and rows.read(ending.folder) == row
+    return replace(ending, row=None if is_on_disk else row, is_stopped=row is None, error=error)
+
+
+def row_of(point: Point) -> Found:
+    """Whatever its mode asks for. No row: somebody asked to stop before anything was known."""
+    here = job_process.this()
+    if is_inline(point.config):
+        return inline.row_inline(point, stop_signals)
+    if is_plan(point.choices):
+        return here.plans.row(point), None
+    if is_search(point.choices):
+        if point.launch is not None:
+            raise Refused("mode=search under torchrun: search without it, on one device")
+        words = container(HydraConfig.get().overrides.task, resolve=False)
+        return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
+    point = replace(point, plan=beside(here.plans.of(point)))
+    skipped = here.plans.skipped(point)
+    return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
+
+
+def row_of_sweep(point: Point, mistake: Exception | None) -> Found:
+    """The same of a point of a sweep, which goes on after one that can't run, and after a bug of ours.
+
+    Args:
+        mistake: what has been raised of the point already.
+    """
+    try:
+        if mistake is not None:
+            raise mistake
+        row, error = row_of(point)
+        if row is not None and not (is_plan(point.choices) or is_search(point.choices)):  # those have told it
+            tell_point(point, row)
+        return row, error
+    except MISTAKES as refusal:
+        if mistake is None:
+            raise
+        return left(point, Status.INCOMPATIBLE, sentence(refusal)), None
+    except OSError:
+        raise
+    except Exception as bug:
+        earlier = rows.read(point.folder)
+        if earlier is not None and rows.is_final(earlier):  # the point's result is no worse for it
+            raise
+        progress = job_process.this().progress
+        progress.stop()
+        for line in text_without_secrets(traceback.format_exc()).splitlines():
+            progress.say(line)
+        return left(point, Status.ERROR, unforeseen(bug)), None
+
+
+def left(point: Point, status: Status, reason: str) -> Row:
+    """The row of a point that hasn't run, on disk."""
+    row = rows.merge(point.first_row(), {"status": status.value, "reason": reason})
+    rows.write(point.folder, row)
+    tell_point(point, row)
+    return row
+
+
+def tell_point(point: Point, row: Row) -> None:
+    """After a point of a sweep: one line, and the table as far as it goes."""
+    here = job_process.this()
+    here.progress.say(": ".join(filter(None, [point.name, row["status"], row["reason"]])))
+    here.table.save(point.folder.parent)
+
+
+def make_point(config: DictConfig) -> Point:
+    """What Hydra composed, as a point."""
+    about, folder, launch = HydraConfig.get(), output_folder(), launch_from()
+    is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
+    values = {**plain(config), **({} if launch is None or launch.records else {"logger": UNRECORDED})}
+    command = shlex.join(["python", "train.py", *words_without_secrets(words)])
+    earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
+    index = about.job.num if is_sweep else earlier["index"] or 0
+    return Point(
+        id=identity.point_id(_root_=config),
+        name=about.sweeper.get(POINT_NAME) or earlier["name"],
+        index=index,
+        folder=folder,
+        config=values,
+        choices=chosen(about.runtime.choices),
+        sweep=folder.parent.name if is_sweep else None,
+        provenance=identity.provenance(values["seed"], command),
+        launch=launch,
+        notes=notes_of(config),
+    )
+
+
+def mistake_in(config: DictConfig) -> Exception | None:
+    """Of one point of a sweep, which goes on without it."""
+    try:
+        check(config)
+    except Exception as error:
+        return error
+    return None
+
+
+def check(config: DictConfig) -> None:
+    """Raises BadInput for what can be told without building anything."""
+    about, launch = HydraConfig.get(), launch_from()
+    check_root(config)
+    check_own(config)
+    values, choices = plain(config), chosen(about.runtime.choices)
+    check_fresh(values, launch)
+    check_left_to_us(about)
+    if is_inline(values):
+        inline.check_alone(choices, launch)

@@ -1,0 +1,125 @@
+"""Jobs in other processes (hydra/launcher=joblib and its like): how they hear of Ctrl-C, and of who started them.
+Imports no torch.
+
+A terminal sends Ctrl-C to every process: launchers' own would die of it, some after sending it on, and take their jobs
+along. So they, and all that they start, inherit a mask that blocks it; a thread of the program waits for signals, and
+tells the jobs by the size of a file. Only the first and second count, as always; the third leaves the jobs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from _thread import interrupt_main
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from omegaconf import DictConfig, open_dict
+
+from lowvram.config.identity import ROOT
+from lowvram.launch.stop import stop_signals
+from lowvram.launch.supervisor import STOPS
+from lowvram.results.files.marker import MARKER
+from lowvram.results.files.run_folder import is_running
+from lowvram.results.terminal import hydra_quoted
+
+BASIC = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
+CALL, CARDS = "LOWVRAM_CALL", "CUDA_VISIBLE_DEVICES"  # in the environment of jobs
+POLL_S = 0.1
+PATIENCE = 2  # signals that are passed on
+SIDE_BY_SIDE = "points share this machine: their peaks of memory are their own, but their times can't be compared"
+
+
+def is_elsewhere(hydra: DictConfig) -> bool:
+    """Whether jobs run in other processes than the program."""
+    return hydra.launcher["_target_"] != BASIC
+
+
+@contextmanager
+def jobs_elsewhere(config: DictConfig) -> Iterator[None]:
+    """Jobs that are started inside the block, whichever way, belong to this call."""
+    with open_dict(config.hydra.overrides):  # each process composes for itself, with another time of day
+        config.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_quoted(config.hydra.sweep.dir)}")
+    with TemporaryDirectory(prefix="lowvram-call-") as folder:
+        stops = Path(folder) / "stops"
+        stops.touch()
+        about = {"stops": str(stops), "argv": sys.argv, "orig_argv": sys.orig_argv, "cards": os.environ.get(CARDS)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with in_environment({CALL: json.dumps(about), "PYTHONPATH": path}), heard_by_a_thread(stops):
+            yield
+
+
+@contextmanager
+def in_environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def heard_by_a_thread(stops: Path) -> Iterator[None]:
+    """Signals are blocked here, and in all that is started; a thread passes them on."""
+
+    def hear(number: int, frame: Any = None) -> None:
+        if stop_signals.num >= PATIENCE:
+            raise KeyboardInterrupt  # launchers have no other way to be left
+        stop_signals.add(number)
+        with stops.open("ab") as file:
+            file.write(b".")
+
+    def wait() -> None:
+        while not is_over.is_set():
+            if (heard := signal.sigtimedwait(STOPS, POLL_S)) is not None:
+                interrupt_main() if stop_signals.num >= PATIENCE else hear(heard.si_signo)
+
+    handlers = {number: signal.signal(number, hear) for number in STOPS}
+    mask, is_over = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS), threading.Event()
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def join() -> None:
+    """This process runs jobs of a program that is another process."""
+    about = json.loads(os.environ.get(CALL, "{}"))
+    stop_signals.listen(Path(about["stops"]) if about else None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # of whoever means this process alone
+    if about:
+        sys.argv, sys.orig_argv = about["argv"], about["orig_argv"]  # printed commands start with them
+        see_cards(about["cards"])
+
+
+def see_cards(before: str | None) -> None:
+    """submitit_local hides all cards unless hydra.launcher.gpus_per_node is typed; joblib hides none. Points that would
+    run on a CPU then, under the ids of a card's, see those that the program sees."""
+    if os.environ.get(CARDS) == "":
+        os.environ.pop(CARDS)
+        os.environ.update({} if before is None else {CARDS: before})
+
+
+def wait_for_points(folder: Path) -> None:
+    """Of a sweep whose launcher has failed: until the last of those that run has ended."""
+    while any(is_running(marker.parent) for marker in folder.glob(f"*/{MARKER}")):
+        time.sleep(POLL_S)
