@@ -18,7 +18,7 @@ from lowvram.cli.errors import unforeseen
 from lowvram.cli.hydra_hooks import check_plugins
 from lowvram.cli.job import Ending
 from lowvram.cli.sweep import Coming, UntilOver
-from lowvram.config.compose import container
+from lowvram.config.compose import check_left_to_us, container
 from lowvram.config.errors import Refused
 from lowvram.config.settings import check_own, check_root, is_inline
 from lowvram.launch.client import Event
@@ -29,7 +29,6 @@ from lowvram.results.row import Status
 from lowvram.results.terminal import tell
 from lowvram.runs import in_process as inline
 from lowvram.runs.folders import SweepFolder
-from lowvram.runs.hydra_notes import check_left_to_us
 
 
 @final

@@ -20,7 +20,7 @@ from lowvram.cli import job_process
 from lowvram.cli.errors import sentence, unforeseen
 from lowvram.cli.sweep import POINT_NAME
 from lowvram.config import identity
-from lowvram.config.compose import MISTAKES, chosen, container, output_folder, plain
+from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
 from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import check_own, check_root, is_inline, is_plan, is_search
@@ -34,7 +34,7 @@ from lowvram.results.files.run_folder import Claim, Held, has_snapshots
 from lowvram.results.row import Row, Status
 from lowvram.runs import folders
 from lowvram.runs import in_process as inline
-from lowvram.runs.hydra_notes import check_left_to_us, notes_of, write_notes
+from lowvram.runs.hydra_notes import notes_of, write_notes
 from lowvram.runs.run import run_point
 from lowvram.search.client import Searches
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+from functools import cached_property
 from typing import final
 
 from lowvram.cli import launchers
@@ -20,11 +21,26 @@ from lowvram.results.terminal import Progress, QuietProgress
 
 @final
 class JobProcess:
-    """Of the program itself, or of a process that a launcher has started."""
+    """Of the program itself, or of a process that a launcher has started. Each is made when it is first used."""
 
     def __init__(self, progress: Progress) -> None:
-        self.progress, self.server, self.table = progress, Server(), LiveTable()
-        self.plans = Plans(self.server, progress, stop_signals)
+        self.progress = progress
+
+    @cached_property
+    def server(self) -> Server:
+        return Server()
+
+    @cached_property
+    def plans(self) -> Plans:
+        return Plans(self.server, self.progress, stop_signals)
+
+    @cached_property
+    def table(self) -> LiveTable:
+        return LiveTable()
+
+    def stop(self) -> None:
+        if "server" in vars(self):
+            self.server.stop()
 
 
 _this: list[JobProcess] = []
@@ -46,7 +62,7 @@ def begin(progress: Progress) -> JobProcess:
 def end() -> None:
     """Nothing runs any more, nor will."""
     for process in _this:
-        process.server.stop()
+        process.stop()
     _this.clear()
 
 

@@ -44,4 +44,14 @@ def container(node: Any, resolve: bool = True) -> Any:
     return OmegaConf.to_container(node, resolve=resolve, enum_to_str=True) if OmegaConf.is_config(node) else node
 
 
+def check_left_to_us(hydra: Any) -> None:
+    """Raises BadInput if Hydra is to write its own notes too: see runs/hydra_notes.py."""
+    require(
+        hydra.output_subdir is None,
+        "hydra.output_subdir",
+        hydra.output_subdir,
+        "null: lowvram writes .hydra itself, without secrets",
+    )
+
+
 MISTAKES = (BadInput, Refused, HydraException, OmegaConfBaseException)

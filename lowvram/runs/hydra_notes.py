@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from lowvram.config.compose import container
-from lowvram.config.errors import BadInput, require
+from lowvram.config.errors import BadInput
 from lowvram.config.secret import REFUSED, text_without_secrets, without_secrets, words_without_secrets
 from lowvram.results.files.durable import write_text
 
@@ -60,16 +60,6 @@ def write_notes(folder: Path, notes: Notes) -> None:
     (folder / FOLDER).mkdir(exist_ok=True)
     for name, text in notes.items():
         write_text(folder / FOLDER / name, text)
-
-
-def check_left_to_us(hydra: Any) -> None:
-    """Raises BadInput if Hydra is to write its own notes as well."""
-    require(
-        hydra.output_subdir is None,
-        "hydra.output_subdir",
-        hydra.output_subdir,
-        "null: lowvram writes .hydra itself, without secrets",
-    )
 
 
 def words_of(folder: Path) -> list[str]:

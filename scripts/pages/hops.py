@@ -1,17 +1,26 @@
-"""The way from the command line to the first step: which files it goes through, in order.
+"""The way of control from the command line to the first step: which files it goes through, in order.
 
     scripts/python scripts/pages/hops.py            # a tiny Transformer
     scripts/python scripts/pages/hops.py model=resnet precision=bf16
+    scripts/python scripts/pages/hops.py --write    # the list in CONTRIBUTING.md
+    scripts/python scripts/pages/hops.py --all      # every call from file to file
 
-Runs a point in this process and prints a line for each file of the package that is entered for the first time, with the
-function that is called there, and how often the file was entered before the first `step`. Calls while a module is
-imported, and those of generated code, don't count.
+Runs a point in this process and prints a line for each file of the package that control goes through before the first
+`step`, with the function that is called there first, and by how many functions of other files it is entered.
+
+What counts is what somebody must open who follows control. A call that comes back without having gone on to a third
+file is no hop, nor is a value that checks its own fields (`__post_init__`): they are read where they are called, by
+their names, as a library's functions are. A function that calls the same file again and again sends its reader there
+once. `--all` leaves out none of this: it counts every call from file to file. Calls while a module is imported, and
+those of generated code, don't count in either.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -19,58 +28,112 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(ROOT / "lowvram")
+PAGE = ROOT / "CONTRIBUTING.md"
+PLACE = re.compile(r"(?<=<!-- scripts/pages/hops.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 TINY = ("model.num_layers=1", "model.width=32", "model.num_heads=2", "data=synthetic", "data.sequence_length=16")
 TINY += ("data.eval_samples=4", "train.batch_size=4", "train.steps=1", "logger=none", "device=cpu", "process=inline")
 IGNORED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+CHECKS = "__post_init__"
+
+
+@dataclass(eq=False)
+class Entry:
+    """A call from one file of the package into another."""
+
+    file: str
+    name: str
+    caller: str  # the function of the other file
+    num_inside: int = 0  # entries of third files, from this call on
+    leads_to_step: bool = False
 
 
 class Hops:
-    """Calls from file to file, until the first step."""
+    """All entries until the first step, in their order."""
 
     def __init__(self) -> None:
-        self.first: dict[str, str] = {}  # by file, the function that was called first
-        self.entered: Counter[str] = Counter()
-        self.num_functions: set[tuple[str, str]] = set()
+        self.entries: list[Entry] = []
+        self.functions: set[tuple[str, str]] = set()
         self.is_done = False
+        self._by_frame: dict[FrameType, Entry] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or self.is_done:
+        code = frame.f_code
+        if event != "call" or self.is_done or not code.co_filename.startswith(PACKAGE) or code.co_name in IGNORED:
             return
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith(PACKAGE) or name in IGNORED or is_importing(frame):
+        around = list(frames_around(frame))
+        if any(outer.f_code.co_name == "<module>" and is_ours(outer) for outer in around):
             return
-        if file.endswith("core/step.py") and name == "step":
+        self.functions.add((code.co_filename, code.co_qualname))
+        caller = next(filter(is_ours, around), None)
+        if caller is None or caller.f_code.co_filename != code.co_filename:
+            self._enter(frame, caller, around)
+        if code.co_name == "step" and code.co_filename.endswith("core/step.py"):
             self.is_done = True
             sys.setprofile(None)
-        self.num_functions.add((file, frame.f_code.co_qualname))
-        if caller_of(frame) != file:
-            self.entered[file] += 1
-            self.first.setdefault(file, frame.f_code.co_qualname)
+            for outer in (frame, *around):
+                if outer in self._by_frame:
+                    self._by_frame[outer].leads_to_step = True
+
+    def _enter(self, frame: FrameType, caller: FrameType | None, around: list[FrameType]) -> None:
+        path = str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
+        from_where = (
+            "" if caller is None else caller.f_code.co_filename + caller.f_code.co_qualname.split(".<locals>")[0]
+        )
+        entry = self._by_frame[frame] = Entry(path, frame.f_code.co_qualname, from_where)
+        self.entries.append(entry)
+        outer = next((self._by_frame[each] for each in around if each in self._by_frame), None)
+        is_check = any(each.f_code.co_name == CHECKS for each in (frame, *around))
+        if outer is not None and not is_check:
+            outer.num_inside += 1
+        if is_check:
+            entry.num_inside = -1
+
+    def of_control(self) -> list[Entry]:
+        """Those that somebody must follow."""
+        return [entry for entry in self.entries if entry.num_inside > 0 or entry.leads_to_step]
 
 
-def caller_of(frame: FrameType) -> str | None:
-    """The file of the package from which a call came, through whatever library."""
+def frames_around(frame: FrameType) -> Iterable[FrameType]:
+    """From the caller outwards."""
     before = frame.f_back
-    while before is not None and not before.f_code.co_filename.startswith(PACKAGE):
+    while before is not None:
+        yield before
         before = before.f_back
-    return None if before is None else before.f_code.co_filename
 
 
-def is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
+def is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(PACKAGE)
 
 
-def main() -> None:
+def by_file(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.file, []).append(entry)
+    return found
+
+
+def times_entered(entries: Iterable[Entry]) -> int:
+    """By how many functions of other files."""
+    return len({entry.caller for entry in entries})
+
+
+def page(entries: Iterable[Entry]) -> str:
+    """The list as Markdown."""
+    lines = ["| | file | first called there | entered by |", "|---:|---|---|---:|"]
+    for number, (file, found) in enumerate(by_file(entries).items(), 1):
+        link = f"[`{file}`](lowvram/{file})"
+        lines.append(f"| {number} | {link} | `{found[0].name}` | {times_entered(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def followed(words: Iterable[str]) -> Hops:
+    """A point with these words, until its first step."""
     sys.path.insert(0, str(ROOT))
     from lowvram.cli.main import main as command_line
 
     hops = Hops()
     with TemporaryDirectory() as folder:
-        sys.argv = ["train.py", *TINY, f"hydra.run.dir={folder}/run", *sys.argv[1:]]
+        sys.argv = ["train.py", *TINY, f"hydra.run.dir={folder}/run", *words]
         sys.setprofile(hops)
         try:
             command_line()
@@ -80,13 +143,21 @@ def main() -> None:
             sys.setprofile(None)
     if not hops.is_done:
         sys.exit("no step was taken")
-    for number, (file, name) in enumerate(hops.first.items(), 1):
-        print(f"{number:3}  {Path(file).relative_to(PACKAGE)!s:36} {name:40} entered {hops.entered[file]}x")
-    again = sum(num > 2 for num in hops.entered.values())
-    print(
-        f"{len(hops.num_functions)} functions in {len(hops.first)} files, {sum(hops.entered.values())} calls from file "
-        f"to file; {again} files are entered more than twice"
-    )
+    return hops
+
+
+def main() -> None:
+    flags, words = ([word for word in sys.argv[1:] if word.startswith("--") == is_flag] for is_flag in (True, False))
+    hops = followed(words)
+    entries = hops.entries if "--all" in flags else hops.of_control()
+    if "--write" in flags:
+        PAGE.write_text(PLACE.sub(lambda _: page(entries), PAGE.read_text()))
+    files = by_file(entries)
+    for number, (file, found) in enumerate(files.items(), 1):
+        times = len(found) if "--all" in flags else times_entered(found)
+        print(f"{number:3}  {file:36} {found[0].name:40} entered {times}x")
+    often = sum((len(found) if "--all" in flags else times_entered(found)) > 2 for found in files.values())
+    print(f"{len(hops.functions)} functions; {len(files)} files, {often} of them entered more than twice")
 
 
 if __name__ == "__main__":
