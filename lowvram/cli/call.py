@@ -113,7 +113,8 @@ class Call:
         self.sweep.note(configs[0])
         if self.is_elsewhere:
             here.server.stop()
-            tell(launchers.SIDE_BY_SIDE)
+            if coming.first == 0:
+                tell(launchers.SIDE_BY_SIDE)
 
     def _fail(self, error: BaseException) -> None:
         """The launcher has failed, or was left: what its points have reached is on disk alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lowvram.cli.call import Call
 from lowvram.cli.job import Ending
@@ -49,7 +49,7 @@ def row_of(ending: Ending) -> Row | None:
 def close_sweep(call: Call, words: Sequence[str]) -> int:
     """Print the table of a sweep, and how to go on; returns the exit code."""
     endings = call.endings.values()
-    others = [ending for ending in endings if ending.holder]
+    others = held_by_others(endings)
     for ending in others:
         tell(f"{shown_path(ending.folder)}: {ending.holder} runs it: type this again to see its row")
     found = show_sweep(call, words)
@@ -58,6 +58,13 @@ def close_sweep(call: Call, words: Sequence[str]) -> int:
     if stop_signals() or others:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if call.failure else rows.exit_code(found, sweep=True)
+
+
+def held_by_others(endings: Collection[Ending]) -> list[Ending]:
+    """Of points that other programs run. Where points run side by side and two are the same one, as with name=a,b, one
+    of this call's own jobs has held it, and has ended by now."""
+    ours = {ending.folder for ending in endings if not ending.holder}
+    return [ending for ending in endings if ending.holder and ending.folder not in ours]
 
 
 def show_sweep(call: Call, words: Sequence[str]) -> list[Row]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lowvram.cli import launchers
+from lowvram.cli.closing import held_by_others
 from lowvram.cli.job import Ending
 from lowvram.cli.sweep import UntilOver
 from lowvram.config.errors import Refused
@@ -170,6 +171,12 @@ def test_a_batch_ends_between_two_points() -> None:
         ran.append(word)
     assert ran == ["seed=1", "seed=2"]
     assert len(batch) == 3
+
+
+def test_a_point_that_comes_twice_side_by_side_is_no_other_programs() -> None:
+    first, again = Ending(0, Path("s/a")), Ending(1, Path("s/a"), holder="process 1")
+    other = Ending(2, Path("s/b"), holder="process 2")
+    assert held_by_others([first, again, other]) == [other]
 
 
 def test_an_ending_goes_from_process_to_process() -> None:
