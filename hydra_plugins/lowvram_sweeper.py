@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, final
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, TaskFunction
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
 from lowvram.cli.sweep import POINT_NAME, Coming, name_of
+from lowvram.compat.hydra import BasicSweeper, configured_overrides
 
 
 class PointSweeper(BasicSweeper):
@@ -38,7 +38,7 @@ class PointSweeper(BasicSweeper):
         assert self.launcher is not None
         compose = partial(self.loader.look, self.config)
         parser = OverridesParser.create(config_loader=cast(ConfigLoader, self.loader))
-        typed = parser.parse_overrides([*self._parse_config(), *arguments])
+        typed = parser.parse_overrides([*configured_overrides(self), *arguments])
         num_launched = 0
         for grid in self.split_arguments(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput
 from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
 from lowvram.config.schema import build

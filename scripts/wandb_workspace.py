@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lowvram.compat.wandb import workspace_values
 from lowvram.config.errors import Refused
 from lowvram.config.registry import neutral_options
 from lowvram.results.row import KINDS
@@ -126,11 +127,6 @@ def _sweep() -> Section:
     return Section(name="Sweep", panels=[wr.WeavePanelSummaryTable(table_name=TABLE), images])
 
 
-def spec(found: Workspace) -> dict[str, Any]:
-    """What would be saved, as plain values."""
-    return found._to_model().model_dump(by_alias=True, exclude_none=True, mode="json")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Saves the charts of lowvram's runs as a workspace of W&B."""
     parser = argparse.ArgumentParser("wandb_workspace.py", description=main.__doc__)
@@ -145,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 3
     if typed.is_dry:
-        print(json.dumps(spec(found), indent=1))
+        print(json.dumps(workspace_values(found), indent=1))
     else:
         print(found.save().url)
     return 0

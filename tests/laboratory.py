@@ -167,7 +167,7 @@ def compiler_as_before() -> Iterator[None]:
         functorch_config.patch(activation_memory_budget=1.0),
     ):
         yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 LIMIT_IS_AN_ERROR = "fail_on_recompile_limit_hit"

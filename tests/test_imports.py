@@ -34,6 +34,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The parent's: with torch they would take seconds to start and would share the measured memory.
 TORCH_FREE = ("cli.", "runs.", "launch.", "results.", "config.", "table.", "report.", "planning.memory.")
 TORCH_FREE_MODULES = {
+    "compat.hydra",
+    "compat.torch_compiler",
     "fidelity.band",
     "fidelity.client",
     "planning.client",

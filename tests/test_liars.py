@@ -263,9 +263,7 @@ def test_a_stale_row_that_is_shown_as_new(call: Call, tmp_path: Path, monkeypatc
 def test_a_compiled_point_that_is_measured_eager(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiler_as_before(), torch.compiler.set_stance("force_eager"):
         session = make_session(choices={"compile": "blocks"})
-        monkeypatch.setattr(
-            "lowvram.loops.profiling.compile_time.calculate_time_spent", lambda: {"total_wall_time": 0.0}
-        )
+        monkeypatch.setattr("lowvram.loops.profiling.compile_time.compile_seconds", lambda: 0.0)
         row = Measure().run(session)
         assert "by_kind" not in row["memory"]
         with pytest.raises(RuntimeError, match="nothing was compiled"):

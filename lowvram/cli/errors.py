@@ -9,10 +9,10 @@ import shlex
 import traceback
 from collections.abc import Iterable
 
-from hydra._internal.utils import get_args_parser
 from hydra.errors import OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from lowvram.compat.hydra import args_parser
 from lowvram.config.errors import BadInput, Refused
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.settings import GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS
@@ -102,7 +102,7 @@ def sorted_words(words: list[str]) -> list[str]:
     Raises:
         Refused: a flag that nobody knows, or a group without an option.
     """
-    parser = get_args_parser()
+    parser = args_parser()
     parser.exit_on_error = False
     try:
         known, unknown = parser.parse_known_intermixed_args(words)

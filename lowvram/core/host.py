@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 
 MOST_WAITS = 64  # that are kept to be asked for their time later
 
@@ -71,7 +72,7 @@ listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that be
 _blocks = 0  # of `computing`, open ones
 DEVICE = torch.device("cpu")
 _kept = WeakIdKeyDictionary()  # tensors without memory that belong here
-_storages: dict[int, weakref.finalize[..., Any]] = {}  # those that are host memory, by address
+_storages: dict[int, weakref.finalize[..., Any]] = {}  # those that are host memory, by their id
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,8 +86,8 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 def mark(tensor: Tensor) -> Tensor:
     """The same tensor, its storages known as host memory from now on."""
     for storage in storages(tensor):
-        if storage._cdata not in _storages:
-            _storages[storage._cdata] = weakref.finalize(storage, _storages.pop, storage._cdata, None)
+        if id(storage) not in _storages:
+            _storages[id(storage)] = weakref.finalize(storage, _storages.pop, id(storage), None)
     for tell in listeners:
         tell(tensor)
     return tensor
@@ -94,7 +95,7 @@ def mark(tensor: Tensor) -> Tensor:
 
 def is_marked(storage: torch.UntypedStorage) -> bool:
     """Whether the ledger counts a storage as host memory on a CPU device too."""
-    return storage._cdata in _storages
+    return id(storage) in _storages
 
 
 def is_anything_marked() -> bool:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lowvram.compat.torch_autograd import base_of, current_node
+from lowvram.compat.torch_modes import TorchDispatchMode
+from lowvram.compat.torch_storage import resizes_told
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.knob import Kind
 from lowvram.core.peak import Peak
@@ -113,13 +114,22 @@ def is_meeting(terms: Sequence[Any]) -> bool:
     counted beside both. We check autograd's other in-place conditions; exclusive ownership is inferred from the
     immediate deallocation.
     """
-    node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
-    if node is None or torch.is_grad_enabled() or is_in_function():
+    if current_node() is None or torch.is_grad_enabled() or is_in_function():
         return False
     one, other = terms[:2]
     is_alike = isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype
-    is_view = one._base is not None  # it holds what it is a view of
-    return is_alike and not is_view and is_non_overlapping_and_dense_or_false(one)
+    is_view = base_of(one) is not None  # it holds what it is a view of
+    return is_alike and not is_view and is_dense(one)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side in memory, in whatever order, and none of them twice."""
+    num_numbers = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != num_numbers:
+            return False
+        num_numbers *= max(1, size)
+    return True
 
 
 def is_in_function() -> bool:
@@ -181,13 +191,13 @@ class Ledger(TorchDispatchMode):
             undo.callback(host.listeners.remove, self.own_host)
             undo.callback(register_optimizer_step_pre_hook(self.begin_update).remove)
             undo.callback(register_optimizer_step_post_hook(self.end_update).remove)
-            undo.enter_context(self.resizes_noted())
+            undo.enter_context(resizes_told(self._note_size))
             yield
 
     def see(self, operator: Any, args: Sequence[Any], out: Any) -> None:
         """Write down what an operator has made."""
         if operator is torch.ops.aten.add.Tensor and is_meeting(args):
-            self.meeting = Meeting(len(self.lines), args[0].untyped_storage()._cdata)
+            self.meeting = Meeting(len(self.lines), id(args[0].untyped_storage()))
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.born, operator)
@@ -237,7 +247,7 @@ class Ledger(TorchDispatchMode):
     def note(self, tensor: Tensor, kind: Kind, operator: Any = None) -> list[int]:
         """Write down the birth of the tensor's storages if they are new; returns their serial numbers."""
         storages = host.storages(tensor)
-        known = [self.alive[storage._cdata].serial for storage in storages if storage._cdata in self.alive]
+        known = [self.alive[id(storage)].serial for storage in storages if id(storage) in self.alive]
         if len(known) == len(storages):
             return known  # without asking for the device, which takes long of tensors without memory
         device_type = tensor.device.type
@@ -254,7 +264,7 @@ class Ledger(TorchDispatchMode):
         return serials
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> int:
-        address = storage._cdata
+        address = id(storage)
         if address not in self.alive:
             serial, num_bytes = len(self.kinds), storage.nbytes()
             self.alive[address] = Storage(serial, num_bytes, weakref.ref(storage, partial(self._died, address)))
@@ -268,27 +278,11 @@ class Ledger(TorchDispatchMode):
         is_next = address == added_to and all(num_bytes == 0 for _, num_bytes in self.lines[at + 1 :])
         self.lines.insert(at if is_next else len(self.lines), (dead.serial, 0))
 
-    @contextmanager
-    def resizes_noted(self) -> Iterator[None]:
-        """Inside it a storage that changes its size while it lives, as those of gathered parameters do, is known to. No
-        dispatch mode sees that."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_noted(storage: torch.UntypedStorage, num_bytes: int) -> None:
-            resize(storage, num_bytes)
-            self._note_size(storage)
-
-        torch.UntypedStorage.resize_ = resize_noted  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize
-
     def _note_size(self, storage: torch.UntypedStorage) -> None:
         is_fake = storage.device.type == "meta"  # whatever device its tensor pretends to be on
         is_here = (is_fake or self.device_type in (None, storage.device.type)) and not host.is_marked(storage)
         serial = self._note_storage(storage, self.born if is_here else Kind.HOST)
-        known, num_bytes = self.alive[storage._cdata], storage.nbytes()
+        known, num_bytes = self.alive[id(storage)], storage.nbytes()
         if num_bytes != known.num_bytes:
-            self.alive[storage._cdata] = known._replace(num_bytes=num_bytes)
+            self.alive[id(storage)] = known._replace(num_bytes=num_bytes)
             self.lines.append((serial, num_bytes))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lowvram.compat.torch_fake import is_fake
+from lowvram.compat.torch_modules import Dropout
+from lowvram.compat.torch_trees import tree_leaves, tree_map
 from lowvram.core.values import Fill
 
 IGNORE = -100  # a target with this value counts for nothing
@@ -138,7 +138,7 @@ class Task(ABC):
 
     def is_random(self, model: nn.Module) -> bool:
         """Whether the model draws random numbers while it trains."""
-        return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+        return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
 
 def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
@@ -182,4 +182,4 @@ class Rig:
 
 def is_finite(value: Tensor) -> bool:
     """Whether a 0-dim tensor is a number; waits for the device. One without memory counts as a number."""
-    return isinstance(value, FakeTensor) or bool(torch.isfinite(value))
+    return is_fake(value) or bool(torch.isfinite(value))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from lowvram.compat.torch_ops import norms
+
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; writing into it writes into the tensor."""
@@ -94,7 +96,7 @@ def square_sum(tensors: Iterable[Tensor]) -> Tensor:
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     """The Euclidean norm of each (0-dim, at least fp32). On a card it takes few kernels, however many tensors."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
-    return torch._foreach_norm(tensors, 2, dtype) if tensors else []  # pyright: ignore[reportPrivateImportUsage]
+    return norms(tensors, dtype) if tensors else []
 
 
 def is_sharded(tensor: Tensor) -> bool:

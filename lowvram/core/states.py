@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from lowvram.compat.torch_trees import tree_map_only
 from lowvram.core import host
 from lowvram.core.ranks import rank
 from lowvram.core.shards import is_sharded, placed, whole
+from lowvram.core.values import own_tensors
 
 REACHED = ("params", "noise_step")  # the part of an optimizer's groups that is state
 
@@ -72,14 +73,12 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     tied."""
     real: dict[Tensor, Tensor] = {}
     for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and tensor not in real:
-                    value = values[f"{prefix}.{name}".removeprefix(".")].detach().cpu()
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    real[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                if tensor is not None:
-                    table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
+        for name, tensor in own_tensors(module):
+            if tensor not in real:
+                value = values[f"{prefix}.{name}".removeprefix(".")].detach().cpu()
+                is_parameter = isinstance(tensor, nn.Parameter)
+                real[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+            setattr(module, name, real[tensor])
     return model
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.shards import placed
 
@@ -16,18 +16,23 @@ from lowvram.core.shards import placed
 Fill = Callable[[str, Tensor], None]
 
 
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers that are a module's own, by all of their names. `setattr` replaces one."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
 @torch.no_grad()
 def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
     """Give every tensor of the model memory on the device and its initial value. Tied ones stay tied, strides stay."""
     real: dict[Tensor, Tensor] = {}
     for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if tensor not in real:
-                    real[tensor] = initial(f"{prefix}.{name}" if prefix else name, tensor, fill, device)
-                table[name] = real[tensor]  # pyright: ignore[reportArgumentType]
+        for name, tensor in own_tensors(module):
+            if not tensor.is_meta:
+                continue
+            if tensor not in real:
+                real[tensor] = initial(f"{prefix}.{name}" if prefix else name, tensor, fill, device)
+            setattr(module, name, real[tensor])
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != device.type for tensor in here):
         model.to(device)  # a task may build its model for real
@@ -38,7 +43,7 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     its shard, so that values don't depend on the number of ranks."""
     dtype = at_least_single(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    if isinstance(whole, FakeTensor):  # a plan: there is nothing to write to
+    if is_fake(whole):  # a plan: there is nothing to write to
         fill = getattr(fill, "without_values", leave)
     fill(name, whole)
     value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lowvram.compat.datasets import fingerprint
 from lowvram.data.local import quiet_progress
 
 ROWS = 256  # that are tokenised at once
@@ -52,7 +53,7 @@ def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np
     its cache, where they are found by the data's fingerprint and the `key`."""
     from datasets import Features, List, Value
 
-    about = repr((dataset._fingerprint, column, key))
+    about = repr((fingerprint(dataset), column, key))
     with quiet_progress():
         mapped = dataset.map(
             lambda rows: {"tokens": tokenise([text or "" for text in rows[column]])},

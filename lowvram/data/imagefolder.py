@@ -19,6 +19,7 @@ from omegaconf import MISSING
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from lowvram.compat.datasets import image_endings
 from lowvram.config.errors import BadInput, require
 from lowvram.data.local import escaped, existing_path, load_local, visible_entries
 from lowvram.data.randomness import Stream, generator
@@ -242,8 +243,6 @@ def subfolders(path: str, root: Path) -> list[Path]:
 
 def check_header(path: str, file: Path) -> None:
     """Raises BadInput, naming the file, unless it is an image of a kind that `datasets` lists."""
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder as Lister
-
     hint = "mend it or take it out"
     plain = not file.exists() or file.is_file()
     require(plain, "data.path", path, f"such that class folders hold images only: {file} is something else")
@@ -252,7 +251,7 @@ def check_header(path: str, file: Path) -> None:
             pass
     except BROKEN as error:
         raise BadInput("data.path", path, f"made of images: {file} can't be read as one ({error}): {hint}") from None
-    known = file.suffix.lower() in Lister.EXTENSIONS
+    known = file.suffix.lower() in image_endings()
     require(known, "data.path", path, f"made of images with the usual endings: rename {file}")
 
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lowvram.compat.torch_data import end_workers
 from lowvram.config.errors import require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
@@ -150,15 +150,13 @@ def made_ahead(
     )
     with interrupts_blocked():
         workers = iter(loader)
-    assert isinstance(workers, _MultiProcessingDataLoaderIter)
     try:
         for part in workers:
             yield part.to(device, non_blocking=True)
     except ConnectionError as error:  # it died while it handed a batch over
         raise RuntimeError("DataLoader worker exited unexpectedly") from error
     finally:
-        # Torch does this when the last reference goes; an exception's traceback would hold one.
-        workers._shutdown_workers()
+        end_workers(workers)
 
 
 @final

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
 from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig
@@ -55,7 +55,7 @@ class Parts(Knob):
         require(self.parts >= 1, "accum.parts", self.parts, "at least 1")
 
     def caveat(self, model: nn.Module) -> str | None:
-        if self.parts == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if self.parts == 1 or not any(isinstance(module, BatchNorm) for module in model.modules()):
             return None
         each = f"each of the {self.parts} parts"
         return f"BatchNorm normalises over {each}, not over the whole batch (model.norm=group doesn't)"

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,6 +21,9 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from lowvram.compat.torch_compiler import set_activation_budget
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
@@ -116,13 +117,13 @@ class CompilerBudget(Knob):
         return frozenset({Fact.COMPILED, Fact.NO_RANDOMNESS})
 
     def apply(self, rig: Rig) -> Rig:
-        functorch_config.activation_memory_budget = self.budget
+        set_activation_budget(self.budget)
         return rig
 
 
 def recompute(block: nn.Module) -> None:
     """Make one block recompute its activations in the backward pass, bit for bit as they were."""
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
     context_fn = partial(_contexts, norms) if norms else noop_context_fn
     forward = block.forward
 
@@ -134,23 +135,18 @@ def recompute(block: nn.Module) -> None:
     block.forward = recomputed
 
 
-def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), StatisticsHeld(norms)
 
 
 ATEN = torch.ops.aten
 PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.convolution.default}  # not bmm: a (t, t) matrix of attention
-ATTENTION = {
-    ATEN._scaled_dot_product_flash_attention.default,
-    ATEN._scaled_dot_product_efficient_attention.default,
-    ATEN._scaled_dot_product_cudnn_attention.default,
-    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-}
+ATTENTION = {packet.default for packet in AttentionOps.FUSED}
 
 
 def keep_products(block: nn.Module) -> None:
     """Make one block keep the results of its costly operators, and recompute the others bit for bit."""
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
     forward = block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:
@@ -171,11 +167,11 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The share that a call of an attention operator drops."""
-    arguments = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False))
+    arguments = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False))
     return {"dropout_p": 0.0, **arguments, **kwargs}["dropout_p"]
 
 
-def _selective_contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     keeping, using = create_selective_checkpoint_contexts(policy)
     return keeping, Nested(StatisticsHeld(norms), using)
 
@@ -199,7 +195,7 @@ class StatisticsHeld:
     """Inside it a forward pass leaves BatchNorm's running statistics alone: stock checkpointing updates them twice
     (pytorch#96136). A class, because a second backward pass enters it again."""
 
-    def __init__(self, norms: list[_BatchNorm]) -> None:
+    def __init__(self, norms: list[BatchNorm]) -> None:
         self.norms = norms
         self.held: list[tuple[float | None, Tensor | None]] = []
 

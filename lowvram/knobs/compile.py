@@ -14,10 +14,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
-from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowvram.compat.torch_compiler import use_eager_random_numbers
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
 
@@ -66,10 +65,9 @@ class Compiled(Knob):
         return frozenset({Fact.RETAINABLE_GRAPH})
 
     def apply(self, rig: Rig) -> Rig:
-        dynamo_config.recompile_limit = RECOMPILE_LIMIT
-        dynamo_config.fail_on_recompile_limit_hit = True  # by default it goes on eagerly, in silence
-        # On CUDA inductor's own random numbers make wrong dropout masks since 2.13 (pytorch#198333): take torch's.
-        inductor_config.fallback_random = True
+        torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
+        torch.compiler.config.fail_on_recompile_limit_hit = True  # by default it goes on eagerly, in silence
+        use_eager_random_numbers()
         for module in self.modules(rig):
             module.compile(mode=self.mode.value, dynamic=self.dynamic)
         return rig

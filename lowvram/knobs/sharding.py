@@ -20,12 +20,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowvram.compat.torch_distributed import DefaultAllGather
+from lowvram.compat.torch_fake import fake_mode_lifted
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank, summed
@@ -69,7 +70,7 @@ class DataParallel(Sharding):
         return frozenset({Fact.MANY_RANKS})
 
     def caveat(self, model: nn.Module) -> str | None:
-        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if not any(isinstance(module, BatchNorm) for module in model.modules()):
             return None
         return "BatchNorm normalises over the samples of each rank, not over the whole batch (model.norm=group doesn't)"
 
@@ -135,22 +136,18 @@ class ReleasedAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        address = output_tensor.untyped_storage()._cdata
-
-        def num_holders() -> int:
-            return torch._C._storage_Use_Count(address)  # pyright: ignore[reportAttributeAccessIssue]
-
-        before = num_holders()
+        storage = output_tensor.untyped_storage()
+        before = num_holders(storage)
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         until_s = time.monotonic() + LONGEST_HOLD_S
-        while work is None and num_holders() > before and time.monotonic() < until_s:
+        while work is None and num_holders(storage) > before and time.monotonic() < until_s:
             time.sleep(0)
         return work
 
 
-@unset_fake_temporarily()  # a mesh reads its own tensors, also where a step is made on tensors without memory
 def mesh_of_ranks(device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (num_ranks(),))
+    with fake_mode_lifted():  # a mesh reads its own tensors, also where a step is made on tensors without memory
+        return init_device_mesh(device.type, (num_ranks(),))
 
 
 def over_ranks(rig: Rig) -> Rig:
@@ -170,7 +167,7 @@ def over_ranks(rig: Rig) -> Rig:
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
     """Give BatchNorm the same running statistics on all ranks: the mean of what each has seen."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
     statistics = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
     if statistics:
         means = summed(torch.cat(statistics)) / num_ranks()

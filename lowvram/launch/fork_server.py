@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 
+from lowvram.compat.torch_compiler import COMPILER_MODULE
 from lowvram.launch.process_tree import children
 from lowvram.launch.supervisor import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, WORKER, Supervisor, prctl
 
@@ -29,7 +30,7 @@ PRELOAD = (
     "torch.optim",
     "torch.utils.data",
     "torch.utils.checkpoint",
-    "torch._dynamo",  # the first optimizer would import it, a second late
+    COMPILER_MODULE,
     "torch.utils.flop_counter",
     "safetensors.torch",
     WORKER,

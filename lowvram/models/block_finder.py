@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+
+from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_trees import tree_map_only
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
 AS_MUCH = 0.9  # of what a class keeps: classes that keep less are parts of it
@@ -44,7 +45,7 @@ def find_blocks(
         named: the class of the blocks, if somebody knows it better.
     """
     try:
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with modes_lifted(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             notes = Notes(without_memory(model))
             outputs = notes.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
     except Exception:
@@ -128,7 +129,7 @@ class Notes:
 
 
 def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())
 
 
 class Candidate(NamedTuple):

@@ -17,6 +17,7 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from lowvram.compat.hf_offline import hf_offline
+from lowvram.compat.transformers import class_of
 from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
@@ -175,7 +176,7 @@ class HfConfig(ForeignModel):
         """The class of transformers."""
         head, config = self.chosen_head(), self.config()
         try:
-            return CLASSES[head]._model_mapping[type(config)]
+            return class_of(CLASSES[head], config)
         except KeyError:
             allowed = f"a head that transformers has for the kind {config.model_type}"
             raise BadInput("model.head", head.name, allowed) from None

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modules import Dropout
 from lowvram.config.errors import BadInput
+from lowvram.core.values import own_tensors
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
 
@@ -78,7 +79,7 @@ class ForeignModel(ABC):
         return self.find_blocks(model, spec).has_plain_blocks
 
     def is_random(self, model: nn.Module) -> bool:
-        return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+        return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
         """Each value is handed out once, and forgotten: there is never much more than one model in memory."""
@@ -105,14 +106,12 @@ def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) ->
 def without_values(build: Callable[[], nn.Module]) -> nn.Module:
     """A model that is built for real, on the CPU, and then left without memory. Not all can be built without: some
     look at numbers on the way."""
-    with _disable_current_modes(), torch.random.fork_rng([]), torch.device("cpu"):
+    with modes_lifted(), torch.random.fork_rng([]), torch.device("cpu"):
         model = build()
     bare: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    table[name] = bare.setdefault(tensor, meta_like(tensor))  # pyright: ignore[reportArgumentType]
+        for name, tensor in own_tensors(module):
+            setattr(module, name, bare.setdefault(tensor, meta_like(tensor)))
     return model
 
 

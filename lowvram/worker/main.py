@@ -18,8 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lowvram.compat.torch_cuda import is_in_bad_fork
 from lowvram.config.errors import BadInput
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
 from lowvram.config.secret import learn, text_without_secrets
@@ -280,7 +279,7 @@ def prepare(native_log: Path) -> None:
     log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(log, 2)  # what C++ says on its way out
     faulthandler.enable(file=log, all_threads=True)
-    if torch.cuda._is_in_bad_fork():
+    if is_in_bad_fork():
         raise RuntimeError("the fork server has touched CUDA: its children can't")
 
 

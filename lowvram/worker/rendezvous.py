@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # the public names have no types
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from lowvram.config.errors import BadInput, Incompatible

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import device_name, git_state
 from lowvram.config.settings import KNOB_GROUPS, Settings, settings

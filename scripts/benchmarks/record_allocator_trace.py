@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowvram.compat.torch_cuda import allocator_recorded, allocator_snapshot
+from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.config.identity import ROOT
 from lowvram.config.registry import knob_of, neutral_options, node_of
 from lowvram.config.schema import build
@@ -108,11 +109,8 @@ def sample() -> Sample:
 @contextmanager
 def recorded() -> Iterator[None]:
     """Inside it every action of the allocator is kept, without stacks."""
-    torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
-    try:
+    with allocator_recorded(context=None, max_entries=10**6):
         yield
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def record(case: Case, limit_bytes: int | None = None) -> Recording:
@@ -128,7 +126,7 @@ def record(case: Case, limit_bytes: int | None = None) -> Recording:
             step(rig, batch)
         torch.cuda.synchronize()
         last = sample()
-        actions = actions_of(torch.cuda.memory._snapshot())
+        actions = actions_of(allocator_snapshot())
     free_bytes, _ = torch.cuda.mem_get_info(CUDA)
     return Recording(
         point=case.point,

@@ -54,7 +54,7 @@ BATCH_SIZE = 8
 
 @pytest.fixture(autouse=True)
 def compiler_afterwards() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with compiler_as_before():
         yield
 

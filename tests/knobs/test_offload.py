@@ -260,7 +260,7 @@ def test_compiled_blocks_send_what_eager_ones_do() -> None:
     """The hooks see what compiled code saves; bit by bit the same, with dropout."""
     task, results, sent = PROBLEMS["transformer_dropout"], [], []
     for option in ("none", "activations"):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         rig, moved = assemble(task, knobs_of(offload=option), CPU), Moved()
         for block in task.blocks(rig.model):
             block.compile(backend="aot_eager")

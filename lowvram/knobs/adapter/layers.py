@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowvram.compat.torch_modes import modes_lifted
 from lowvram.core.quiet import quiet
 from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
 
@@ -19,7 +19,7 @@ TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # a linear layer, in spit
 
 def library() -> Any:
     """peft, imported when it is used: it takes seconds."""
-    with _disable_current_modes(), quiet():
+    with modes_lifted(), quiet():
         return import_module("peft")
 
 

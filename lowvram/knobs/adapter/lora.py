@@ -141,7 +141,6 @@ class QLora(Lora):
             product = product_of(layer)
             assert product is not None
             narrowed[layer] = FourBit(layer, product)
-        for module in list(model.modules()):
-            for name, child in module._modules.items():
-                if child in narrowed:
-                    module._modules[name] = narrowed[child]
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if module in narrowed:
+                model.set_submodule(name, narrowed[module])

@@ -142,7 +142,7 @@ class FourBit(PackedWeight):
             layer: has a weight and perhaps a bias, which stays as it is. It may have no memory: no value is set here.
         """
         super().__init__()
-        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        weight, bias = layer.get_parameter("weight"), dict(layer.named_parameters(recurse=False)).get("bias")
         self.shape, self.product, self.num_weights = weight.shape, product, weight.numel()
         self.register_parameter("bias", bias)
         blocks = num_blocks(weight.shape)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import BadInput
 from lowvram.core.knob import Exactness, Kind, Knob, Stage
 
@@ -82,7 +82,7 @@ def hold_statistics(model: nn.Module) -> None:
     """Let every BatchNorm without trainable parameters normalise as in evaluation, and leave its statistics alone: they
     belong to what stays as it is."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not any(weight.requires_grad for weight in module.parameters(False)):
+        if isinstance(module, BatchNorm) and not any(weight.requires_grad for weight in module.parameters(False)):
             module.eval()
             module.train = HeldInEval(module)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lowvram.core.values import own_tensors
 from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
 from lowvram.knobs.adapter.nf4 import FourBit
 
@@ -57,12 +58,11 @@ def plain_values(model: nn.Module) -> dict[str, Tensor]:
         inside = plain_name(owner, layers)
         if any(owner.endswith(f".{matrix}.{NAME}") and owner.rsplit(".", 2)[0] in layers for matrix in MATRICES):
             continue
-        tensors = {**module._parameters, **module._buffers}
+        tensors = own_tensors(module)
         if isinstance(module, FourBit):
-            tensors = {"weight": module.widened(), "bias": module.bias}
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                found[f"{inside}.{name}".removeprefix(".")] = tensor.detach()
+            tensors = [("weight", module.widened()), *module.named_parameters(recurse=False)]
+        for name, tensor in tensors:
+            found[f"{inside}.{name}".removeprefix(".")] = tensor.detach()
     for name, layer in layers.items():
         weight, change = found[f"{name}.weight"], layer.get_delta_weight(NAME)
         found[f"{name}.weight"] = (weight.float() + change.float()).to(change.dtype)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 
+from lowvram.compat.torch_autograd import keeps_graph
+from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
@@ -156,7 +157,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The saved gradients times that of the loss; in place, unless the graph is walked again."""
-        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        is_last = not keeps_graph()
         found = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in found]
         if ctx.meeting is not None:

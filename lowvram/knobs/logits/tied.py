@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lowvram.compat.torch_autograd import will_run
+
 NUMEL_AT_A_TIME = 2**22  # of a gradient: 16 MiB in fp32
 dense_backward: Any = torch.ops.aten.embedding_dense_backward
-will_execute: Any = torch._C._will_engine_execute_node  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
@@ -35,7 +36,7 @@ class Meeting:
     def leave(self, gradient_vd: Tensor | None) -> Tensor | None:
         """Leave a gradient to an embedding that is still to come in this backward pass; returned if there is none, or
         something has been left already."""
-        is_awaited = any((node := weak()) is not None and will_execute(node) for weak in self.nodes)
+        is_awaited = any((node := weak()) is not None and will_run(node) for weak in self.nodes)
         if self.gradient_vd is not None or not is_awaited:
             return gradient_vd
         self.gradient_vd = gradient_vd

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowvram.compat.torch_autograd import base_of, version_of
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.knob import Kind, Knob, Stage
@@ -90,14 +91,14 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # the tensor itself would hold the graph, and the graph it
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     def read(self) -> Tensor:
         """The tensor. Autograd's own check for changes doesn't act under hooks, so it is made here."""
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor that the backward pass needs was changed in place after it was saved: "
-                f"{list(self.tensor.shape)} is at version {self.tensor._version}, expected was {self.version}"
+                f"{list(self.tensor.shape)} is at version {version_of(self.tensor)}, expected was {self.version}"
             )
         return self.tensor
 
@@ -112,7 +113,7 @@ class Hooks:
     def __init__(self, model: nn.Module, device: torch.device, min_bytes: int, pool: Pool, transfer: Transfer) -> None:
         self._model, self._device, self._min_bytes = model, device, min_bytes
         self._pool, self._transfer = pool, transfer
-        self._staying: set[int] = set()  # addresses of storages
+        self._staying: set[int] = set()  # ids of storages
         # The compiler would trace them where it meets them, and find what it can't compile.
         self._pack_and_read: list[Any] = [torch.compiler.disable(hook) for hook in (self._pack, read)]
         self._away: weakref.WeakValueDictionary[tuple[int, int], Away] = weakref.WeakValueDictionary()
@@ -124,7 +125,7 @@ class Hooks:
             yield
             return
         staying = [*self._model.parameters(), *self._model.buffers(), *part.tensors()]
-        self._staying = {storage._cdata for tensor in staying for storage in host.storages(tensor)}
+        self._staying = {id(storage) for tensor in staying for storage in host.storages(tensor)}
         with saved_tensors_hooks(*self._pack_and_read):
             yield
 
@@ -137,17 +138,17 @@ class Hooks:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
         # Weights are also told by their class: sharded ones are put together anew in every forward pass.
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return False
         storage = tensor.untyped_storage()
-        is_needed = storage._cdata in self._staying or host.is_marked(storage)
+        is_needed = id(storage) in self._staying or host.is_marked(storage)
         return storage.nbytes() >= self._min_bytes and not is_needed
 
     def _send_away(self, tensor: Tensor) -> Away:
         """Each storage travels once, however many views of it are saved; again after a change in place."""
-        storage, key = tensor.untyped_storage(), (tensor.untyped_storage()._cdata, tensor._version)
+        storage, key = tensor.untyped_storage(), (id(tensor.untyped_storage()), version_of(tensor))
         away = self._away.get(key)
-        if away is None or away.source() is not storage:  # an address is used again
+        if away is None or away.source() is not storage:  # an id is used again
             num_elements = storage.nbytes() // tensor.dtype.itemsize
             buffer = self._pool.take(storage.nbytes())
             away = Away(self._transfer, self._pool, buffer, weakref.ref(storage), tensor.dtype, num_elements)

@@ -14,8 +14,8 @@ from typing import IO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ class File:
         Raises:
             OSError: the disk is full.
         """
-        if isinstance(torch.empty(0), FakeTensor):  # a step that is only planned
+        if is_fake(torch.empty(0)):  # a step that is only planned
             return Buffer(host.empty((num_bytes,), torch.uint8, CPU))
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._pages is None or self._used_bytes + length > len(self._pages):

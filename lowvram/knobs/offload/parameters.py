@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
+from lowvram.compat.torch_fake import fake_mode_lifted
 from lowvram.core import host
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
@@ -60,14 +60,14 @@ class Parameters(Knob):
         return replace(rig, sync=partial(gradients_to_host, rig))
 
 
-@unset_fake_temporarily()  # a mesh reads its own tensors, also where a step is made on tensors without memory
 def mesh_of_one(device: torch.device) -> DeviceMesh:
     """FSDP2 wants a group of processes; this one is alone in it."""
-    if not dist.is_initialized():
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return init_device_mesh(device.type, (1,))
+    with fake_mode_lifted():  # a mesh reads its own tensors, also where a step is made on tensors without memory
+        if not dist.is_initialized():
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        return init_device_mesh(device.type, (1,))
 
 
 def bytes_of(tensors: list[nn.Parameter]) -> int:

@@ -22,6 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lowvram.compat.torch_autograd import version_of
 from lowvram.core import host
 from lowvram.knobs.offload.buffers import Buffer, Pool
 
@@ -145,7 +146,7 @@ class Streams(Transfer):
 
     def leave(self, away: Away, flat: Tensor) -> None:
         self._put_in_order(away)
-        away.here, away.version = flat, flat._version
+        away.here, away.version = flat, version_of(flat)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         away.leaving = self._copy(self._out, away, away.outside, flat)
         host.traffic.to_host_bytes += away.num_bytes
@@ -192,7 +193,7 @@ class Streams(Transfer):
             away.leaving = away.here = None
 
     def _is_changed(self, away: Away) -> bool:
-        return away.leaving is not None and away.here is not None and away.here._version != away.version
+        return away.leaving is not None and away.here is not None and version_of(away.here) != away.version
 
     def let_go(self, away: Away) -> None:
         """What is still leaving stays: to wait for its copy would cost time, and it is among the last few."""

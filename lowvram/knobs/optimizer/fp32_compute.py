@@ -135,7 +135,7 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    return local(one).untyped_storage()._cdata == local(other.detach()).untyped_storage()._cdata
+    return local(one).untyped_storage() is local(other.detach()).untyped_storage()
 
 
 def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Callable[[Tensor], Tensor]]:

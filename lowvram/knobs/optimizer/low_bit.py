@@ -15,9 +15,10 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lowvram.compat.torch_fake import is_fake
+from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torchao import new_moment
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
@@ -91,14 +92,17 @@ class LowBit(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     stand_ins[parameter] = stand_in = contiguous(parameter)
                     self.state[parameter] = self.state[parameter] or self.new_state(stand_in)
-        if not any(isinstance(local(parameter), FakeTensor) for parameter in stand_ins):
+        if not any(is_fake(local(parameter)) for parameter in stand_ins):
             self.run(stand_ins)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """As torchao makes it for an fp32 weight, whatever the format of this one: what is too small for blocks of
         codes stays fp32."""
         wide = parameter.detach().float()
-        moments = {"exp_avg": self.inner._new_buffer(wide, True), "exp_avg_sq": self.inner._new_buffer(wide, False)}
+        moments = {
+            "exp_avg": new_moment(self.inner, wide, signed=True),
+            "exp_avg_sq": new_moment(self.inner, wide, signed=False),
+        }
         return {"step": torch.tensor(0.0), **moments}
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
@@ -126,7 +130,7 @@ class LowBit(torch.optim.Optimizer):
 
 def compiled_step(optimizer: torch.optim.Optimizer) -> None:
     """torchao's compiled updates raise under a dispatch mode (a ledger, a counter): it is lifted."""
-    with _disable_current_modes(), warnings.catch_warnings():
+    with modes_lifted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         optimizer.step()
 

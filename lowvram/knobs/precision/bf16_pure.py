@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
+from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
+from lowvram.compat.torch_trees import tree_map
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import stochastically
+from lowvram.core.values import own_tensors
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ def narrow(model: nn.Module) -> None:
     """
     done: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        has_statistics, computed = "running_var" in module._buffers, module._non_persistent_buffers_set
-        for table in (module._parameters, {} if has_statistics else module._buffers):
-            for name, tensor in table.items():
-                if name not in computed and tensor is not None and tensor.is_floating_point():
-                    if tensor not in done:
-                        done[tensor] = narrowed(tensor)
-                    table[name] = done[tensor]  # pyright: ignore[reportArgumentType]
-        if isinstance(module, _BatchNorm):
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        staying = buffers if "running_var" in buffers else unsaved_buffers(module)
+        for name, tensor in own_tensors(module):
+            if name not in staying and tensor.is_floating_point():
+                if tensor not in done:
+                    done[tensor] = narrowed(tensor)
+                setattr(module, name, done[tensor])
+        if isinstance(module, BatchNorm):
             module.forward = partial(batch_norm, module)
 
 
@@ -72,7 +73,7 @@ def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...], named: dict[st
     )
 
 
-def batch_norm(norm: _BatchNorm, input: Tensor) -> Tensor:
+def batch_norm(norm: BatchNorm, input: Tensor) -> Tensor:
     """nn.BatchNorm's forward pass, its weights widened: kernels want them in the format of the statistics."""
     share = norm.momentum
     if norm.training and norm.num_batches_tracked is not None:

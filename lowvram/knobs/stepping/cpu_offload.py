@@ -12,8 +12,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lowvram.compat.torch_autograd import version_of
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.copies import stands_for
@@ -78,7 +79,7 @@ class CpuOffloadStepper(Stepper):
             Bucket(self.masters, bucket, make_optimizer, self.sums) for bucket in in_buckets(list(self.masters))
         ]
         self.kept_optimizers = [make_optimizer(self.kept)] if self.kept else []  # one, or none where all is offloaded
-        self.versions = {parameter: local(parameter)._version for parameter in self.masters}
+        self.versions = {parameter: version_of(local(parameter)) for parameter in self.masters}
         for parameter in self.masters:
             parameter.register_post_accumulate_grad_hook(self.sums.take)
 
@@ -92,12 +93,12 @@ class CpuOffloadStepper(Stepper):
         """Masters of weights that were written by somebody else since the last step, such as loaded ones, are these
         weights again."""
         for parameter, master in self.masters.items():
-            if local(parameter)._version != self.versions[parameter]:
+            if version_of(local(parameter)) != self.versions[parameter]:
                 local(master).copy_(local(parameter))
         self.note_versions()
 
     def note_versions(self) -> None:
-        self.versions = {parameter: local(parameter)._version for parameter in self.masters}
+        self.versions = {parameter: version_of(local(parameter)) for parameter in self.masters}
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

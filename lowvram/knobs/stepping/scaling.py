@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowvram.compat.torch_ops import multiply_all
 from lowvram.config.errors import require
 from lowvram.core.shards import local
 
@@ -32,4 +33,4 @@ def factor(norm: Tensor, clip: float | None, divisor: Tensor | float) -> Tensor 
 def rescale(gradients: list[Tensor], by: Tensor | None) -> None:
     """Multiply gradients, or this rank's shards of them, by a 0-dim tensor on their device."""
     if by is not None and gradients:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], by)  # pyright: ignore[reportPrivateImportUsage]
+        multiply_all([local(gradient) for gradient in gradients], by)

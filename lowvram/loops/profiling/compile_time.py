@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, final
 
-from torch._dynamo.utils import calculate_time_spent
-
+from lowvram.compat.torch_compiler import compile_seconds
 from lowvram.core.knob import Fact
 from lowvram.loops.session import Session
 
@@ -18,11 +17,6 @@ NO_KINDS = "compiled code would run eagerly under the ledger, which follows ever
 def is_compiled(session: Session) -> bool:
     """Whether the choices of a session compile its model."""
     return not any(Fact.COMPILED in knob.breaks() for knob in session.knobs.values())
-
-
-def compile_seconds() -> float:
-    """How long torch.compile has worked in this process: on graphs of both directions, again for each new shape."""
-    return calculate_time_spent()["total_wall_time"]
 
 
 def compile_fields(session: Session) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
+from lowvram.compat.torch_cuda import nvml_handle
 from lowvram.core.ranks import num_ranks
 from lowvram.loops.fields import Fields, percentiles
 
@@ -71,7 +72,7 @@ class CardWatch(DisturbanceWatch):
         try:
             import pynvml  # pyright: ignore[reportMissingImports]
 
-            handle: Any = torch.cuda._get_pynvml_handler(self._index)
+            handle = nvml_handle(self._index)
         except Exception:  # no package or no driver that answers: nothing is known
             return []
         found = list[str]()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lowvram.compat.torch_autograd import current_node
+from lowvram.compat.torch_cuda import allocator_page, allocator_recorded, allocator_snapshot, save_allocator_snapshot
 from lowvram.core import ledger as ledger_module
 from lowvram.core.ledger import OriginOf
 from lowvram.core.peak import Holding, Peak
@@ -90,8 +92,7 @@ class LargestTensors(Look):
         self._undo.callback(register_module_forward_pre_hook(before).remove)
         self._undo.callback(register_module_forward_hook(after, always_call=True).remove)
         if self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history()
-            self._undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            self._undo.enter_context(allocator_recorded())
             self._undo.callback(save_snapshot, self._folder)
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +114,7 @@ class LargestTensors(Look):
     def _place(self) -> str:
         if self._running:
             return f"{self._running[-1]}, {line_of_program()}"
-        node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+        node = current_node()
         return f"backward of {node.name().removesuffix('Backward0')}" if node is not None else line_of_program()
 
     def tell(self, peak: Peak) -> None:
@@ -166,7 +167,5 @@ def shown(path: Path) -> str:
 
 def save_snapshot(folder: Path) -> None:
     """CUDA's allocator over the step, event by event, and a page that shows it (its viewer comes from the web)."""
-    from torch.cuda._memory_viz import trace_plot
-
-    torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
-    write_text(folder / PAGE, trace_plot(torch.cuda.memory._snapshot()))
+    save_allocator_snapshot(folder / SNAPSHOT)
+    write_text(folder / PAGE, allocator_page(allocator_snapshot()))

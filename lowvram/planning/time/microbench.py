@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.core.device import card_of
 from lowvram.planning.devices import AMPERE
 from lowvram.planning.time.calibration import Calibration, Curve, num_threads, seconds

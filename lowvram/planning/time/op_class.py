@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lowvram.compat.torch_ops import AttentionOps, NormOps
+
 ATEN = torch.ops.aten
 
 
@@ -49,27 +51,12 @@ MEMBERS = {
         ATEN.native_batch_norm_backward,
         ATEN.native_group_norm,
         ATEN.native_group_norm_backward,
-        ATEN._fused_rms_norm,
-        ATEN._fused_rms_norm_backward,
-        ATEN._softmax,
-        ATEN._softmax_backward_data,
-        ATEN._log_softmax,
-        ATEN._log_softmax_backward_data,
+        *NormOps.ALL,
     },
     Family.CONVOLUTION: {ATEN.convolution},
     Family.CONVOLUTION_BACKWARD: {ATEN.convolution_backward},
-    Family.ATTENTION: {
-        ATEN._scaled_dot_product_flash_attention,
-        ATEN._scaled_dot_product_efficient_attention,
-        ATEN._scaled_dot_product_cudnn_attention,
-        ATEN._scaled_dot_product_flash_attention_for_cpu,
-    },
-    Family.ATTENTION_BACKWARD: {
-        ATEN._scaled_dot_product_flash_attention_backward,
-        ATEN._scaled_dot_product_efficient_attention_backward,
-        ATEN._scaled_dot_product_cudnn_attention_backward,
-        ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
-    },
+    Family.ATTENTION: AttentionOps.FUSED,
+    Family.ATTENTION_BACKWARD: AttentionOps.FUSED_BACKWARD,
 }
 BY_PACKET = {packet: family for family, packets in MEMBERS.items() for packet in packets}
 

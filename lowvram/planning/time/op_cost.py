@@ -14,10 +14,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
+from lowvram.compat.torch_ops import CopyOps, schema_of
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, PRODUCTS, Family, family_of
 from lowvram.planning.trace.events import PHASES, Phase
@@ -56,7 +57,7 @@ FP8_BYTES = 1
 
 # No kernel runs.
 FREE = {
-    ATEN._unsafe_view,
+    CopyOps.VIEW,
     ATEN.empty,
     ATEN.empty_like,
     ATEN.empty_strided,
@@ -78,10 +79,10 @@ PICKING = {
     ATEN.scatter_,
     ATEN.scatter_add_,
 }
-OVERWRITING = {ATEN.copy_, ATEN._foreach_copy_, ATEN.fill_, ATEN.zero_, ATEN._foreach_zero_}  # they don't read it
+OVERWRITING = {ATEN.copy_, CopyOps.COPY_MANY, ATEN.fill_, ATEN.zero_, CopyOps.ZERO_MANY}  # they don't read it
 UNREAD = {ATEN.nll_loss_backward: "self"}  # is there for its shape alone
 SCALED = "grads"  # fused optimizers write into them only where a scale is given, and none is
-COPIES = {ATEN.copy_, ATEN._foreach_copy_}
+COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
 
 
 @final
@@ -101,7 +102,7 @@ class Recipe:
 @cache
 def recipe_of(operator: Any) -> Recipe | None:
     """None: it does nothing that takes time."""
-    packet, schema = operator._overloadpacket, operator._schema
+    packet, schema = operator.overloadpacket, schema_of(operator)
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     makes = any("Tensor" in str(result.type) and result.alias_info is None for result in schema.returns)
     if packet in FREE or not (writes or makes):
@@ -128,7 +129,7 @@ def flops_formula(packet: Any) -> Callable[..., int] | None:
     family = family_of(packet, is_product=True)
     if family in ATTENTIONS:
         is_backward = family is Family.ATTENTION_BACKWARD
-        names = [argument.name for argument in packet.default._schema.arguments]
+        names = [argument.name for argument in schema_of(packet.default).arguments]
         causal = names.index("is_causal")
 
         def count(*args: Any, out_val: Any, **named: Any) -> int:

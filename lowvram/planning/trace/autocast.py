@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
-from torch.utils._pytree import tree_leaves, tree_map
+
+from lowvram.compat.torch_ops import autocast_lifted, operators_with_kernel, schema_of
+from lowvram.compat.torch_trees import tree_leaves, tree_map
 
 
 def words(text: str) -> list[str]:
@@ -17,7 +19,6 @@ def words(text: str) -> list[str]:
 
 
 ATEN = torch.ops.aten
-AUTOCAST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 # Autocast's lists for CUDA, torch 2.13. First what casts to fewer bits: the CPU does that too for these, ...
 LOWER_ON_BOTH = words("""_convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -53,14 +54,11 @@ def register_autocast(library: Library) -> None:
 
 @cache
 def cast_by_cpu() -> list[str]:
-    """What the CPU's own autocast casts: to be asked for before anything is registered. All operators are gone through,
-    which takes a while."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return [name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCPU")]
+    """What the CPU's own autocast casts: to be asked for before anything is registered."""
+    return operators_with_kernel("AutocastCPU")
 
 
-def overload(name: str) -> torch._ops.OpOverload:
+def overload(name: str) -> Callable[..., Any]:
     packet, _, which = name.partition(".")
     return getattr(getattr(ATEN, packet), which or "default")
 
@@ -77,7 +75,7 @@ def called(operator: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: 
     def cast(value: Any) -> Any:
         return value.to(dtype) if is_cast(value) else value
 
-    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEY):
+    with autocast_lifted():
         return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
 
@@ -90,12 +88,12 @@ def fp32(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return called(operator, torch.float32, args, kwargs)
 
 
-def fp32_out(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def fp32_out(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The operator does it itself: inputs aren't cast, unless the caller asks for another format."""
-    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    given = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False)) | kwargs
     if is_cast(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32
-    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEY):
+    with autocast_lifted():
         return operator(**given)
 
 

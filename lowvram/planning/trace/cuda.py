@@ -17,8 +17,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.library import _scoped_library
 
+from lowvram.compat.torch_cuda import streams_replaced
+from lowvram.compat.torch_ops import AttentionOps, NormOps, kernels_replaced
 from lowvram.core import host
 from lowvram.core.device import Card
 from lowvram.models import attention as own_attention
@@ -55,18 +56,17 @@ STREAMS: dict[str, Any] = {
 @contextmanager
 def played(card: Card) -> Iterator[None]:
     """Inside it the CPU's tensors are treated as those of `card`."""
-    with _scoped_library("aten", "IMPL") as library, warnings.catch_warnings(), ExitStack() as undo:
+    with kernels_replaced() as library, warnings.catch_warnings(), ExitStack() as undo:
         undo.enter_context(patch.object(own_attention, "is_on_cpu", lambda tensor: False))
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
-        undo.enter_context(patch.multiple(torch.cuda, **STREAMS))
-        undo.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        undo.enter_context(streams_replaced(STREAMS))
         warnings.simplefilter("ignore")  # of kernels that are replaced
         register_autocast(library)
         replace = {
             "scaled_dot_product_attention": partial(attention, card),
             "dropout": dropout,
-            "softmax.int": partial(softmax, ATEN._softmax.default),
-            "log_softmax.int": partial(softmax, ATEN._log_softmax.default),
+            "softmax.int": partial(softmax, NormOps.SOFTMAX.default),
+            "log_softmax.int": partial(softmax, NormOps.LOG_SOFTMAX.default),
         }
         for name, kernel in replace.items():
             library.impl(name, kernel, "AutogradCPU")
@@ -105,14 +105,14 @@ def attention(
     if is_dense and flash_can(card, query, key, value, attn_mask, is_causal):
         width, padded = query.shape[-1], [to_multiple(tensor, 8) for tensor in (query, key, value)]
         scale = width**-0.5 if scale is None else scale
-        flash = ATEN._scaled_dot_product_flash_attention.default
+        flash = AttentionOps.FLASH.default
         return flash(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]
     if is_dense and not enable_gqa and efficient_can(card, query, key, value):
         is_needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        efficient = ATEN._scaled_dot_product_efficient_attention.default
+        efficient = AttentionOps.EFFICIENT.default
         bias = None if attn_mask is None else as_bias(attn_mask, query)
         return efficient(query, key, value, bias, is_needed, dropout_p, is_causal, scale=scale)[0]
-    products = ATEN._scaled_dot_product_attention_math.default
+    products = AttentionOps.MATH.default
     return products(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 

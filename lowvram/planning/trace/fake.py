@@ -8,17 +8,17 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowvram.compat.torch_compiler import activation_budget_restored
+from lowvram.compat.torch_distributed import pretend_ranks, shapes_found_inside
+from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
+from lowvram.compat.torch_modes import FastDispatchMode
+from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
 from lowvram.core.rig import Part
@@ -33,7 +33,7 @@ MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in ("
 
 ATEN = torch.ops.aten
 DEVICE_OF, PROMOTED = torch.ops.prim.device.default, ATEN.promote_types.default
-NUMBER_OF, CONSTANT = ATEN._local_scalar_dense.default, ATEN.lift_fresh.default
+NUMBER_OF, CONSTANT = CopyOps.NUMBER.default, ATEN.lift_fresh.default
 FILLS = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 
 
@@ -64,7 +64,7 @@ def fake_tensors(target: Target | None = None, see: See | None = None) -> Iterat
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         answers = undo.enter_context(PlanningMode(FakeCache(mode), see))
         # DTensor finds out shapes with whole tensors that have no memory on any device either.
-        undo.enter_context(patch.object(ShardingPropagator, "_fake_mode_lock", Unrecorded(answers)))
+        undo.enter_context(shapes_found_inside(Unrecorded(answers)))
         try:
             yield
         except (BadInput, Incompatible, KeyboardInterrupt):
@@ -85,14 +85,10 @@ def reason(error: Exception) -> str:
     return f"{place} raised {type(error).__name__}: {first_line}"
 
 
-class PlanningMode(TorchDispatchMode):
+class PlanningMode(FastDispatchMode):
     """An optimizer that asks for the value of a number, as Adafactor does, is told 1: sizes don't depend on it. Whoever
     else asks gets no answer. Devices and number formats, for which torch asks often, are answered here, and nothing is
     filled with values."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled without memory, and guarding against it takes time
 
     def __init__(self, fake_cache: FakeCache, see: See | None) -> None:
         super().__init__()
@@ -138,7 +134,7 @@ class PlanningMode(TorchDispatchMode):
 @cache
 def only_writes(operator: Any) -> bool:
     """Whether it writes values into many tensors, as an optimizer's does, and makes none: there are no values."""
-    return operator._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and not operator._schema.returns
+    return operator.name().startswith(("aten::_foreach_", "aten::_fused_")) and not schema_of(operator).returns
 
 
 class Unrecorded:
@@ -160,7 +156,7 @@ def settings_restored() -> Iterator[None]:
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision, conv.fp32_precision
     try:
-        with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget):
+        with activation_budget_restored():
             yield
     finally:
         matmul.fp32_precision, conv.fp32_precision = before
@@ -174,9 +170,7 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
     if num_ranks > 1:
         if was_there:
             raise RuntimeError("a process that is one of several ranks can't plan for others")
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+        pretend_ranks(num_ranks)
     try:
         yield
     finally:

@@ -13,11 +13,19 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
 
-C: Any = torch._C
-FAKE = C._TorchDispatchModeKey.FAKE
+from lowvram.compat.torch_fake import (
+    FakeTensor,
+    FakeTensorMode,
+    current_fake_mode,
+    dispatch_keys,
+    enter_fake_mode,
+    fake_mode_lifted,
+    fake_tensor_of,
+    leave_fake_mode,
+)
+from lowvram.compat.torch_trees import tree_leaves
+
 META = torch.device("meta")
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 Given = tuple[Any, ...]  # arguments, those by name last
@@ -46,14 +54,14 @@ class FakeCache:
             return operator(*args, **named)
         remake = self.known.get(key)
         if remake is not None:
-            C._unset_dispatch_mode(FAKE)  # as unset_fake_temporarily: its context managers took a twentieth of a trace
+            leave_fake_mode()
             try:
                 return remake(given)
             finally:
-                C._set_dispatch_mode(self.mode)
+                enter_fake_mode(self.mode)
         out = operator(*args, **named)
         if key not in self.known:
-            with unset_fake_temporarily():
+            with fake_mode_lifted():
                 self.known[key] = self.remake_of(out, given)
         return out
 
@@ -63,7 +71,7 @@ class FakeCache:
         Raises:
             CacheMiss: there is something else among them, or another mode is at work.
         """
-        if C._get_dispatch_mode(FAKE) is not self.mode:
+        if current_fake_mode() is not self.mode:
             raise CacheMiss
         found: list[Any] = []
         for value in given:
@@ -113,18 +121,13 @@ class FakeCache:
         return self.fake(bare, device)
 
     def fake(self, bare: Tensor, device: torch.device) -> FakeTensor:
-        """What `FakeTensor(self.mode, bare, device)` makes, in a sixth of its time, most of which goes into attributes
-        that are the same for all tensors of a device."""
         if device not in self.attributes:
             self.attributes[device] = vars(FakeTensor(self.mode, torch.empty(0, device=META), device))
-        made = Tensor._make_subclass(FakeTensor, bare, dispatch_device=True, device_for_backend_keys=device)
-        C._set_warn_deprecated_on_mutable_data_ptr(made)  # as torch's settings have it
-        vars(made).update(self.attributes[device])
-        return made
+        return fake_tensor_of(bare, device, self.attributes[device])
 
 
 def likeness_of(tensor: FakeTensor) -> Given:
-    keys = C._dispatch_keys(tensor).raw_repr()  # layout, a pending conjugation, and what else torch tells apart
+    keys = dispatch_keys(tensor).raw_repr()  # layout, a pending conjugation, and what else torch tells apart
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device, keys
 
 
@@ -139,4 +142,4 @@ def described(out: Any, given: Given) -> list[Any]:
 
 
 def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowvram.compat.torch_autograd import current_node
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
@@ -178,10 +179,10 @@ class TraceRecorder:
 
     def origin_of(self, tensor: Tensor, operator: Any) -> str:
         """Who makes a tensor: an operator, and the module or the node of the backward pass that runs it."""
-        maker = "" if operator is None else operator._opname
+        maker = "" if operator is None else operator.overloadpacket.__name__
         if self.running:
             return f"{maker} in {self.running[-1]}" if self.running[-1] else maker
-        node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+        node = current_node()
         return maker if node is None else f"{maker} in the backward pass of {node.name().removesuffix('Backward0')}"
 
     def trace(self) -> Trace:

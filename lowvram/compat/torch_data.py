@@ -1,0 +1,20 @@
+"""Private names of torch's data loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def end_workers(batches: Iterator[Any]) -> None:
+    """End the worker processes of a DataLoader.
+
+    torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers, since before 1.13: torch calls it when
+    the last reference to the iterator goes, and the traceback of an exception would hold one. Replaced by a public way
+    to close the iterator, if torch makes one.
+
+    Args:
+        batches: `iter` of a DataLoader with workers.
+    """
+    end: Any = batches
+    end._shutdown_workers()

@@ -1,0 +1,91 @@
+"""Private names of torch's fake tensors, which have all but values and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+
+C: Any = torch._C
+FAKE = C._TorchDispatchModeKey.FAKE
+_make: Any = Tensor._make_subclass
+_warn_as_set: Any = C._set_warn_deprecated_on_mutable_data_ptr
+
+FakeTensor = fake_tensor.FakeTensor
+"""The class of fake tensors.
+
+torch._subclasses.fake_tensor.FakeTensor, since 1.13. Replaced by a public name, if torch makes one.
+"""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Inside such a mode all tensors that are made are fake.
+
+torch._subclasses.fake_tensor.FakeTensorMode, since 1.13: tensors on the device meta have no memory either, but models
+that ask for a tensor's device see another one. Replaced by a public name, if torch makes one.
+"""
+
+
+def is_fake(value: object) -> bool:
+    """Whether a tensor has neither values nor memory, as in a plan.
+
+    torch._subclasses.fake_tensor.FakeTensor, since 1.13. Replaced by a public question, if torch makes one.
+    """
+    return isinstance(value, FakeTensor)
+
+
+def fake_mode_lifted() -> AbstractContextManager[object]:
+    """Inside it tensors that are made are real, also where a plan is under way.
+
+    torch._subclasses.fake_tensor.unset_fake_temporarily, since 2.2. Replaced by a public name, if torch makes one.
+    """
+    return fake_tensor.unset_fake_temporarily()
+
+
+# The next ones are called for every operator of a plan: they are torch's own functions, not ones around them.
+
+current_fake_mode: Callable[[], Any] = partial(C._get_dispatch_mode, FAKE)
+"""The mode that makes tensors fake now; None if none does.
+
+torch._C._get_dispatch_mode, since 2.2. Replaced by a public name, if torch makes one.
+"""
+
+leave_fake_mode: Callable[[], Any] = partial(C._unset_dispatch_mode, FAKE)
+"""What `fake_mode_lifted` does when it is entered: its context managers took a twentieth of a plan's time.
+
+torch._C._unset_dispatch_mode, since 2.2. Replaced by `fake_mode_lifted`, if that gets as fast.
+"""
+
+enter_fake_mode: Callable[[Any], None] = C._set_dispatch_mode
+"""Make a mode, which was left with `leave_fake_mode`, the one that is at work again.
+
+torch._C._set_dispatch_mode, since 2.2. Replaced by `fake_mode_lifted`, if that gets as fast.
+"""
+
+dispatch_keys: Callable[[Tensor], Any] = C._dispatch_keys
+"""By what torch chooses the kernels of a tensor: layout, a pending conjugation, and more. Its `raw_repr()` (since 2.5)
+is a number.
+
+torch._C._dispatch_keys, since 1.13: no public names tell all of it. Replaced by such names, if torch makes them.
+"""
+
+
+def fake_tensor_of(bare: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> Any:
+    """What `FakeTensor(mode, bare, device)` makes, in a sixth of its time, most of which goes into attributes that are
+    the same for all tensors of a device.
+
+    Tensor._make_subclass, since before 1.13, and torch._C._set_warn_deprecated_on_mutable_data_ptr, since 2.4. Replaced
+    by the class itself, if that gets as fast.
+
+    Args:
+        bare: without memory (device meta), of the right shape.
+        attributes: of another fake tensor of the same mode and device (`vars`).
+    """
+    made = _make(FakeTensor, bare, dispatch_device=True, device_for_backend_keys=device)
+    _warn_as_set(made)  # as torch's settings have it
+    vars(made).update(attributes)
+    return made

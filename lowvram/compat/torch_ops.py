@@ -1,0 +1,135 @@
+"""Private names of torch's operators: some of ATen's, what is known of one, and which kernel it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+ATEN: Any = torch.ops.aten
+C: Any = torch._C
+AUTOCAST_ON_CPU = C.DispatchKeySet(C.DispatchKey.AutocastCPU)
+
+
+class AttentionOps:
+    """What scaled_dot_product_attention runs, on whatever device.
+
+    torch.ops.aten._scaled_dot_product_…, all of them since 2.5: a dispatch mode sees these, and the public function in
+    none of its calls. Replaced by public names of the kernels, if torch makes some.
+    """
+
+    FLASH = ATEN._scaled_dot_product_flash_attention
+    EFFICIENT = ATEN._scaled_dot_product_efficient_attention
+    CUDNN = ATEN._scaled_dot_product_cudnn_attention
+    FLASH_ON_CPU = ATEN._scaled_dot_product_flash_attention_for_cpu
+    MATH = ATEN._scaled_dot_product_attention_math  # made of other operators
+    FUSED = frozenset({FLASH, EFFICIENT, CUDNN, FLASH_ON_CPU})
+    FUSED_BACKWARD = frozenset(
+        {
+            ATEN._scaled_dot_product_flash_attention_backward,
+            ATEN._scaled_dot_product_efficient_attention_backward,
+            ATEN._scaled_dot_product_cudnn_attention_backward,
+            ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+        }
+    )
+
+
+class NormOps:
+    """What softmax, log_softmax and rms_norm run.
+
+    torch.ops.aten._softmax and _log_softmax, since before 1.13, and _fused_rms_norm, since 2.9 with its backward pass:
+    a dispatch mode sees these, and the public functions in none of their calls. Replaced by public names, if torch
+    makes some.
+    """
+
+    SOFTMAX = ATEN._softmax
+    LOG_SOFTMAX = ATEN._log_softmax
+    ALL = frozenset(
+        {
+            SOFTMAX,
+            LOG_SOFTMAX,
+            ATEN._softmax_backward_data,
+            ATEN._log_softmax_backward_data,
+            ATEN._fused_rms_norm,
+            ATEN._fused_rms_norm_backward,
+        }
+    )
+
+
+class CopyOps:
+    """What `reshape`, `item` and optimizers run, which only move numbers or don't even that.
+
+    torch.ops.aten._unsafe_view, _local_scalar_dense, _foreach_zero_, since before 1.13, and _foreach_copy_, since 2.1:
+    a dispatch mode sees these, and the public functions in none of their calls. Replaced by public names, if torch
+    makes some.
+    """
+
+    VIEW = ATEN._unsafe_view
+    NUMBER = ATEN._local_scalar_dense
+    COPY_MANY = ATEN._foreach_copy_
+    ZERO_MANY = ATEN._foreach_zero_
+
+
+def schema_of(operator: Any) -> Any:
+    """The declaration of an operator: `name`, `arguments` and `returns`, each with its name, type and what it aliases.
+
+    torch._ops.OpOverload._schema, since before 1.13: in public there are only names. Replaced by a public property, if
+    torch makes one.
+
+    Args:
+        operator: an overload, such as torch.ops.aten.add.Tensor.
+    """
+    return operator._schema
+
+
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The Euclidean norm of each (0-dim, in `dtype`). On a card it takes few kernels, however many tensors.
+
+    torch._foreach_norm, since 1.13, with a format since 2.4: torch documents it without making it public;
+    torch.nn.utils.get_total_norm tells the norm of all alone. Replaced by a public name, if torch makes one.
+    """
+    return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def multiply_all(tensors: list[Tensor], by: Tensor) -> None:
+    """Multiply tensors in place by a 0-dim one on their device. On a card it takes few kernels, however many tensors.
+
+    torch._foreach_mul_, since before 1.13, by a tensor since 2.1: torch documents it without making it public. Replaced
+    by a public name, if torch makes one.
+    """
+    torch._foreach_mul_(tensors, by)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def operators_with_kernel(key: str) -> list[str]:
+    """The names of all operators of ATen that have a kernel of their own for a dispatch key, such as "AutocastCPU".
+    Goes through all operators, which takes a while.
+
+    torch._C._dispatch_get_all_op_names and _dispatch_has_kernel_for_dispatch_key, since 2.0. Replaced by public lists
+    of what autocast casts, if torch makes some.
+    """
+    names = (name for name in C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return [name.removeprefix("aten::") for name in names if C._dispatch_has_kernel_for_dispatch_key(name, key)]
+
+
+def autocast_lifted() -> AbstractContextManager[object]:
+    """Inside it the CPU's tensors aren't cast, nor are the kernels called that `Library.impl` has put in the place of
+    autocast's: from such a kernel the operator itself is reached.
+
+    torch._C._ExcludeDispatchKeyGuard, since 2.1: torch.autocast(enabled=False) still calls autocast's kernels. Replaced
+    by a public guard, if torch makes one.
+    """
+    return C._ExcludeDispatchKeyGuard(AUTOCAST_ON_CPU)
+
+
+def kernels_replaced() -> AbstractContextManager[Library]:
+    """A library whose `impl` gives operators of ATen other kernels; when the block ends torch's own are back.
+
+    torch.library._scoped_library, since 2.3: a public Library is for ever. Replaced by a public way to close one, if
+    torch makes it.
+    """
+    scoped: Any = torch.library._scoped_library
+    return scoped("aten", "IMPL")

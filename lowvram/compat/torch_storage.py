@@ -1,0 +1,39 @@
+"""Private names of torch's storages: who holds one, and when it changes its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+C: Any = torch._C
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many hold a storage: tensors, and whoever else in Python or C++.
+
+    torch._C._storage_Use_Count, since 2.2, and UntypedStorage._cdata: `sys.getrefcount` knows nothing of holders in
+    C++, such as the threads of gloo. Replaced by a public name, if torch makes one.
+    """
+    return C._storage_Use_Count(storage._cdata)
+
+
+@contextmanager
+def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside it `tell` is called with each storage that has just been given another size from Python, as FSDP2 does
+    with those of gathered parameters.
+
+    UntypedStorage.resize_ is replaced, which is public since 2.0: no dispatch mode and no hook sees the call. Replaced
+    by a hook of storages, if torch makes one.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        resize(storage, num_bytes)
+        tell(storage)
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
+        yield
