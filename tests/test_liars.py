@@ -189,7 +189,7 @@ def test_a_dirty_process(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     grown = [row["memory"]["process_peak_bytes"] for row in (alone, after, large)]
     assert abs(grown[1] - grown[0]) < (grown[2] - grown[0]) / 4
     assert "must be child for 2 points" in call("-m", *TINY, "process=inline", "seed=1,2").sentence
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(child, "is_in_bad_fork", lambda: True)
     monkeypatch.setattr("os.dup2", lambda *_: None)
     monkeypatch.setattr("faulthandler.enable", lambda **_: None)
     monkeypatch.setattr(child, "write_proc", lambda *_: None)

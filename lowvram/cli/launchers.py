@@ -21,9 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from omegaconf import DictConfig, open_dict
 
+from lowvram.compat.hydra import own_launcher
 from lowvram.config.identity import ROOT
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.supervisor import STOPS
@@ -31,7 +31,6 @@ from lowvram.results.files.marker import MARKER
 from lowvram.results.files.run_folder import is_running
 from lowvram.results.terminal import hydra_quoted
 
-BASIC = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
 CALL, CARDS = "LOWVRAM_CALL", "CUDA_VISIBLE_DEVICES"  # in the environment of jobs
 POLL_S = 0.1
 PATIENCE = 2  # signals that are passed on
@@ -40,7 +39,7 @@ SIDE_BY_SIDE = "points share this machine: their peaks of memory are their own, 
 
 def is_elsewhere(hydra: DictConfig) -> bool:
     """Whether jobs run in other processes than the program."""
-    return hydra.launcher["_target_"] != BASIC
+    return hydra.launcher["_target_"] != own_launcher()
 
 
 @contextmanager

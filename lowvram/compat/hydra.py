@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hydra._internal.core_plugins import basic_sweeper
+from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra._internal.utils import get_args_parser
 
 BasicSweeper = basic_sweeper.BasicSweeper
@@ -30,3 +30,11 @@ def configured_overrides(sweeper: basic_sweeper.BasicSweeper) -> list[str]:
     BasicSweeper._parse_config, since 1.2. Replaced by nothing, once `split_arguments` takes them into account.
     """
     return sweeper._parse_config()
+
+
+def own_launcher() -> str:
+    """What `_target_` says of the launcher that runs jobs one after another in the program's process.
+
+    hydra._internal.core_plugins.basic_launcher.BasicLauncher, since 1.0. Replaced by a public name, if Hydra makes one.
+    """
+    return f"{basic_launcher.__name__}.{basic_launcher.BasicLauncher.__qualname__}"

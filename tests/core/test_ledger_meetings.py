@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.core.ledger import ledger
+from lowvram.core.ledger import is_dense, ledger
 
 
 class Sums(torch.autograd.Function):
@@ -51,3 +51,23 @@ def test_gradients_that_meet_are_added_as_autograd_does_it(
     with ledger() as naive:
         run()
     assert naive.peak_bytes - peak.peak_bytes == in_place * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(()),
+        torch.ones(2, 3, 4),
+        torch.ones(2, 3, 4).permute(2, 0, 1),
+        torch.ones(2, 3, 4)[:, :1],
+        torch.ones(2, 3, 4)[:1],
+        torch.ones(2, 3, 4)[..., ::2],
+        torch.ones(1, 3).expand(2, 3),
+        torch.ones(6).as_strided((2, 3), (1, 1)),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(3, 0, 2),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}{tensor.stride()}",
+)
+def test_density_is_what_torch_calls_so(tensor: Tensor) -> None:
+    assert is_dense(tensor) is torch.ops.aten.is_non_overlapping_and_dense.default(tensor)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
@@ -109,7 +109,7 @@ def test_batch_norm_that_does_not_train_keeps_its_statistics(adapter: Knob) -> N
 def test_batch_norm_that_trains_goes_on() -> None:
     rig = rig_of("resnet", adapter=Freeze(["blocks.0.first.norm"]))
     rig.model.train()
-    norms = {name for name, module in rig.model.named_modules() if isinstance(module, _BatchNorm) and module.training}
+    norms = {name for name, module in rig.model.named_modules() if isinstance(module, BatchNorm) and module.training}
     assert norms == {"blocks.0.first.norm"}
 
 

@@ -7,8 +7,8 @@ from statistics import NormalDist
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.knobs.adapter.nf4 import BLOCK, LEVELS, Convolution, FourBit, Linear, Product, pack, pairs, unpack
 
 

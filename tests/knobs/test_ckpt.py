@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind

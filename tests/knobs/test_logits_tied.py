@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.core.assemble import assemble
 from lowvram.core.ledger import Peak, ledger
 from lowvram.knobs.logits import ChunkedLogits, UnmadeLogits, tied

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
 from lowvram.config.errors import BadInput
 from lowvram.core import host
 from lowvram.core.assemble import assemble

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import Stepper, Update

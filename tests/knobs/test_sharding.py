@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lowvram.compat.torch_storage import num_holders
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
@@ -182,7 +183,7 @@ def holders_of_what_is_gathered(times: int) -> set[int]:
     shard, whole, seen = torch.zeros(8), torch.zeros(16), set()
     for gather in [call.args[0] for call in told.call_args_list] * times:
         gather(whole, shard, dist.group.WORLD)
-        seen.add(torch._C._storage_Use_Count(whole.untyped_storage()._cdata))  # pyright: ignore[reportAttributeAccessIssue]
+        seen.add(num_holders(whole.untyped_storage()))
     return seen
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core import host
 from lowvram.core.assemble import assemble

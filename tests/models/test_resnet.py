@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.config.errors import BadInput
 from lowvram.config.schema import build
 from lowvram.core.assemble import assemble

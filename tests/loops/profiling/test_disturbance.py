@@ -140,7 +140,7 @@ class Nvml:
 )
 def test_a_card_is_asked(monkeypatch: pytest.MonkeyPatch, num_processes: int, mask: int, expected: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(num_processes, mask))
-    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda index: index)
+    monkeypatch.setattr("lowvram.loops.profiling.disturbance.nvml_handle", lambda index: index)
     assert list(CardWatch(torch.device("cuda", 0)).reasons()) == expected
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.planning.target import Target
 from lowvram.planning.time import calibration
 from lowvram.planning.time.calibration import Calibration, Calibrations, Curve

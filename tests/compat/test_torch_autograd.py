@@ -1,0 +1,82 @@
+"""Private names of torch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.compat.sentences import needed
+
+
+def noted(ask: Callable[[], Any], answers: list[Any]) -> Callable[[Tensor], Tensor]:
+    """The identity, whose backward pass asks something each time."""
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input: Tensor) -> Tensor:
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            answers.append(ask())
+            return gradient
+
+    return Noted.apply  # pyright: ignore[reportReturnType]
+
+
+@needed("torch._C._current_autograd_node", by="the ledger, which tells sums of gradients by it,")
+def test_the_node_that_runs_is_known() -> None:
+    from lowvram.compat.torch_autograd import current_node
+
+    answers: list[Any] = []
+    assert current_node() is None
+    noted(lambda: current_node().name(), answers)(torch.ones(2, requires_grad=True)).sum().backward()
+    assert answers == ["NotedBackward"]
+    assert current_node() is None
+
+
+@needed("torch._C._will_engine_execute_node", by="logits=chunked of a model with tied weights")
+def test_the_nodes_that_will_run_are_known() -> None:
+    from lowvram.compat.torch_autograd import will_run
+
+    answers: list[Any] = []
+    weight = torch.ones(2, requires_grad=True)
+    reached, other = weight * 2, weight * 3
+    ask = noted(lambda: (will_run(reached.grad_fn), will_run(other.grad_fn)), answers)
+    ask(reached).sum().backward()
+    assert answers == [(True, False)]
+
+
+@needed("torch._C._autograd._get_current_graph_task_keep_graph", by="logits=chunked")
+def test_a_graph_that_is_kept_is_known_to_be() -> None:
+    from lowvram.compat.torch_autograd import keeps_graph
+
+    answers: list[Any] = []
+    loss = noted(keeps_graph, answers)(torch.ones(2, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert answers == [True, False]
+
+
+@needed("torch.Tensor._version", by="offload=activations and stepping=cpu_offload")
+def test_changes_in_place_are_counted() -> None:
+    from lowvram.compat.torch_autograd import version_of
+
+    tensor = torch.zeros(4)
+    before = version_of(tensor)
+    tensor.add_(1)
+    tensor.view(2, 2).add_(1)
+    tensor.detach().add_(1)
+    assert version_of(tensor) == before + 3
+
+
+@needed("torch.Tensor._base", by="the ledger and offload=activations")
+def test_a_view_knows_its_base() -> None:
+    from lowvram.compat.torch_autograd import base_of
+
+    tensor = torch.zeros(4)
+    assert base_of(tensor) is None
+    assert base_of(tensor.view(2, 2)[0]) is tensor

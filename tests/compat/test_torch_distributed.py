@@ -1,0 +1,81 @@
+"""Private names of torch's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.compat.sentences import needed
+
+
+@contextmanager
+def group_left() -> Iterator[None]:
+    """After it this process has no partners."""
+    assert not dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@needed("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather", by="sharding=fsdp on a CPU")
+def test_a_gather_can_be_inherited() -> None:
+    from lowvram.compat.torch_distributed import DefaultAllGather, pretend_ranks
+
+    class Counting(DefaultAllGather):
+        calls = 0
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+            self.calls += 1
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    with group_left():
+        pretend_ranks(2)
+        module: Any = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (2,)))
+        gather = Counting()
+        module.set_custom_all_gather(gather)
+        assert module(torch.ones(1, 3)).shape == (1, 2)
+        assert gather.calls == 1
+
+
+@needed("torch.testing._internal.distributed.fake_pg", by="a plan of several ranks")
+def test_ranks_that_are_not_there_answer() -> None:
+    from lowvram.compat.torch_distributed import pretend_ranks
+
+    with group_left():
+        pretend_ranks(4)
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+        dist.all_reduce(torch.ones(2))
+
+
+@needed("torch.distributed.tensor._sharding_prop.ShardingPropagator", by="a plan of sharding=fsdp")
+def test_questions_about_shapes_are_noticed() -> None:
+    from lowvram.compat.torch_distributed import pretend_ranks, shapes_found_inside
+
+    entered: list[int] = []
+
+    class Noting:
+        def __enter__(self) -> None:
+            entered.append(1)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(-1)
+
+    with group_left():
+        pretend_ranks(2)
+        tensor: Any = distribute_tensor(torch.ones(14, 11), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with shapes_found_inside(Noting()):
+            assert (tensor * 3).to_local().shape == (7, 11)
+        assert sum(entered) == 0
+        assert len(entered) >= 2
+        entered.clear()
+        assert (tensor * tensor).shape == (14, 11)
+        assert not entered

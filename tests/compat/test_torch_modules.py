@@ -1,0 +1,41 @@
+"""Private names of torch.nn."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.compat.sentences import needed
+
+
+def classes(word: str) -> list[type]:
+    """The layers of torch.nn that have a word in their name."""
+    return [value for name, value in vars(nn).items() if word in name and isinstance(value, type)]
+
+
+@needed("torch.nn.modules.batchnorm._BatchNorm", by="whoever averages or holds BatchNorm's statistics")
+def test_all_kinds_of_batch_norm_have_an_ancestor() -> None:
+    from lowvram.compat.torch_modules import BatchNorm
+
+    assert len(classes("BatchNorm")) >= 7
+    assert all(issubclass(kind, BatchNorm) for kind in classes("BatchNorm"))
+    assert not issubclass(nn.InstanceNorm2d, BatchNorm)
+
+
+@needed("torch.nn.modules.dropout._DropoutNd", by="the question whether a model draws random numbers")
+def test_all_kinds_of_dropout_have_an_ancestor() -> None:
+    from lowvram.compat.torch_modules import Dropout
+
+    assert len(classes("Dropout")) >= 6
+    assert all(issubclass(kind, Dropout) for kind in classes("Dropout"))
+    assert nn.Dropout2d(0.25).p == 0.25
+
+
+@needed("torch.nn.Module._non_persistent_buffers_set", by="precision=bf16_pure")
+def test_buffers_that_are_not_saved_are_known() -> None:
+    from lowvram.compat.torch_modules import unsaved_buffers
+
+    module = nn.Module()
+    module.register_buffer("saved", torch.zeros(1))
+    module.register_buffer("computed", torch.zeros(1), persistent=False)
+    assert unsaved_buffers(module) == {"computed"}

@@ -1,0 +1,26 @@
+"""Private names of torchao."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.compat.sentences import needed
+
+
+@needed("torchao.optim.AdamW8bit._new_buffer", by="optimizer=adamw_8bit and adamw_4bit")
+def test_moments_are_codes_unless_they_are_small() -> None:
+    from lowvram.compat.torchao import new_moment
+    from lowvram.core.quiet import quiet
+
+    with quiet():
+        from torchao.optim import AdamW4bit, AdamW8bit
+    for kind, num_bits in ((AdamW8bit, 8), (AdamW4bit, 4)):
+        large, small = torch.zeros(64, 128), torch.zeros(3)
+        optimizer = kind([torch.nn.Parameter(large)])
+        for signed in (True, False):
+            moment = new_moment(optimizer, large, signed)
+            assert moment.shape == large.shape
+            assert moment.codes.numel() * 8 == large.numel() * num_bits  # pyright: ignore
+            assert type(new_moment(optimizer, small, signed)) is torch.Tensor
+        levels = [new_moment(optimizer, large, signed).qmap.min().item() for signed in (True, False)]  # pyright: ignore
+        assert levels[0] < 0 <= levels[1]
