@@ -9,28 +9,32 @@ from typing import Any, cast, final
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
 from lowvram.cli.sweep import POINT_NAME, Coming, name_of
-from lowvram.compat.hydra import BasicSweeper, configured_overrides
 
 
-class PointSweeper(BasicSweeper):
-    """conf/hydra/sweeper/lowvram.yaml: Hydra's basic sweeper, but with lists of points beside grids, and no point is
+@final
+class PointSweeper(Sweeper):
+    """conf/hydra/sweeper/lowvram.yaml: as Hydra's basic sweeper, but with lists of points beside grids, and no point is
     composed twice. It writes nothing into the sweep's folder: the program does."""
 
     def __init__(self, max_batch_size: int | None, params: Any = None, points: Any = None) -> None:
-        super().__init__(max_batch_size, params)
-        self.points = points
+        self.max_batch_size, self.params, self.points = max_batch_size, params or {}, points
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """As Hydra's, for a launcher that composes each point with `ComposesOnce`."""
-        self.loader = ComposesOnce(hydra_context.config_loader)
+        """For a launcher that composes each point with `ComposesOnce`."""
+        self.loader, self.config = ComposesOnce(hydra_context.config_loader), config
         context = HydraContext(config_loader=cast(ConfigLoader, self.loader), callbacks=hydra_context.callbacks)
-        super().setup(hydra_context=context, task_function=task_function, config=config)
+        self.hydra_context = context
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> None:
         """Launch all points, in batches of `max_batch_size`. Mistakes in options are told before the first of them."""
@@ -38,9 +42,10 @@ class PointSweeper(BasicSweeper):
         assert self.launcher is not None
         compose = partial(self.loader.look, self.config)
         parser = OverridesParser.create(config_loader=cast(ConfigLoader, self.loader))
-        typed = parser.parse_overrides([*configured_overrides(self), *arguments])
+        configured = [f"{key}={value}" for key, value in self.params.items()]
+        typed = parser.parse_overrides([*configured, *arguments])
         num_launched = 0
-        for grid in self.split_arguments(typed, self.max_batch_size):
+        for grid in sweeper.grid(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
             coming = Coming(batch, num_launched, compose)
             self.loader.name(coming)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any, final
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from lowvram.config.errors import BadInput
@@ -21,6 +22,28 @@ POINT_NAME = "point"  # in hydra.sweeper of a point's configuration: what it is 
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
 _names: dict[frozenset[str], str] = {}  # of points that a list names, by their words
+
+
+def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
+    """The points that `a=1,2 b=3,4` lists, as Hydra's own sweeper orders them, in batches of `max_batch_size`. The last
+    word for a key holds.
+
+    Raises:
+        BadInput: a key is swept in a way that lists no values.
+    """
+    words: dict[str, list[str]] = {}
+    for override in typed:
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            words[key] = [f"{key}={override.get_value_element_as_str()}"]
+        elif override.is_discrete_sweep():
+            words[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            allowed = f"a list of values, such as {key}=1,2, or a range, such as '{key}=range(1,5)'"
+            raise BadInput(key, (override.input_line or key).partition("=")[2], allowed)
+    points = [list(point) for point in product(*words.values())]
+    size = max_batch_size or len(points)
+    return [points[first : first + size] for first in range(0, len(points), size)]
 
 
 def with_points(batch: Batch, points: Any) -> Batch:

@@ -5,11 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lowvram.cli.sweep import name_of, swept_keys, with_points
+from lowvram.cli.sweep import grid, name_of, swept_keys, with_points
 from lowvram.config.errors import BadInput
 
 POINTS = {"baseline": "", "parts": "accum=x4", "both": "accum=x4 ckpt=every1"}
+
+
+def listed(words: list[str], max_batch_size: int | None = None) -> list[list[str]]:
+    """The points of each batch, their words with blanks between."""
+    batches = grid(OverridesParser.create().parse_overrides(words), max_batch_size)
+    return [[" ".join(point) for point in batch] for batch in batches]
+
+
+def test_a_grid_holds_all_combinations_the_last_key_fastest() -> None:
+    assert listed(["a=1,2", "c=5", "b=x,y"]) == [["a=1 c=5 b=x", "a=1 c=5 b=y", "a=2 c=5 b=x", "a=2 c=5 b=y"]]
+    assert listed(["a=1,2,3"], 2) == [["a=1", "a=2"], ["a=3"]]
+    assert listed(["+a=range(1,3)", "b={x:1},[2]", "~d"]) == [
+        ["+a=1 b={x:1} ~d=null", "+a=1 b=[2] ~d=null", "+a=2 b={x:1} ~d=null", "+a=2 b=[2] ~d=null"]
+    ]
+
+
+def test_the_last_word_for_a_key_holds_in_the_place_of_the_first() -> None:
+    assert listed(["a=1,2", "b=3", "a=4"]) == [["a=4 b=3"]]
+
+
+def test_a_sweep_without_values_is_a_mistake() -> None:
+    with pytest.raises(BadInput, match=r"lr='interval\(0,1\)': must be a list of values, such as lr=1,2"):
+        listed(["lr=interval(0,1)"])
 
 
 def test_each_point_of_a_list_has_its_words_and_its_name() -> None:
