@@ -42,7 +42,7 @@ def test_gradients_that_meet_are_added_as_autograd_does_it(
     def run() -> None:
         loss(torch.ones(64, 64, requires_grad=True) * 2).backward()
 
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         run()
     assert ("aten::add_" in {event.name for event in seen.events() or ()}) is in_place
     with ledger() as peak:

@@ -291,5 +291,7 @@ def test_without_retainable_graph(problem: str) -> None:
         if option == "every1":
             loss.backward()
         else:
-            with pytest.raises(RuntimeError, match="backward an extra time"):
+            with pytest.raises(
+                RuntimeError, match="backward an extra time|unflatten"
+            ):  # torch 2.11 finds another result
                 loss.backward()
