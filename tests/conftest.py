@@ -134,7 +134,9 @@ class Borrowed:
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
     server = Server()
-    server.wait_until_ready(lambda: None)
+    with pytest.MonkeyPatch.context() as patched:  # its children act faults on demand
+        patched.setenv("PYTHONPATH", str(FAULTS))
+        server.wait_until_ready(lambda: None)
     yield server
     server.stop()
 
