@@ -101,6 +101,10 @@ class Knob(ABC):
     moves_to_host: ClassVar[bool] = False  # it saves by moving to host memory: nothing where the device is the host
     product_format: ClassVar[str | None] = None  # that it makes matrix products run in, as data sheets call it
     expandable_segments: ClassVar[bool] = False  # it makes the caching allocator grow segments
+    extra_memory: ClassVar[bool] = False  # it holds much memory that no tensor of a step has, as a compiler does
+    # Of a group's neutral option: whether a search tries the group's others if nobody has named the group. Not those
+    # that say what is learnt, nor those whose time or memory no plan knows.
+    searched: ClassVar[bool] = True
 
     def needs(self) -> frozenset[Fact]:
         """The facts without which this knob can't work."""
@@ -118,6 +122,24 @@ class Knob(ABC):
     def reference(self) -> Knob | None:
         """What stands in this one's place where numbers are held against training without any saving: itself, if it
         says what is learnt; None for the neutral option."""
+        return None
+
+    def remedies(self) -> Mapping[Kind, int]:
+        """The kinds of memory that this option is offered against when memory runs out, each with its turn among all
+        that are: the smallest number comes first."""
+        return {}
+
+    def improves_on(self, in_use: Knob) -> bool:
+        """Whether `remedies` holds for somebody who uses `in_use`, another option of the group."""
+        return in_use.saves is None
+
+    def more_parts(self, num_samples: int) -> int | None:
+        """In how many parts a point begins again that ran out of memory; None: it doesn't.
+
+        Args:
+            num_samples: of the logical batch, on one rank.
+        """
+        del num_samples
         return None
 
     @abstractmethod

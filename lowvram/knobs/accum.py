@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -35,11 +36,6 @@ class Whole(Knob):
     def apply(self, rig: Rig) -> Rig:
         return rig
 
-    def more_parts(self, num_samples: int) -> int | None:
-        """See `Growing`."""
-        del num_samples
-        return None
-
 
 @dataclass(frozen=True)
 class Parts(Knob):
@@ -66,10 +62,14 @@ class Parts(Knob):
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, split=self.split)
 
-    def more_parts(self, num_samples: int) -> int | None:
-        """See `Growing`."""
-        del num_samples
-        return None
+    def remedies(self) -> Mapping[Kind, int]:
+        """Of a few parts the more the better; many take time, and come after all else."""
+        turn = 28 - self.parts if self.parts <= 8 else 50 + self.parts
+        return dict.fromkeys((Kind.ACTIVATIONS, Kind.INPUTS, Kind.OTHER), turn)
+
+    def improves_on(self, in_use: Knob) -> bool:
+        """`Growing` finds its number by itself."""
+        return type(in_use) in (Whole, Parts) and vars(in_use)["parts"] < self.parts
 
     def split(self, batch: Part) -> list[Part]:
         """The parts, along the first dimension; fewer when the batch has fewer samples."""
@@ -88,7 +88,9 @@ class Growing(Parts):
 
     saves = None  # before memory has run out, this is a batch in one piece
 
+    def remedies(self) -> Mapping[Kind, int]:
+        return {}
+
     def more_parts(self, num_samples: int) -> int | None:
-        """Of the next attempt: twice as many, or the next number that divides the samples of a rank; None if every part
-        is down to one sample."""
+        """Twice as many, or the next number that divides the samples; None if every part is down to one."""
         return next((parts for parts in range(2 * self.parts, num_samples + 1) if num_samples % parts == 0), None)

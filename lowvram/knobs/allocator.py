@@ -18,8 +18,26 @@ LARGEST_MMAP_THRESHOLD = 2**25
 MALLOC_WORDS = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"  # of the user's environment
 
 
+class Allocator(Knob):
+    """What all options have."""
+
+    stage = Stage.PROCESS
+
+    def set_malloc(self) -> None:
+        """Of this process, from now on: where the C library is glibc and the user has not set it, the thresholds that
+        it would reach by itself."""
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt and not any(word in os.environ for word in MALLOC_WORDS):
+            mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+            mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_MMAP_THRESHOLD)
+
+    def under_cap(self) -> tuple[str, Allocator] | None:
+        """The option, with its name, that takes this one's place where `vram` caps a CPU; None: this one stays."""
+        return None
+
+
 @dataclass(frozen=True)
-class Default(Knob):
+class Default(Allocator):
     """torch's CUDA caching allocator as it comes, and the C library's malloc as it becomes.
 
     glibc raises its thresholds when a large block is freed, at most to these. Until then it may give pages back and
@@ -27,8 +45,6 @@ class Default(Knob):
     """
 
     empty_cache_every: int | None = None
-
-    stage = Stage.PROCESS
 
     def __post_init__(self) -> None:
         require_every(self.empty_cache_every)
@@ -40,21 +56,17 @@ class Default(Knob):
         self.set_malloc()
         return emptying(rig, self.empty_cache_every)
 
-    def set_malloc(self) -> None:
-        """Of this process, from now on, where the C library is glibc and the user has not set it."""
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt and not any(word in os.environ for word in MALLOC_WORDS):
-            mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
-            mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_MMAP_THRESHOLD)
+    def under_cap(self) -> tuple[str, Allocator] | None:
+        """A cap means little while malloc keeps what was freed."""
+        return ("tight", Tight()) if self == Default() else None
 
 
 @dataclass(frozen=True)
-class Expandable(Knob):
+class Expandable(Allocator):
     """CUDA segments that grow instead of fragmenting (PYTORCH_ALLOC_CONF=expandable_segments:True)."""
 
     empty_cache_every: int | None = None
 
-    stage = Stage.PROCESS
     expandable_segments = True
 
     def __post_init__(self) -> None:
@@ -88,13 +100,11 @@ def emptying(rig: Rig, num_steps: int | None) -> Rig:
 
 
 @dataclass(frozen=True)
-class Tight(Knob):
+class Tight(Allocator):
     """On the CPU: freed memory returns to the system at once, so the process's size follows its live tensors, plus
     what libraries and threads hold. Slower: docs/knobs.md has figures."""
 
     mmap_threshold_bytes: int = 65536
-
-    stage = Stage.PROCESS
 
     def __post_init__(self) -> None:
         allowed = f"between 1 and {LARGEST_MMAP_THRESHOLD} (glibc's limit)"

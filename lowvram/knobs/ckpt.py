@@ -7,6 +7,7 @@ Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware" (2023): the com
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,13 @@ class RecomputeEvery(Knob):
         for block in rig.task.blocks(rig.model)[:: self.every]:
             recompute(block)
         return rig
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.ACTIVATIONS: 10, Kind.OTHER: 30} if self.every == 1 else {}
+
+    def improves_on(self, in_use: Knob) -> bool:
+        """The compiler's choice knows more than this one."""
+        return in_use != self and not isinstance(in_use, CompilerBudget)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Eager(Knob):
     """The model runs eagerly."""
 
     stage = Stage.COMPILE
+    searched = False
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED})
@@ -55,6 +56,7 @@ class Compiled(Knob):
     stage = Stage.COMPILE
     exactness = Exactness.ROUNDING
     band = 1e-5
+    extra_memory = True
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.C_COMPILER} if self.dynamic is not False else {Fact.C_COMPILER, Fact.FEW_SHAPES})
@@ -106,6 +108,7 @@ class TorchScript(Knob):
     stage = Stage.COMPILE
     exactness = Exactness.ROUNDING
     band = 1e-5
+    extra_memory = True
 
     def needs(self) -> frozenset[Fact]:
         # A trace holds the tensors that were there at its first step.

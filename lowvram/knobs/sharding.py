@@ -54,6 +54,8 @@ class Sharding(Knob):
 class Unsharded(Sharding):
     """One process holds everything."""
 
+    searched = False
+
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.ONE_RANK})
 

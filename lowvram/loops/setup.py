@@ -12,6 +12,7 @@ from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Fact, conflicts
 from lowvram.data.source import Data, resolve_source
+from lowvram.knobs.allocator import Allocator
 
 
 class Sharding(Protocol):
@@ -49,6 +50,13 @@ def can_replace(
         return helps and is_whole and not conflicts(knobs, absent)
 
     return answer
+
+
+def acting_allocator(settings: Settings, choices: Mapping[str, str], device: torch.device) -> tuple[str, Allocator]:
+    """The option that acts where the point runs, with its name: a cap on a CPU may take another one."""
+    allocator: Allocator = settings.groups["allocator"]
+    is_capped = settings.vram_bytes is not None and device.type == "cpu"
+    return (is_capped and allocator.under_cap()) or (choices["allocator"], allocator)
 
 
 def open_data(settings: Settings) -> Data:

@@ -66,7 +66,7 @@ class Plans:
         planned = self.of(point)
         if planned is None:
             return None
-        row = rows.merge(point.first_row(), planned)
+        row = rows.merge(point.first_row(), {key: value for key, value in planned.items() if key != "advice"})
         if point.sweep or row["status"] != Status.INCOMPATIBLE:
             rows.write(point.folder, row)
         return row
@@ -157,7 +157,9 @@ def beside(planned: Planned | None) -> Mapping[str, Any] | None:
     """A plan as the row of a point holds it that runs as well. What can't run is told by the point itself."""
     if planned is None or planned["status"] == Status.INCOMPATIBLE:
         return None
-    return planned["plan"] if planned["status"] == Status.OK else {"reason": planned["reason"]}
+    if planned["status"] == Status.OK:
+        return planned["plan"]
+    return {key: planned[key] for key in ("reason", "advice") if key in planned}
 
 
 def is_far_off(plan: Mapping[str, Any] | None) -> bool:

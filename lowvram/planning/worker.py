@@ -17,7 +17,8 @@ from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Knob, Stage
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
-from lowvram.loops.setup import can_replace, check_batch_size, open_data, wanted_ranks
+from lowvram.loops.setup import acting_allocator, can_replace, check_batch_size, open_data, wanted_ranks
+from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import Store
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
@@ -26,7 +27,6 @@ from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.trace.tracer import is_equivalent
-from lowvram.results.advice import out_of_memory_advice
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -64,13 +64,16 @@ class Planner:
         return self.told(settings, choices, lambda: place_here(settings, num_launched))
 
     def told(self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], PlanDevice]) -> Fields:
-        """A plan, or why there is none."""
+        """A plan, or why there is none, and still what to try should memory run out."""
         try:
-            return {"status": "ok", **self.planned(settings, choices, find_place())}
+            place = find_place()
+            try:
+                return {"status": "ok", **self.planned(settings, choices, place)}
+            except CantPlan as error:
+                advice = advice_for(None, settings, choices, place.target)
+                return {"status": "error", "reason": str(error), "advice": advice}
         except (BadInput, Incompatible) as error:
             return {"status": "incompatible", "reason": str(error)}
-        except CantPlan as error:
-            return {"status": "error", "reason": str(error)}
 
     def planned(self, settings: Settings, choices: Mapping[str, str], place: PlanDevice) -> Fields:
         """The model and its plan.
@@ -87,8 +90,7 @@ class Planner:
         priced = self.pricer(problem, target).price(without_parts(knobs), parts, num_rows)
         place = self.with_rates(place, settings, choices)
         plan = needs(priced.trace, place, settings.groups["allocator"].expandable_segments)
-        is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
-        advice = out_of_memory_advice(plan["by_kind"], choices, is_possible, settings.vram_bytes)
+        advice = advice_for(plan["by_kind"], settings, choices, target)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
         about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
         fit = fit_of(plan, settings, place)
@@ -101,7 +103,8 @@ class Planner:
         """With the rates that were measured before, where it is a device of this machine; nothing is measured now."""
         if place.here is None or self.calibrations is None:
             return place
-        return replace(place, rates=self.calibrations.known(place.here, allocator_of(settings, choices)))
+        name, _ = acting_allocator(settings, choices, place.here)
+        return replace(place, rates=self.calibrations.known(place.here, name))
 
     def problem(self, settings: Settings) -> Problem:
         """The problem of a point."""
@@ -141,6 +144,15 @@ class Planner:
         return self.models[key]
 
 
+def advice_for(
+    by_kind: Mapping[str, float] | None, settings: Settings, choices: Mapping[str, str], target: Target
+) -> str:
+    """What a point could try that runs out of memory on `target`."""
+    is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
+    in_use = {group: settings.groups[group] for group in KNOB_GROUPS}
+    return out_of_memory_advice(by_kind, in_use, is_possible, settings.vram_bytes)
+
+
 def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
     return {name: knob for name, knob in knobs.items() if knob.stage is not Stage.BATCH}
 
@@ -178,12 +190,6 @@ def place_here(settings: Settings, num_launched: int | None = None) -> PlanDevic
         spec = replace(load_device("cpu"), memory_bytes=free_bytes)
         return PlanDevice("cpu", spec, num_ranks, device)
     return PlanDevice(*device_here(device), num_ranks, device, host_bytes=free_bytes)
-
-
-def allocator_of(settings: Settings, choices: Mapping[str, str]) -> str:
-    """The option that acts where the point runs: a cap on a CPU takes another one (worker/job.py)."""
-    is_capped = settings.vram_bytes is not None and choices["allocator"] == "default"
-    return "tight" if is_capped else choices["allocator"]
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:

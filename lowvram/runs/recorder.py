@@ -19,7 +19,7 @@ from lowvram.launch.outcome import Circumstances, Told, outcome_of
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import Orders
 from lowvram.results import row as rows
-from lowvram.results.advice import data_wait_advice, out_of_memory_advice
+from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
 from lowvram.results.files.durable import write_bytes
 from lowvram.results.metric_lines import FILE_NAME, Values
@@ -202,7 +202,9 @@ class Recording:
     def _advise(self) -> None:
         choices, plan = self.row["choices"], self.row["plan"] or {}
         if self.row["status"] == Status.OOM:
-            advice = plan["advice"] if "advice" in plan else out_of_memory_advice(None, choices)
+            advice = plan.get(
+                "advice", "try a smaller model or a larger vram"
+            )  # none: the process that plans was ended
             self.add({"reason": f"{self.row['reason']}; {advice}"})
             if self._more_parts is not None:
                 which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"

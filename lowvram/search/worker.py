@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, final
 
 from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.registry import knob_of, neutral_options
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Exactness, Knob
 from lowvram.loops.setup import check_batch_size
@@ -17,8 +18,6 @@ from lowvram.planning.worker import Planner
 from lowvram.results.row import size_text
 from lowvram.search.space import Estimate, Estimator, Option, Options, Plan, Space, space_of, useless, variants_of
 
-# Without those that change what is learnt, and those whose time or memory no plan knows.
-GROUPS = ("allocator", "precision", "ckpt", "stepping", "logits", "offload", "accum")
 MOST_PLANS = 40  # of combinations, beside those of single options
 MEMORY_SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
 TIME_SLACK = 1.05  # and that of its time too small
@@ -72,7 +71,9 @@ def search(book: PlanCache, pinned: Iterable[str]) -> Fields:
         Incompatible: nothing fits.
         CantPlan: the model can't be traced.
     """
-    space, refused = offered(book, [name for name in book.settings.search.groups or GROUPS if name not in pinned])
+    space, refused = offered(
+        book, [name for name in book.settings.search.groups or usual_groups() if name not in pinned]
+    )
     base = book.plan(space, space.base)
     check(base)
     singles = {option: book.plan(space, options) for option, options in space.singles()}
@@ -84,6 +85,11 @@ def search(book: PlanCache, pinned: Iterable[str]) -> Fields:
     if not book.fitting:
         raise Incompatible(f"{nothing_fits(list(book.plans.values()))}{more_to_try(book.settings, useful)}")
     return {"ranking": ranked(book.fitting), "account": account(book, space, estimates, refused)}
+
+
+def usual_groups() -> list[str]:
+    """Those whose neutral option says that a search tries the others."""
+    return [group for group, option in neutral_options().items() if knob_of((group, option)).searched]
 
 
 def offered(book: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
@@ -111,7 +117,7 @@ def unwanted(book: PlanCache, group: str, knob: Knob) -> str | None:
         return "lossy: search.lossy=true tries it"
     groups: dict[str, Any] = book.settings.groups | {group: knob}
     parts, num_samples = groups["accum"].parts, book.settings.train.batch_size // book.place.num_ranks
-    if group == "accum" and groups["accum"].more_parts(num_samples) is not None:
+    if knob.more_parts(num_samples) is not None:
         return "it changes only after memory has run out"
     try:
         check_batch_size(book.settings.train.batch_size, parts, book.place.num_ranks)

@@ -18,12 +18,11 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.core.quiet import quiet
-from lowvram.knobs.allocator import Default, Tight
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.session import Events, Session, Stop
-from lowvram.loops.setup import check_batch_size, open_data
+from lowvram.loops.setup import acting_allocator, check_batch_size, open_data
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s
@@ -98,11 +97,13 @@ def named_knobs(settings: Settings, choices: dict[str, str], device: torch.devic
     knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
     if settings.vram_bytes is None:
         return knobs
-    if device.type == "cpu" and settings.groups["allocator"] == Default():
-        knobs.pop(f"allocator={choices['allocator']}")
-        choices["allocator"] = "tight"  # a cap means little while malloc keeps what was freed
-        knobs = {"allocator=tight": Tight(), **knobs}
-    return {**knobs, f"vram={settings.root.vram}": Cap(settings.vram_bytes)}
+    knobs.pop(f"allocator={choices['allocator']}")
+    choices["allocator"], allocator = acting_allocator(settings, choices, device)
+    return {
+        f"allocator={choices['allocator']}": allocator,
+        **knobs,
+        f"vram={settings.root.vram}": Cap(settings.vram_bytes),
+    }
 
 
 def ready_fields(device: torch.device) -> dict[str, Any]:

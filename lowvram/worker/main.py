@@ -28,18 +28,18 @@ from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.fidelity.reference import reference_of
 from lowvram.fidelity.worker import Fidelity
-from lowvram.knobs.allocator import Default, Tight
 from lowvram.launch.native_log import native_log
 from lowvram.launch.protocol import encoded, frames
 from lowvram.launch.supervisor import STOPS, RankPlace
 from lowvram.loops.session import Events as Tell
 from lowvram.loops.session import Interrupted
 from lowvram.loops.session import Stop as Listens
+from lowvram.loops.setup import acting_allocator
 from lowvram.planning.cache import Store
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner, allocator_of, place_here, place_of
+from lowvram.planning.worker import Planner, place_here, place_of
 from lowvram.search.worker import PlanCache, search
 from lowvram.worker import job
 from lowvram.worker.errors import ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
@@ -235,9 +235,10 @@ def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
 def calibrated(point: dict[str, Any]) -> dict[str, Any]:
     """Measure the rates of the device that a point runs on, as it runs there, if nobody has."""
     whole = settings(point["config"])
-    allocator = allocator_of(whole, point["choices"])
-    (Tight() if allocator == "tight" else Default()).set_malloc()
-    Calibrations().get(choose_device(whole.root.device), allocator, calibrate)
+    device = choose_device(whole.root.device)
+    name, allocator = acting_allocator(whole, point["choices"], device)
+    allocator.set_malloc()
+    Calibrations().get(device, name, calibrate)
     return {"status": "ok"}
 
 

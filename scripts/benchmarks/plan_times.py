@@ -22,7 +22,7 @@ import torch
 
 from lowvram.config.settings import settings
 from lowvram.core.device import choose_device
-from lowvram.planning.worker import allocator_of
+from lowvram.loops.setup import acting_allocator
 from scripts.benchmarks.runs import Runs
 
 SWEPT = {"model": "transformer,resnet", "precision": "fp32,bf16", "ckpt": "none,every1", "accum": "none,x4,x16"}
@@ -68,7 +68,8 @@ def main(words: list[str]) -> None:
 def know_rates(runs: Runs, fixed: list[str]) -> None:
     """Measure the device of the points, if nobody has, as they run: in a process whose threads sleep when they wait."""
     whole = settings(runs.settings_of(fixed))
-    device, allocator = choose_device(whole.root.device), allocator_of(whole, {"allocator": "default"})
+    device = choose_device(whole.root.device)
+    allocator, _ = acting_allocator(whole, {"allocator": "default"}, device)
     subprocess.run(
         [sys.executable, "-c", CALIBRATE, str(device), allocator],
         env=os.environ | {"OMP_WAIT_POLICY": "passive"},

@@ -89,6 +89,8 @@ def test_far_off_is_far_beyond_the_margin() -> None:
 def test_a_plan_that_fails_costs_no_point_its_row() -> None:
     assert beside({"status": "ok", "plan": {"allocated_bytes": 3}}) == {"allocated_bytes": 3}
     assert beside({"status": "error", "reason": "can't plan this model"}) == {"reason": "can't plan this model"}
+    unplanned = {"status": "error", "reason": "can't plan this model", "advice": "try accum=x8"}
+    assert beside(unplanned) == {"reason": "can't plan this model", "advice": "try accum=x8"}
     assert beside({"status": "incompatible", "reason": "the point tells it itself"}) is None
     assert beside(None) is None
 

@@ -149,6 +149,7 @@ def test_a_model_that_cannot_be_planned_is_an_error_and_no_number(monkeypatch: p
     fields = Planner().fields(replace(whole, groups={**whole.groups, "task": Looks()}), choices)
     assert fields["status"] == "error"
     assert fields["reason"].startswith("can't plan this model: ")
+    assert fields["advice"] == "try ckpt=every1 or accum=x4"
     assert "depends on the values of a tensor" in fields["reason"]
     assert "plan" not in fields
 

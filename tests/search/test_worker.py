@@ -9,7 +9,7 @@ import pytest
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.planning.worker import Planner, place_of
 from lowvram.search.space import Plan
-from lowvram.search.worker import PlanCache, offered, ranked, search
+from lowvram.search.worker import PlanCache, offered, ranked, search, usual_groups
 from tests.calls import TINY
 from tests.planning.test_worker import composed
 
@@ -43,6 +43,12 @@ def test_the_best_of_all_that_fit_is_found(every_plan: list[Plan], share: float)
     best = search(whole, [])["ranking"][0]
     assert best["fits"] is True
     assert best["step_ms"] == pytest.approx(best_ms, rel=1e-3)
+
+
+def test_groups_that_say_what_is_learnt_or_that_no_plan_knows_are_searched_on_demand_alone() -> None:
+    groups = set(usual_groups())
+    assert groups >= {"allocator", "precision", "ckpt", "stepping", "logits", "offload", "accum"}
+    assert groups.isdisjoint({"adapter", "compile", "sharding", "optimizer"})
 
 
 def test_what_is_typed_stays() -> None:

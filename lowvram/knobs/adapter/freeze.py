@@ -16,6 +16,8 @@ from lowvram.knobs.adapter.parts import Adapter, Frozen, check_matches, hold_sta
 class NoAdapter(Adapter):
     """The model trains whole."""
 
+    searched = False
+
     def apply(self, rig: Rig) -> Rig:
         return rig
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,9 @@ class Activations(Knob):
 
     def __post_init__(self) -> None:
         require_sizes(self.min_bytes, self.in_flight)
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.ACTIVATIONS: 30}
 
     def apply(self, rig: Rig) -> Rig:
         return offload(rig, in_host_memory(rig.device), self.min_bytes, self.in_flight)

@@ -6,7 +6,7 @@ the optimizer's state is born there and its updates run on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,9 @@ class Parameters(Knob):
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.PARAMETERS: 20}
 
     def apply(self, rig: Rig) -> Rig:
         mesh = mesh_of_one(rig.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -55,6 +56,9 @@ class AdamW8bit(Knob):
     def reference(self) -> AdamW:
         return AdamW(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
 
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.OPTIMIZER: 10}
+
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
 
@@ -72,6 +76,12 @@ class AdamW4bit(AdamW8bit):
     """Two moments of 4 bits per parameter."""
 
     theirs = "AdamW4bit"
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.OPTIMIZER: 20}
+
+    def improves_on(self, in_use: Knob) -> bool:
+        return type(in_use) is AdamW8bit or super().improves_on(in_use)
 
 
 @final

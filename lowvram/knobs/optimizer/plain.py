@@ -41,6 +41,7 @@ class AdamW(Knob):
     moments: Moments = Moments.fp32
 
     stage = Stage.OPTIMIZER
+    searched = False
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)

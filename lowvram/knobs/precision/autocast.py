@@ -5,6 +5,7 @@ Micikevicius et al., "Mixed Precision Training" (2018); PyTorch, torch.amp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,13 @@ class Bf16(Knob):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16})
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.ACTIVATIONS: 40}
+
+    def improves_on(self, in_use: Knob) -> bool:
+        """Not fp8, which is autocast to bf16 already."""
+        return in_use.product_format in ("fp32", "tf32")
 
     def apply(self, rig: Rig) -> Rig:
         return autocast(rig, torch.bfloat16)

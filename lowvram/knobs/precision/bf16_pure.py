@@ -5,6 +5,7 @@ What makes it train is that updates are rounded stochastically: Zamirai et al., 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,12 @@ class Bf16Pure(Knob):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16})
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.PARAMETERS: 10}
+
+    def improves_on(self, in_use: Knob) -> bool:
+        return in_use.exactness is not Exactness.LOSSY
 
     def apply(self, rig: Rig) -> Rig:
         narrow(rig.model)

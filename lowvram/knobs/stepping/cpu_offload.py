@@ -6,7 +6,7 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -52,6 +52,9 @@ class CpuOffload(Knob):
 
     def reference(self) -> AfterBackward:
         return AfterBackward(self.clip)
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.OPTIMIZER: 30}
 
     def apply(self, rig: Rig) -> Rig:
         stepper = CpuOffloadStepper(rig.trainable, rig.make_optimizer, self.clip, self.offload_fraction)

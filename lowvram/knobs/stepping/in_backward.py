@@ -7,7 +7,7 @@ Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -62,6 +62,9 @@ class InBackward(Knob):
 
     def reference(self) -> AfterBackward:
         return AfterBackward(self.clip)
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.GRADIENTS: 10}
 
     def apply(self, rig: Rig) -> Rig:
         return replace(rig, stepper=InBackwardStepper(rig.trainable, rig.make_optimizer, self.clip, self.norm))
