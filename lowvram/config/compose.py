@@ -11,7 +11,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowvram.config import identity, secret
+from lowvram.config import secret
+from lowvram.config.defaults import CONF, INSTALLED_CONF
 from lowvram.config.errors import BadInput, Refused, require
 from lowvram.config.settings import GROUPS
 
@@ -30,7 +31,7 @@ def output_folder() -> Path:
 
 def config_path() -> str:
     """Where Hydra finds the configuration."""
-    return "pkg://lowvram.conf" if identity.INSTALLED_CONF.is_dir() else str(identity.CONF)
+    return "pkg://lowvram.conf" if INSTALLED_CONF.is_dir() else str(CONF)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

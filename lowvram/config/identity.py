@@ -15,13 +15,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lowvram.config.defaults import ROOT
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import ROOT_KEYS, check_name
 from lowvram.config.version import __version__
 
-ROOT = Path(__file__).resolve().parents[2]
-INSTALLED_CONF = Path(__file__).resolve().parents[1] / "conf"  # the installed package carries its own
-CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
 # They don't change a result.
 NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip", "measure.reruns")
 

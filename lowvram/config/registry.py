@@ -1,4 +1,4 @@
-"""The options that conf/config.yaml chooses. Imports no torch."""
+"""The options of each group: all of them, and the neutral ones. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config.identity import CONF
+from lowvram.config.defaults import CONF, default_options
 from lowvram.config.schema import build
 from lowvram.config.settings import KNOB_GROUPS
 
 
-def default_options() -> dict[str, Any]:
-    """Group -> the option that conf/config.yaml chooses (None: none), for every group."""
-    node = OmegaConf.load(CONF / "config.yaml")
-    assert isinstance(node, DictConfig)
-    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
-    return {str(group): option for item in chosen for group, option in item.items()}
-
-
 @cache
 def neutral_options() -> Mapping[str, str]:
-    """The same for the knob groups."""
-    return {group: option for group, option in default_options().items() if group in KNOB_GROUPS}
+    """Knob group -> the option that conf/config.yaml chooses."""
+    return {group: default_options()[group] for group in KNOB_GROUPS}
 
 
 Option = tuple[str, str]  # group, option

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from lowvram.config.defaults import knob_groups
 from lowvram.config.errors import BadInput, require
 from lowvram.config.schema import build, build_as, checked_values
 
@@ -26,19 +27,7 @@ UNITS = {
     "TB": 10**12,
 }
 
-KNOB_GROUPS = (
-    "allocator",
-    "adapter",
-    "precision",
-    "ckpt",
-    "compile",
-    "sharding",
-    "optimizer",
-    "stepping",
-    "logits",
-    "offload",
-    "accum",
-)
+KNOB_GROUPS = knob_groups()
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built like knobs, but no knobs
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
 LOGGERS = ("wandb", "none")

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from lowvram.config.defaults import CONF
 from lowvram.config.errors import BadInput, require
-from lowvram.config.identity import CONF
 from lowvram.config.schema import build_as, checked_values
 
 KEY = "plan.device"

@@ -28,7 +28,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lowvram.config.identity import CONF, ROOT, device_name
+from lowvram.config.defaults import CONF
+from lowvram.config.identity import ROOT, device_name
 from lowvram.results import table
 from lowvram.results.files.durable import write_text
 from lowvram.results.row import Row, Status, size_text, to_json

@@ -23,7 +23,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from lowvram.config.compose import chosen, plain
-from lowvram.config.identity import CONF, register_resolvers
+from lowvram.config.defaults import CONF
+from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import Settings, settings
 from lowvram.planning.estimate import Fields
 from lowvram.planning.worker import Planner

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from lowvram.config.defaults import CONF
 from lowvram.config.errors import BadInput
-from lowvram.config.identity import CONF
 from lowvram.config.registry import node_of
 from lowvram.config.settings import (
     GROUPS,

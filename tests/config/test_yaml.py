@@ -11,8 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lowvram.config.identity import CONF, register_resolvers
-from lowvram.config.registry import default_options, node_of
+from lowvram.config.defaults import CONF, default_options
+from lowvram.config.identity import register_resolvers
+from lowvram.config.registry import node_of
 from lowvram.config.schema import build
 from lowvram.config.settings import (
     GROUPS,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lowvram.config.defaults import CONF
 from lowvram.config.errors import Refused
-from lowvram.config.identity import CONF
 from lowvram.config.registry import neutral_options, node_of
 from lowvram.results import row as rows
 from lowvram.results.row import MIB, Row, empty_row, merge

@@ -1,0 +1,30 @@
+"""The defaults list of conf/config.yaml: the one index of groups. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+PACKAGE = Path(__file__).resolve().parents[1]
+ROOT = PACKAGE.parent
+INSTALLED_CONF = PACKAGE / "conf"  # the installed package carries its own
+CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
+
+
+@cache
+def default_options() -> Mapping[str, Any]:
+    """Group -> the option that conf/config.yaml chooses (None: none), for every group."""
+    node = OmegaConf.load(CONF / "config.yaml")
+    assert isinstance(node, DictConfig)
+    chosen = [item for item in node.defaults if isinstance(item, DictConfig)]
+    return {str(group): option for item in chosen for group, option in item.items()}
+
+
+def knob_groups() -> tuple[str, ...]:
+    """Those with a module of their name in lowvram/knobs, in the order of the list."""
+    modules = {path.stem for path in (PACKAGE / "knobs").iterdir()}
+    return tuple(group for group in default_options() if group in modules)
