@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lowvram.config import identity
 from lowvram.config.compose import chosen, plain
+from lowvram.config.defaults import CONF
 from lowvram.config.errors import require
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import check_own, check_root, is_inline, is_plan, is_search
@@ -34,7 +35,7 @@ class Runs:
         row = runs.run("a name", ["mode=measure", "precision=bf16"])
     """
 
-    def __init__(self, folder: Path, conf: Path = identity.CONF) -> None:
+    def __init__(self, folder: Path, conf: Path = CONF) -> None:
         self.folder, self.conf = folder, conf
         self._server, self._num_points = Server(), 0
 
