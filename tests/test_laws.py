@@ -1,6 +1,7 @@
 """The laws that every knob keeps, over every YAML in conf/. A new knob is in them for free.
 
-That of pairs of them, law 5, is in tests/test_laws_of_pairs.py.
+Each is a function of any knob, an option or not: tests/test_new_option.py holds them over one that is added. That of
+pairs, law 5, is in tests/test_laws_of_pairs.py.
 """
 
 from __future__ import annotations
@@ -115,24 +116,21 @@ SMOOTH = {"transformer": PROBLEMS["transformer"], **SHALLOW}
 @pytest.mark.parametrize("problem", SMOOTH)
 @pytest.mark.parametrize("pair", INEXACT, ids=words)
 def test_an_inexact_knob_stays_in_its_band(pair: Pair, problem: str) -> None:
-    assert 0 < gradient_error(pair, SMOOTH[problem]) <= KNOBS[pair].band
+    assert 0 < gradient_error(pair[0], KNOBS[pair], SMOOTH[problem]) <= KNOBS[pair].band
 
 
-# Adapters train other parameters by their nature, and what is frozen keeps its statistics: their gradients are held
-# against those of the same parameters beside weights of full width. tests/knobs/test_adapter.py compares with none.
-REFERENCES = {("adapter", "freeze"): "freeze", ("adapter", "lora"): "lora", ("adapter", "qlora"): "lora"}
-
-
-def gradient_error(pair: Pair, problem: Problem, device: torch.device = CPU) -> float:
+def gradient_error(group: str, knob: Knob, problem: Problem, device: torch.device = CPU) -> float:
     """Of one step, relative to fp64 at the same weights."""
-    found = train(problem, knobs_of(**dict([pair])), [32], device=device)
-    wanted = train(InDouble(problem), knobs_of(**reference(pair)), [32], device=device)
+    found = train(problem, knobs_of(**{group: knob}), [32], device=device)
+    wanted = train(InDouble(problem), knobs_of(**{group: reference(group, knob)}), [32], device=device)
     return relative_error(found.gradients, wanted.gradients)
 
 
-def reference(pair: Pair) -> dict[str, str]:
-    """The choice that an option's gradients are held against."""
-    return {pair[0]: REFERENCES.get(pair, NEUTRAL[pair[0]])}
+def reference(group: str, knob: Knob) -> str | Knob:
+    """What a knob's gradients are held against. Adapters train other parameters by their nature, and what is frozen
+    keeps its statistics: the same parameters beside weights of full width (tests/knobs/test_adapter.py compares with
+    none)."""
+    return knob.reference() or NEUTRAL[group]
 
 
 @pytest.mark.parametrize(
@@ -158,11 +156,14 @@ def test_the_law_catches_the_known_bugs(group: str, planted: Knob, problem: str)
 @pytest.mark.parametrize("problem", ["transformer", "resnet"])
 @pytest.mark.parametrize("pair", HERE, ids=words)
 def test_existing_names_are_unchanged(pair: Pair, problem: str) -> None:
+    assert keeps_the_names(pair[0], KNOBS[pair], problem)
+
+
+def keeps_the_names(group: str, knob: Knob, problem: str) -> bool:
     plain = set(PROBLEMS[problem].make_model().state_dict())
-    model = assemble(PROBLEMS[problem], knobs_of(**dict([pair])), CPU).model
+    model = assemble(PROBLEMS[problem], knobs_of(**{group: knob}), CPU).model
     names = {name.replace(".base_layer.", ".") for name in model.state_dict()} | packed_names(model)
-    assert names >= plain
-    assert names == plain or KNOBS[pair].stage is Stage.BUILD
+    return names >= plain and (names == plain or knob.stage is Stage.BUILD)
 
 
 def packed_names(model: nn.Module) -> set[str]:
@@ -208,16 +209,21 @@ def takes_compiled(pair: Pair) -> bool:
 @pytest.mark.parametrize("problem", LARGER)
 @pytest.mark.parametrize("pair", [pair for pair in SAVING if not takes_compiled(pair)], ids=words)
 def test_the_kind_that_a_knob_saves_goes_down(pair: Pair, problem: str) -> None:
-    kind = KNOBS[pair].saves
-    assert kind is not None
-    assert measured(problem, *pair).by_kind_max[kind] < measured(problem, pair[0], NEUTRAL[pair[0]]).by_kind_max[kind]
+    assert saved_share(pair[0], KNOBS[pair], problem) > 0
+
+
+def saved_share(group: str, knob: Knob, problem: str) -> float:
+    """Of the largest moment of the kind of memory that a knob says it saves."""
+    assert knob.saves is not None
+    found, neutral = (measured(problem, group, each).by_kind_max[knob.saves] for each in (knob, NEUTRAL[group]))
+    return 1 - found / neutral
 
 
 @cache
-def measured(problem: str, group: str, option: str) -> Peak:
+def measured(problem: str, group: str, choice: str | Knob) -> Peak:
     """The ledger of a step that comes after the optimizer's state was born."""
     task = LARGER[problem]
-    rig, batch = assemble(task, knobs_of(**{group: option}), CPU), make_batch(task.spec, 32)
+    rig, batch = assemble(task, knobs_of(**{group: choice}), CPU), make_batch(task.spec, 32)
     assert step(rig, batch)[1].applied
     with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
         step(rig, batch)

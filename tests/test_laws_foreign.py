@@ -121,7 +121,7 @@ def test_an_exact_knob_keeps_losses_gradients_and_buffers(pair: Pair, kind: str)
 @pytest.mark.parametrize(("pair", "kind"), first_of(sorted(INEXACT, key=is_compiled), NUM_EAGER), ids=words)
 def test_an_inexact_knob_stays_in_its_band(pair: Pair, kind: str) -> None:
     found = train(smooth(kind), knobs_of(**dict([pair])), [32])
-    wanted = train(InDouble(smooth(kind)), knobs_of(**reference(pair)), [32])
+    wanted = train(InDouble(smooth(kind)), knobs_of(**{pair[0]: reference(pair[0], KNOBS[pair])}), [32])
     gradients = [
         {name: each for name, each in trained.gradients.items() if "embedder" not in name}
         for trained in (found, wanted)

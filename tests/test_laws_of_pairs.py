@@ -44,6 +44,11 @@ def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
 @pytest.mark.parametrize("problem", first_of(["resnet", "transformer_dropout"]))
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: words(row - NEUTRAL.items()))
 def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: str) -> None:
+    train_together(row, problem)
+
+
+def train_together(row: frozenset[Pair], problem: str) -> None:
+    """A whole configuration trains, or an assertion fails."""
     knobs = knobs_of(**dict(row))
     trained = train(PROBLEMS[fitting(problem, knobs)], knobs, [32])
     assert all(loss.isfinite() for loss in trained.losses)

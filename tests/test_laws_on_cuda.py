@@ -29,5 +29,5 @@ def test_a_knob_keeps_the_numbers_or_is_refused(pair: Pair) -> None:
         assert all(errors[problem] > CHANGED for problem in changed)
         assert all(errors[problem] <= max(knob.band, ATOMICS_BAND) for problem in errors.keys() - changed), errors
     else:
-        errors = {problem: gradient_error(pair, task, CUDA) for problem, task in SMOOTH.items()}
+        errors = {problem: gradient_error(pair[0], knob, task, CUDA) for problem, task in SMOOTH.items()}
         assert max(errors.values()) <= knob.band, errors

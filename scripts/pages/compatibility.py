@@ -18,7 +18,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from lowvram.config.identity import ROOT
-from lowvram.config.registry import all_options, knob_of, neutral_options
+from lowvram.config.registry import Option, all_options, knob_of, neutral_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
 from lowvram.results.metric_lines import FILE_NAME, read_lines
@@ -193,6 +193,9 @@ def page(
         f"| trained within their tolerance, on both models | {len(trained)} |",
         f"\nOf the pairs that a CPU can have and that were tried or refused,"
         f" {share(len(trained), len(tried) + len(refused))} train.",
+        "\n## Options that were there\n",
+        *options_lines(all_options()),
+        "\nAny other is not yet tried.",
         "\n## Refused\n\n| pair | why |\n|---|---|",
         *(f"| `{label(pair)}` | {why[pair]} |" for pair in sorted(refused, key=label)),
         "\n## Not tried: another device is needed\n",
@@ -204,6 +207,18 @@ def page(
         lines = [f"- {model}: `{varied(row)}`: {fault}" for (row, model), fault in found.items()]
         sections += [f"\n## {title}\n", *lines] if lines else []
     return "\n".join(sections) + "\n"
+
+
+def options_lines(options: Sequence[Option]) -> Iterator[str]:
+    """Of each group."""
+    for group in dict.fromkeys(group for group, _ in options):
+        yield f"- {group}: {', '.join(f'`{option}`' for its, option in options if its == group)}"
+
+
+def options_on(page: str) -> list[Option]:
+    """Those that a page tells of."""
+    lines = re.findall(r"^- (\w+): (`.+`)$", page, re.MULTILINE)
+    return [(group, option) for group, names in lines for option in re.findall(r"`(\w+)`", names)]
 
 
 def share(part: int, whole: int) -> str:

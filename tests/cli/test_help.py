@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from lowvram.config.registry import options_of
 from tests.calls import ROOT, Outcome
 
 Call = Callable[..., Outcome]
@@ -24,7 +25,7 @@ def test_the_command_line_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     {
-        "--help": "ckpt: compiler, every1, every2, every3, every4, none, selective",
+        "--help": f"ckpt: {', '.join(options_of('ckpt'))}",
         "--cfg job precision=bf16 --package train": "batch_size: 32",
         "precision=bf16 --cfg job": "_target_: lowvram.knobs.precision.Bf16",
         "--hydra-help": "--multirun",
@@ -42,7 +43,7 @@ def test_questions_are_answered(call: Call, words: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     {
-        "stepping=": ["stepping=after_backward", "stepping=cpu_offload", "stepping=in_backward"],
+        "stepping=": [f"stepping={option}" for option in options_of("stepping")],
         "precision=bf16 ckpt=every1 ckpt.ev": ["ckpt.every="],
         "train.s": ["train.steps="],
         "-m model=gpt2_m": ["model=gpt2_medium"],

