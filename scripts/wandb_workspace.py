@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lowvram.compat.wandb import workspace_values
 from lowvram.config.errors import Refused
 from lowvram.config.registry import neutral_options
+from lowvram.results.metrics import METRICS
+from lowvram.results.metrics import PEAK as PEAK_PATH
 from lowvram.results.row import KINDS
 from lowvram.results.wandb.sweep import FIGURE, TABLE
 
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
 
 NAME = "lowvram: memory, speed, fidelity"
-PEAK, SPEED = "memory/peak_gib", "throughput/samples_per_s"
-ERROR, GAP = "fidelity/gradient_error", "fidelity/loss_gap"
+IN_WANDB = {metric.path: metric.wandb_name or "" for metric in METRICS}
+PEAK, SPEED, PLANNED = (IN_WANDB[path] for path in (PEAK_PATH, "throughput.samples_per_s", "plan.allocated_bytes"))
+ERROR, GAP, LOSS, EVAL_LOSS = (
+    IN_WANDB[path] for path in ("fidelity.gradient_error", "fidelity.loss_gap", "loss.last", "loss.eval")
+)
 FIGURES = ("memory_and_speed", "choices", "waterfall", "kinds", "loss_over_time", "loss_over_tokens")
-PINNED = ("status", PEAK, SPEED, "loss/eval", ERROR, GAP)
+PINNED = ("status", PEAK, SPEED, EVAL_LOSS, ERROR, GAP)
 MOST_RUNS = 200  # in one panel
 
 
@@ -77,7 +82,7 @@ def _costs() -> Section:
             wr.ScatterPlot(
                 title="Memory and fidelity", x=wr.SummaryMetric(PEAK), y=wr.SummaryMetric(ERROR), log_y=True
             ),
-            wr.ScatterPlot(title="Memory and loss", x=wr.SummaryMetric(PEAK), y=wr.SummaryMetric("loss/eval")),
+            wr.ScatterPlot(title="Memory and loss", x=wr.SummaryMetric(PEAK), y=wr.SummaryMetric(EVAL_LOSS)),
         ],
     )
 
@@ -104,7 +109,8 @@ def _memory() -> Section:
     from wandb_workspaces.reports import v2 as wr
     from wandb_workspaces.workspaces import Section
 
-    names = {"Peak": PEAK, "Planned": "memory/planned_gib"} | {kind: f"memory/{kind}_gib" for kind in KINDS}
+    kinds = {kind: IN_WANDB[f"memory.by_kind_max.{kind}"] for kind in KINDS}
+    names = {"Peak": PEAK, "Planned": PLANNED} | kinds
     bars = [wr.BarPlot(title=f"{title}, GiB", metrics=[name], max_runs_to_show=100) for title, name in names.items()]
     return Section(name="Memory by kind", is_open=True, panels=[*bars])
 
@@ -113,7 +119,7 @@ def _losses() -> Section:
     from wandb_workspaces.reports import v2 as wr
     from wandb_workspaces.workspaces import Section
 
-    names = {"Training loss": "loss/train", "Evaluation loss": "loss/eval", "Gradient norm": "grad_norm"}
+    names = {"Training loss": LOSS, "Evaluation loss": EVAL_LOSS, "Gradient norm": "grad_norm"}
     lines = [wr.LinePlot(title=title, y=[name], max_runs_to_show=100) for title, name in names.items()]
     return Section(name="Losses", is_open=True, panels=[*lines])
 

@@ -1,97 +1,227 @@
-"""`metrics.jsonl` of a point: a line for every logged step, written at once. Imports no torch."""
+"""The figures of a row: the one list of which rows, tables, CSV, summaries, W&B, reports and docs are made.
+
+A new figure is one entry here and the code that measures it. Needs no torch.
+"""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO, final
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Flag, IntEnum, auto
+from typing import final
 
-from lowvram.results.files.durable import write_text
-from lowvram.results.files.run_folder import is_same_file
-from lowvram.results.metric_lines import FILE_NAME, Lines, Values, read_lines, to_line
+from lowvram.core.knob import Kind
 
-DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines were left out
+GIB = 2**30
+BYTES = "bytes"  # the unit of what tables tell in MiB or GiB
+
+
+class Better(IntEnum):
+    """Which of two values is the better one."""
+
+    SMALLER = -1
+    NEITHER = 0
+    LARGER = 1
+
+
+class Shown(Flag):
+    """Where a figure is told, beside the row. A CSV file has every column of a table."""
+
+    TABLE = auto()  # in the terminal, in Markdown and in reports
+    TABLE_OF_PLANS = auto()  # where nothing was measured
+    TABLE_WITH_BUDGET = auto()  # of plans, or of points with a cap
+    TABLE_WITH_PADDING = auto()
+    CSV = auto()  # there alone
+    SUMMARY = auto()  # after a single run
+
+    COLUMN = TABLE | TABLE_OF_PLANS | TABLE_WITH_BUDGET | TABLE_WITH_PADDING | CSV
+
+
+class Format(ABC):
+    """How values are written."""
+
+    @abstractmethod
+    def column(self, values: Sequence[float | None]) -> tuple[str, ...]:
+        """Those of a column; empty where there is none."""
+
+    @abstractmethod
+    def alone(self, value: float) -> str:
+        """One in a line of its own."""
 
 
 @final
-class Metrics:
-    """The file, which is open from the moment when the point begins with its steps. A point may begin again."""
+@dataclass(frozen=True)
+class Digits(Format):
+    """So many at least, and as many decimals in a whole column, so that it can be compared."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE_NAME
-        self._file: TextIO | None = None
-        self._last_kinds = set[Any]()  # of the rows of the step after which the point began: one may come again
+    num_digits: int = 3
 
-    def begin(self, step: int, untold: Sequence[Values], known: Sequence[Values] = ()) -> Lines:
-        """The steps after `step` come; what was written of such ones is void.
+    def column(self, values: Sequence[float | None]) -> tuple[str, ...]:
+        return number_texts(values, self.num_digits)
 
-        Args:
-            untold: rows up to `step` that an earlier process of the point may not have found a reader for.
-            known: what some of the rows say, if they are there: those of another run say something else.
-
-        Returns:
-            Those of them that were indeed missing, and what was wrong with the file.
-        """
-        self.close()
-        before = read_lines(self._path)
-        is_foreign = any(row[name] != one[name] for row, one, name in told_twice(before.rows, known))
-        if before.num_damaged or is_foreign:
-            self._path.replace(self._path.with_name(DAMAGED))
-        kept = [] if is_foreign else [row for row in before.rows if row["step"] <= step]
-        there = set(map(kind, kept))
-        missing = [row for row in untold if kind(row) not in there]
-        rows = sorted([*kept, *missing], key=lambda row: row["step"])
-        self._last_kinds = {kind(row) for row in rows if row["step"] == step}
-        self._rewrite(rows)
-        return Lines(missing, before.num_damaged, is_foreign)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line."""
-        assert self._file is not None
-        row = {"step": step, **values}
-        if kind(row) in self._last_kinds:  # made again after a death, maybe with other words: this one is the row's
-            self._file.close()
-            self._rewrite(old for old in read_lines(self._path).rows if kind(old) != kind(row))
-        self._file.write(to_line(row))
-        self._file.flush()
-
-    def commit(self) -> None:
-        """All lines are on the disk.
-
-        Raises:
-            FileNotFoundError: somebody has removed them.
-        """
-        if self._file is None:
-            return
-        os.fsync(self._file.fileno())
-        if not is_same_file(self._file.fileno(), self._path):
-            raise FileNotFoundError(errno.ENOENT, "its file was removed by somebody", str(self._path))
-
-    def close(self) -> None:
-        if self._file is not None:
-            file = self._file
-            try:
-                self.commit()
-            finally:
-                self._file = None
-                file.close()
-
-    def _rewrite(self, rows: Iterable[Values]) -> None:
-        write_text(self._path, "".join(map(to_line, rows)))
-        self._file = self._path.open("a", encoding="utf-8")
+    def alone(self, value: float) -> str:
+        return f"{value:.4g}"
 
 
-def told_twice(rows: Iterable[Values], known: Sequence[Values]) -> Iterator[tuple[Values, Values, str]]:
-    """Each row whose step is known, what is known of it, and the name of a value in both."""
-    by_step = {one["step"]: one for one in known}
-    for row in rows:
-        one = by_step.get(row["step"], {})
-        for name in (one.keys() & row.keys()) - {"step"}:
-            yield row, one, name
+@final
+@dataclass(frozen=True)
+class PowersOfTen(Format):
+    """For numbers that lie powers of ten apart."""
+
+    def column(self, values: Sequence[float | None]) -> tuple[str, ...]:
+        return tuple("" if value is None else f"{value:.1e}" if value else "0" for value in values)
+
+    def alone(self, value: float) -> str:
+        return f"{value:.1e}"
 
 
-def kind(row: Values) -> Any:
-    """What makes a row the same one again: its step, and what it tells."""
-    return row["step"], *sorted(row)
+def number_texts(values: Sequence[float | None], num_digits: int) -> tuple[str, ...]:
+    """As many decimals for all as the smallest needs for its digits."""
+    sizes = [abs(value) for value in values if value]
+    exponent = math.floor(math.log10(min(sizes))) if sizes else 0
+    num_decimals = min(max(num_digits - 1 - exponent, 0), num_digits + 1)
+    return tuple("" if value is None else f"{value:.{num_decimals}f}" for value in values)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure.
+
+    Args:
+        path: of its value in a row, dotted.
+        title: of its column; `{unit}` stands for the unit of memory of a table.
+        unit: "" if the value is a pure number.
+        wandb_name: in the summary of a W&B run, bytes as GiB; None: not there.
+        of_training: whether it can only be compared after equally many steps.
+    """
+
+    path: str
+    title: str
+    unit: str = ""
+    format: Format = Digits()
+    better: Better = Better.NEITHER
+    wandb_name: str | None = None
+    shown_in: Shown = Shown.TABLE
+    of_training: bool = False
+
+    @property
+    def is_size(self) -> bool:
+        return self.unit == BYTES
+
+    @property
+    def section(self) -> str:
+        """Of the row."""
+        return self.path.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """In its section, in words and without the unit."""
+        return self.path.rpartition(".")[2].removesuffix("_bytes").replace("_", " ")
+
+    def in_wandb(self, value: float) -> float:
+        """Its value there."""
+        return value / GIB if self.is_size else value
+
+
+PEAK = "memory.peak_bytes"
+LEAST_VRAM = "plan.least_vram_bytes"
+SLOW_STEP = "time.step_ms_p95"
+PADDING = "data.padding"
+SMALLER, LARGER = Better.SMALLER, Better.LARGER
+NOWHERE = Shown(0)  # but in the row, and in W&B
+
+# In the order of the columns. Of what the summary tells in sentences of its own: results/terminal.py.
+METRICS: tuple[Metric, ...] = (
+    Metric(PEAK, "peak {unit}", BYTES, better=SMALLER, wandb_name="memory/peak_gib"),
+    Metric("memory.reserved_bytes", "reserved {unit}", BYTES, wandb_name="memory/reserved_gib", shown_in=NOWHERE),
+    Metric("plan.allocated_bytes", "planned {unit}", BYTES, better=SMALLER, wandb_name="memory/planned_gib"),
+    Metric("plan.reserved_bytes", "planned reserved {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
+    Metric("plan.host_bytes", "planned host {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
+    Metric(LEAST_VRAM, "least vram {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_WITH_BUDGET),
+    Metric("plan.step_ms", "planned step ms", "ms", better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
+    *(
+        Metric(
+            f"memory.by_kind_max.{kind.value}",
+            f"{kind.value} {{unit}}",
+            BYTES,
+            better=SMALLER,
+            wandb_name=f"memory/{kind.value}_gib",
+            shown_in=Shown.TABLE if kind is Kind.ACTIVATIONS else NOWHERE,
+        )
+        for kind in Kind
+    ),
+    Metric(
+        "memory.fragmentation_bytes",
+        "fragmentation {unit}",
+        BYTES,
+        better=SMALLER,
+        wandb_name="memory/fragmentation_gib",
+    ),
+    Metric(
+        "memory.inactive_split_bytes",
+        "inactive split {unit}",
+        BYTES,
+        wandb_name="memory/inactive_split_gib",
+        shown_in=NOWHERE,
+    ),
+    Metric("memory.alloc_retries", "allocation retries", wandb_name="memory/alloc_retries", shown_in=NOWHERE),
+    Metric("traffic.to_host_bytes", "to host {unit}/step", BYTES, better=SMALLER, wandb_name="traffic/to_host_gib"),
+    Metric(
+        "traffic.to_device_bytes", "to device {unit}/step", BYTES, better=SMALLER, wandb_name="traffic/to_device_gib"
+    ),
+    Metric("throughput.samples_per_s", "samples/s", "samples/s", better=LARGER, wandb_name="throughput/samples_per_s"),
+    Metric("throughput.tokens_per_s", "tokens/s", "tokens/s", better=LARGER, wandb_name="throughput/tokens_per_s"),
+    Metric("throughput.mfu", "mfu", wandb_name="throughput/mfu", shown_in=NOWHERE),
+    Metric(PADDING, "padding", better=SMALLER, shown_in=Shown.TABLE_WITH_PADDING),
+    Metric("time.step_ms_p50", "step ms p50", "ms", better=SMALLER, wandb_name="time/step_ms"),
+    Metric("time.step_ms_p05", "step ms p05", "ms", shown_in=Shown.CSV),
+    Metric(SLOW_STEP, "step ms p95", "ms", shown_in=Shown.CSV),
+    Metric("traffic.waited_ms", "copies waited ms", "ms", better=SMALLER, wandb_name="traffic/waited_ms"),
+    Metric("loss.first", "first loss", shown_in=Shown.SUMMARY),
+    Metric(
+        "loss.last",
+        "last loss",
+        format=Digits(4),
+        better=SMALLER,
+        wandb_name="loss/train",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
+    Metric(
+        "loss.eval",
+        "eval loss",
+        format=Digits(4),
+        better=SMALLER,
+        wandb_name="loss/eval",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
+    Metric(
+        "eval.accuracy",
+        "accuracy",
+        better=LARGER,
+        wandb_name="eval/accuracy",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
+    Metric(
+        "eval.perplexity",
+        "perplexity",
+        better=SMALLER,
+        wandb_name="eval/perplexity",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
+    # None is the best: below some size they are all noise.
+    Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), wandb_name="fidelity/gradient_error"),
+    Metric(
+        "fidelity.gradient_cosine",
+        "gradient cosine",
+        format=Digits(6),
+        wandb_name="fidelity/gradient_cosine",
+        shown_in=Shown.CSV,
+    ),
+    Metric("fidelity.loss_gap", "loss gap", wandb_name="fidelity/loss_gap"),
+)

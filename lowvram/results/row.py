@@ -20,6 +20,7 @@ from lowvram.config.secret import without_secrets
 from lowvram.config.texts import shortened
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.sealed import Damaged, opened, sealed
+from lowvram.results.metrics import GIB, METRICS
 from lowvram.results.shown import shown
 from lowvram.results.sound import fault
 
@@ -28,7 +29,6 @@ Row = dict[str, Any]
 SCHEMA = 1
 FILE_NAME = "result.json"
 LONGEST_FAULT = 400  # characters of what is wrong with a file
-GIB = 2**30
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
 _HELD_MEMORY = "another process held"
@@ -62,6 +62,16 @@ class Status(StrEnum):
 
 def empty_row() -> Row:
     """A row in which nothing is known yet: every key is there, every value is null."""
+    row = _without_figures()
+    for metric in METRICS:
+        section, _, name = metric.path.partition(".")
+        if isinstance(row.setdefault(section, {}), dict) and "." not in name:
+            row[section].setdefault(name, None)
+    return row
+
+
+def _without_figures() -> Row:
+    """Of the figures (results/metrics.py) those that are older than the list have their places here."""
     return {
         "schema": SCHEMA,
         **_nulls("id name index status reason"),

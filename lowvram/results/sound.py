@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from lowvram.results.metrics import METRICS
+
 Test = Callable[[Any], bool]
 Kind = tuple[str, Test]  # in words, and how it is told; null is always one
 
@@ -49,7 +51,7 @@ INNER = {
     "config.train": ("batch_size",),
     "config.accum": ("parts",),
     "plan": ("reason", "fits", "by_kind"),
-    "fidelity": ("reason", "gradient_error", "gradient_cosine", "loss_gap", "steps"),
+    "fidelity": ("reason", "steps"),
 }
 OF_LISTS = {
     "attempts": {"parts": NUMBER},
@@ -92,7 +94,9 @@ def _checks(row: Mapping[str, Any], empty: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _inner(key: str, values: Any) -> Iterator[tuple[str, Any, Kind]]:
-    for name in INNER.get(key, ()):
+    figures = (metric.path.partition(".") for metric in METRICS)
+    names = [name for section, _, name in figures if section == key and key in ("plan", "fidelity")]
+    for name in (*INNER.get(key, ()), *names):
         path, value = f"{key}.{name}", (values or {}).get(name)
         yield path, value, KINDS.get(path, NUMBER)
         yield from _inner(path, value)

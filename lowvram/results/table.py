@@ -10,21 +10,14 @@ import csv
 import io
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from lowvram.results.columns import (
-    Column,
-    number_column,
-    number_texts,
-    power_column,
-    value_at,
-    words_column,
-)
+from lowvram.results.columns import Column, metric_column, value_at, words_column
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.marker import point_of
+from lowvram.results.metrics import LEAST_VRAM, METRICS, PADDING, PEAK, SLOW_STEP, Better, Shown, number_texts
 from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
 from lowvram.results.shown import cell, shown
 
@@ -98,60 +91,54 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     columns = (
         words_column("name", map(label, rows)),
         words_column("status", (row["status"] for row in rows)),
-        *_memory_columns(rows),
-        *_other_columns(rows),
+        *_figures(rows),
     )
     return Table(tuple(column for column in columns if any(column.texts)), tuple(_notes(rows, kept)))
 
 
-def _memory_columns(rows: Sequence[Row]) -> Iterator[Column]:
-    """Measured and planned."""
-    unit, num_unit_bytes = memory_unit(rows)
-    numbers, sizes = partial(number_column, rows), partial(number_column, rows, divisor=num_unit_bytes)
+def _figures(rows: Sequence[Row]) -> Iterator[Column]:
+    """Those of the list, with the words that stand beside some."""
+    unit, kind, has_budget = memory_unit(rows), _kind(rows), _has_budget(rows)
     sources = [SOURCES.get(row["memory"]["source"]) for row in rows]
     kinds = {source for source in sources if source}
     # Peaks that were measured in different ways can't be compared.
     is_comparable = len(kinds) == 1
-    peak = f"peak {unit} ({kinds.pop()})" if is_comparable else f"peak {unit}"
-    yield sizes(peak, "memory.peak_bytes", min if is_comparable else None)
-    yield words_column("memory source", () if is_comparable else sources)
-
-    # Beside what was measured one planned number is enough, unless there is a budget.
-    is_plan = not any(row["memory"]["peak_bytes"] for row in rows)
-    has_budget = is_plan or any(row["config"].get("vram") for row in rows)
-    yield sizes(f"planned {unit}", "plan.allocated_bytes", min)
-    yield sizes(f"planned reserved {unit}", "plan.reserved_bytes", min, is_shown=is_plan)
-    yield sizes(f"planned host {unit}", "plan.host_bytes", min, is_shown=is_plan)
-    yield sizes(f"least vram {unit}", "plan.least_vram_bytes", min, is_shown=has_budget)
-    yield words_column("fits", (_fits(row) for row in rows) if has_budget else ())
-    yield numbers("planned step ms", "plan.step_ms", min, is_shown=is_plan)
-
-    yield sizes(f"activations {unit}", "memory.by_kind_max.activations", min)
-    yield sizes(f"fragmentation {unit}", "memory.fragmentation_bytes", min)
-    yield sizes(f"to host {unit}/step", "traffic.to_host_bytes", min)
-    yield sizes(f"to device {unit}/step", "traffic.to_device_bytes", min)
+    beside = {
+        PEAK: [words_column("memory source", () if is_comparable else sources)],
+        LEAST_VRAM: [words_column("fits", (_fits(row) for row in rows) if has_budget else ())],
+        SLOW_STEP: [
+            words_column("p05-p95", _spreads(rows), is_exported=False),
+            words_column("disturbed", ("yes" if row["disturbed"] else None for row in rows)),
+        ],
+    }
+    for metric in METRICS:
+        if metric.path == PEAK:
+            better = metric.better if is_comparable else Better.NEITHER
+            title = f"{metric.title} ({kinds.pop()})" if is_comparable else metric.title
+            metric = replace(metric, title=title, better=better)
+        if metric.shown_in & Shown.COLUMN:
+            yield metric_column(rows, metric, unit, kind)
+        yield from beside.get(metric.path, ())
 
 
-def _other_columns(rows: Sequence[Row]) -> Iterator[Column]:
-    """Speed, loss and what an evaluation says."""
-    numbers = partial(number_column, rows)
-    yield numbers("samples/s", "throughput.samples_per_s", max)
-    yield numbers("tokens/s", "throughput.tokens_per_s", max)
-    is_padded = any(value_at(row, "data.padding") for row in rows)
-    yield numbers("padding", "data.padding", min if is_padded else None, is_shown=is_padded)
-    yield numbers("step ms p50", "time.step_ms_p50", min)
-    yield numbers("step ms p05", "time.step_ms_p05", None, is_shown=False)
-    yield numbers("step ms p95", "time.step_ms_p95", None, is_shown=False)
-    yield words_column("p05-p95", _spreads(rows), is_exported=False)
-    yield words_column("disturbed", ("yes" if row["disturbed"] else None for row in rows))
-    yield numbers("copies waited ms", "traffic.waited_ms", min)
-    yield numbers("last loss", "loss.last", min, num_digits=4)
-    yield numbers("eval loss", "loss.eval", min, num_digits=4)
-    yield numbers("accuracy", "eval.accuracy", max)
-    yield numbers("perplexity", "eval.perplexity", min)
-    yield power_column(rows, "gradient error", "fidelity.gradient_error")
-    yield numbers("gradient cosine", "fidelity.gradient_cosine", None, num_digits=6, is_shown=False)
-    yield numbers("loss gap", "fidelity.loss_gap", None)
+def _kind(rows: Sequence[Row]) -> Shown:
+    """Which figures a table shows. Beside what was measured one planned number is enough, unless there is a budget."""
+    kind = Shown.TABLE
+    if _is_plan(rows):
+        kind |= Shown.TABLE_OF_PLANS
+    if _has_budget(rows):
+        kind |= Shown.TABLE_WITH_BUDGET
+    if any(value_at(row, PADDING) for row in rows):
+        kind |= Shown.TABLE_WITH_PADDING
+    return kind
+
+
+def _is_plan(rows: Sequence[Row]) -> bool:
+    return not any(row["memory"]["peak_bytes"] for row in rows)
+
+
+def _has_budget(rows: Sequence[Row]) -> bool:
+    return _is_plan(rows) or any(row["config"].get("vram") for row in rows)
 
 
 def memory_unit(rows: Sequence[Row]) -> tuple[str, int]:

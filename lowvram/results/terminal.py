@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.config.secret import words_without_secrets
+from lowvram.results.columns import at
+from lowvram.results.metrics import GIB, METRICS, Metric, Shown
 from lowvram.results.planned import plan_lines
-from lowvram.results.row import GIB, Row, Status, attempts_text, is_final, reruns_text, size_text
+from lowvram.results.row import Row, Status, attempts_text, is_final, reruns_text, size_text
 from lowvram.results.shown import last_shown, shown
 
 if TYPE_CHECKING:
@@ -193,13 +195,12 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
     lines = [
         _parts(": ", row["name"], row["status"], row["reason"]),
         _titled("parts", [attempts_text(row)]),
-        _memory(row),
-        _titled("moved", _traffic(row)),
+        _titled("memory", [_memory(row), *_figures(row, "memory")]),
+        _titled("moved", [*_traffic(row), *_figures(row, "traffic")]),
         *(plan_lines(row["plan"]) if _stands_for_itself(row) else []),
-        _titled("speed", _speeds(row)),
-        _titled("loss", [_number(what, row["loss"][what]) for what in ("first", "last", "eval")]),
-        _titled("eval", [_number(what, value) for what, value in row["eval"].items()]),
-        _titled("fidelity", _fidelity(row["fidelity"] or {})),
+        _titled("speed", [*_speeds(row), *_figures(row, "throughput", "time")]),
+        *(_titled(section, _figures(row, section)) for section in _other_sections()),
+        _titled("fidelity", [*_fidelity(row["fidelity"] or {}), *_figures(row, "fidelity")]),
         _titled("disturbed", [row["disturbed"], reruns_text(row)]),
         _titled("semantics changed", [row["semantics_changed"]]),
         folder and f"results: {shown_path(folder)}",
@@ -221,6 +222,28 @@ def _titled(title: str, parts: list[str | None]) -> str:
     return _parts(": ", title, _parts(", ", *parts)) if any(parts) else ""
 
 
+_IN_SENTENCES = ("memory", "traffic", "throughput", "time", "fidelity")  # sections of lines with words of their own
+
+
+def _other_sections() -> Iterable[str]:
+    """Whose figures have a line of their own, each with its name."""
+    told = [metric.section for metric in METRICS if Shown.SUMMARY in metric.shown_in]
+    return dict.fromkeys(section for section in told if section not in _IN_SENTENCES)
+
+
+def _figures(row: Row, *sections: str) -> list[str | None]:
+    """Those of the list, and of an evaluation also the scores that only its task knows."""
+    found = [metric for metric in METRICS if metric.section in sections and Shown.SUMMARY in metric.shown_in]
+    told = [_figure(metric, value) for metric in found if (value := at(row, metric.path)) is not None]
+    listed = {metric.path for metric in METRICS}
+    scores = row["eval"].items() if "eval" in sections else ()
+    return [*told, *(_number(name, value) for name, value in scores if f"eval.{name}" not in listed)]
+
+
+def _figure(metric: Metric, value: float) -> str:
+    return f"{metric.name} {size_text(value) if metric.is_size else metric.format.alone(value)}"
+
+
 def _number(what: str, value: float | None) -> str | None:
     return None if value is None else f"{what} {value:.4g}"
 
@@ -237,7 +260,7 @@ def _memory(row: Row) -> str:
         f"{size_text(fragmented)} of fragmentation" if fragmented else None,
         f"{retries} allocations tried again" if retries else None,
     ]
-    return _parts(", ", f"memory: {size_text(num_bytes)} {source}", *extra)
+    return _parts(", ", f"{size_text(num_bytes)} {source}", *extra)
 
 
 def _traffic(row: Row) -> list[str | None]:

@@ -23,7 +23,7 @@ from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
 from lowvram.results.files.durable import write_bytes
 from lowvram.results.metric_lines import FILE_NAME, Values
-from lowvram.results.metrics import DAMAGED, Metrics
+from lowvram.results.metrics_file import DAMAGED, Metrics
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_run_id

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.launch.point import Attempts, Config, Measurement, Point, with_parts
-from lowvram.results import metrics
+from lowvram.results import metrics_file
 from lowvram.results import row as rows
 from lowvram.results.columns import value_at
 from lowvram.results.files.run_folder import has_snapshots
@@ -71,7 +71,7 @@ def set_aside(folder: Path, row: Row) -> list[Measurement]:
     """Keep a disturbed measurement of the point in `folder`; returns what the next row lists of all such."""
     number = len(row["reruns"] or ()) + 1
     write(folder, row, f"disturbed-{number}.json")
-    (folder / metrics.FILE_NAME).replace(folder / f"disturbed-{number}.jsonl")
+    (folder / metrics_file.FILE_NAME).replace(folder / f"disturbed-{number}.jsonl")
     return [*(row["reruns"] or ()), measurement_of(row)]
 
 
@@ -79,7 +79,7 @@ def put_back(folder: Path, row: Row, failed: Row) -> Row:
     """The disturbed measurement of `row` stands, as the one after it has failed."""
     number = len(failed["reruns"])
     (folder / f"disturbed-{number}.json").unlink()
-    (folder / f"disturbed-{number}.jsonl").replace(folder / metrics.FILE_NAME)
+    (folder / f"disturbed-{number}.jsonl").replace(folder / metrics_file.FILE_NAME)
     return {**row, "reruns": [*(row["reruns"] or ()), measurement_of(failed)]}
 
 

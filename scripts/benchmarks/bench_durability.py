@@ -22,7 +22,7 @@ import torch
 
 from lowvram.config.identity import ROOT
 from lowvram.loops.snapshot import Snapshots
-from lowvram.results.metrics import Metrics
+from lowvram.results.metrics_file import Metrics
 from lowvram.results.row import empty_row, write
 
 MIB = 2**20

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from lowvram.config.errors import Refused
 from lowvram.results.columns import value_at
 from lowvram.results.files.durable import write_text
+from lowvram.results.metrics import METRICS, Better, Shown
 from lowvram.results.row import MIB, Row, Status
 from lowvram.results.table import label, render
 from scripts.benchmarks import bench_knobs_report
@@ -122,6 +123,34 @@ class Knobs(Shape):
         return bench_knobs_report.table([line for line in lines if line["model"] == place.name])
 
 
+class Figures(Shape):
+    """What lowvram tells of a row, and where: the list of results/metrics.py."""
+
+    def keep(self, place: Place, rows: Sequence[Row], printed: str, folder: Path) -> None:
+        raise Refused("it is made of lowvram/results/metrics.py: no command leaves it")
+
+    def lines(self, place: Place, folder: Path) -> Iterable[str]:
+        yield "| figure | in the row | unit | better | table | W&B |"
+        yield "|---|---|---|---|---|---|"
+        for metric in METRICS:
+            title = metric.title.format(unit="MiB")
+            better = "" if metric.better is Better.NEITHER else metric.better.name.lower()
+            wandb = f"`{metric.wandb_name}`" if metric.wandb_name else ""
+            yield f"| {title} | `{metric.path}` | {metric.unit} | {better} | {shown_in(metric.shown_in)} | {wandb} |"
+
+
+def shown_in(places: Shown) -> str:
+    """Which tables have a column of it, in words; a CSV file has them all."""
+    words = {
+        Shown.TABLE: "yes",
+        Shown.TABLE_OF_PLANS: "of plans",
+        Shown.TABLE_WITH_BUDGET: "with a budget",
+        Shown.TABLE_WITH_PADDING: "with padding",
+        Shown.CSV: "CSV alone",
+    }
+    return ", ".join(text for place, text in words.items() if place in places)
+
+
 def hold_to(place: Place, commands: str) -> None:
     if place.commands != commands:
         raise Refused(f"the commands above aren't those of what is kept: type --run {place.name}")
@@ -183,4 +212,5 @@ SHAPES: dict[str, Shape] = {
     "failures": OfRows(failures),
     "printed": Printed(),
     "knobs": Knobs(),
+    "figures": Figures(),
 }

@@ -1,134 +1,137 @@
-"""`metrics.jsonl`: each row once, whatever was damaged, torn or told twice."""
+"""The list of figures: what it names is there, and a new entry is told everywhere."""
 
 from __future__ import annotations
 
-import json
+import csv
+import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lowvram.results.metric_lines import Lines, read_lines, to_line
-from lowvram.results.metrics import DAMAGED, Metrics
+from lowvram.results import columns, metrics, row, sound, table, terminal
+from lowvram.results.metrics import BYTES, GIB, METRICS, Better, Digits, Metric, PowersOfTen, Shown, number_texts
+from lowvram.results.report.data import Entry, evidence
+from lowvram.results.report.report import page
+from lowvram.results.row import MIB, Row, empty_row, merge, parsed, to_json
+from lowvram.results.sound import NUMBER
+from lowvram.results.wandb import run as wandb_run
+from lowvram.results.wandb.sweep import columns as sweep_columns
+from scripts.pages import doc_shapes
+from tests.synthetic import point
 
-ROWS: list[dict[str, Any]] = [{"step": step, "loss/train": step / 3, "lr": 0.1} for step in (1, 2, 3)]
-LAST = {"step": 3, "loss/eval": 0.5}
+READERS = (row, sound, table, terminal, wandb_run, doc_shapes)
+OPEN_SECTIONS = ("plan", "fidelity", "memory.by_kind_max")  # whose keys an empty row doesn't tell
+SWAPPED = Metric(
+    "memory.swapped_bytes",
+    "swapped {unit}",
+    BYTES,
+    better=Better.SMALLER,
+    wandb_name="memory/swapped_gib",
+    shown_in=Shown.TABLE | Shown.SUMMARY,
+)
+ENERGY = Metric(
+    "energy.joule_per_step",
+    "joule per step",
+    "J",
+    better=Better.SMALLER,
+    wandb_name="energy/joule_per_step",
+    shown_in=Shown.TABLE | Shown.SUMMARY,
+)
+
+
+def test_every_figure_is_in_the_row() -> None:
+    empty = empty_row()
+    for metric in METRICS:
+        section, _, name = metric.path.rpartition(".")
+        assert section in OPEN_SECTIONS or name in empty[section], metric.path
+
+
+def test_no_two_figures_have_the_same_name() -> None:
+    for name in ("path", "title", "wandb_name"):
+        names = [value for metric in METRICS if (value := getattr(metric, name))]
+        assert len(names) == len(set(names)), name
+
+
+def test_sizes_have_bytes_in_the_row_and_gib_in_wandb() -> None:
+    for metric in METRICS:
+        is_size = metric.path.endswith("_bytes") or "by_kind" in metric.path
+        assert metric.is_size == is_size == ("{unit}" in metric.title)
+        assert metric.in_wandb(GIB) == (1 if is_size else GIB)
+        assert not metric.wandb_name or metric.wandb_name.endswith("_gib") == is_size
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "metrics.jsonl"
+def longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list with two figures more."""
+    for module in (metrics, *READERS):
+        monkeypatch.setattr(module, "METRICS", (*METRICS, SWAPPED, ENERGY))
 
 
-def begun(folder: Path, step: int, untold: list[dict[str, Any]] | None = None) -> tuple[Metrics, Lines]:
-    metrics = Metrics(folder)
-    return metrics, metrics.begin(step, untold or [])
+def measured() -> list[Row]:
+    figures = [{"memory": {"swapped_bytes": size * MIB}, "energy": {"joule_per_step": size / 2}} for size in (3, 7)]
+    return [merge(point(number, {}, 4.0, name=f"p{number}"), each) for number, each in enumerate(figures)]
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    metrics, _ = begun(folder, 0)
-    for row in rows:
-        metrics.write(row["step"], {name: value for name, value in row.items() if name != "step"})
-    metrics.close()
+@pytest.mark.usefixtures("longer")
+def test_a_new_figure_is_in_the_row_from_disk_too() -> None:
+    assert empty_row()["memory"]["swapped_bytes"] is None
+    assert empty_row()["energy"] == {"joule_per_step": None}
+    first = parsed(to_json(measured()[0]))
+    assert (first["memory"]["swapped_bytes"], first["energy"]["joule_per_step"]) == (3 * MIB, 1.5)
+    with pytest.raises(ValueError, match=rf"memory.swapped_bytes='much': must be {NUMBER[0]}"):
+        parsed(to_json(merge(measured()[0], {"memory": {"swapped_bytes": "much"}})))
 
 
-def test_lines_are_json_with_a_checksum_in_the_end(file: Path) -> None:
-    write(file.parent, ROWS)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [list(line) for line in lines] == [["step", "loss/train", "lr", "crc32"]] * 3
-    assert read_lines(file) == Lines(ROWS, 0)
+def test_without_its_entry_a_row_refuses_it() -> None:
+    with pytest.raises(KeyError, match="a row has no key 'energy'"):
+        measured()
 
 
-def test_any_damaged_byte_costs_its_line_and_is_counted(file: Path) -> None:
-    first, damaged, last = (to_line(row).encode() for row in ROWS)
-    for index in range(len(damaged) - 1):  # not the end of the line, which two lines share
-        for bit in (0, 1, 7):
-            flipped = damaged[:index] + bytes([damaged[index] ^ 1 << bit]) + damaged[index + 1 :]
-            file.write_bytes(first + flipped + last)
-            found = read_lines(file)
-            assert found.rows == [ROWS[0], ROWS[2]], flipped
-            assert found.num_damaged >= 1
-    file.write_bytes(first + damaged[:-1] + b"\0" + last)
-    assert read_lines(file) == Lines([ROWS[0]], 1)
+@pytest.mark.usefixtures("longer")
+def test_a_new_figure_is_a_column_of_tables_and_of_csv() -> None:
+    built = table.build(measured())
+    swapped, energy = (
+        next(c for c in built.columns if c.title == title) for title in ("swapped MiB", "joule per step")
+    )
+    assert (swapped.texts, swapped.best, swapped.better) == (("3.00", "7.00"), {0}, Better.SMALLER)
+    assert energy.values == (1.5, 3.5)
+    assert "**3.00**" in table.to_markdown(built)
+    assert "swapped MiB" in table.render(measured(), io.StringIO())
+    lines = list(csv.DictReader(io.StringIO(table.to_csv(built))))
+    assert [(line["swapped MiB"], line["joule per step"]) for line in lines] == [("3.0", "1.5"), ("7.0", "3.5")]
 
 
-@pytest.mark.parametrize(
-    "junk", [b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"7\n", b'{"step": "x"}\n', b'{"crc33": "x"}\n']
-)
-def test_junk_is_counted(file: Path, junk: bytes) -> None:
-    file.write_bytes(junk + to_line(ROWS[0]).encode())
-    assert read_lines(file) == Lines(ROWS[:1], 1)
+@pytest.mark.usefixtures("longer")
+def test_a_new_figure_is_said_after_a_run() -> None:
+    lines = terminal.summary(measured()[0])
+    assert any(line.startswith("memory: 4.00 MiB ") and line.endswith(", swapped 3.00 MiB") for line in lines), lines
+    assert "energy: joule per step 1.5" in lines
 
 
-def test_lines_of_early_versions_are_read(file: Path) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]) + to_line(ROWS[2]))
-    assert read_lines(file) == Lines(ROWS, 0)
-    file.write_text(to_line(ROWS[0]) + json.dumps(ROWS[1]) + "\n")  # its checksum is lost
-    assert read_lines(file) == Lines(ROWS[:1], 1)
+@pytest.mark.usefixtures("longer")
+def test_a_new_figure_is_in_wandb() -> None:
+    assert wandb_run.final_values(measured()[1])["memory/swapped_gib"] == 7 * MIB / GIB
+    assert sweep_columns(measured())["energy/joule_per_step"] == [1.5, 3.5]
 
 
-def test_a_line_that_is_half_written_is_no_damage_and_never_grows_into_the_next(file: Path) -> None:
-    write(file.parent, ROWS[:2])
-    with file.open("a") as end:
-        end.write(to_line(ROWS[2])[:20])
-    assert read_lines(file) == Lines(ROWS[:2], 0)
-    metrics, found = begun(file.parent, 2)
-    metrics.write(3, {"loss/train": 1.0, "lr": 0.1})
-    metrics.close()
-    assert found.num_damaged == 0
-    assert read_lines(file) == Lines([*ROWS[:2], ROWS[2]], 0)
-    file.write_text("".join(map(to_line, ROWS)).rstrip("\n"))  # as an editor may leave it
-    assert read_lines(file) == Lines(ROWS, 0)
+@pytest.mark.usefixtures("longer")
+def test_a_new_figure_is_in_the_report_and_in_the_docs(tmp_path: Path) -> None:
+    shown = evidence([Entry(tmp_path, tmp_path / one["name"], one) for one in measured()])
+    (column,) = (column for column in shown["columns"] if column["title"] == "swapped MiB")
+    assert (column["values"], column["better"]) == ((3.0, 7.0), -1)
+    assert '"swapped MiB"' in page(shown)
+    lines = list(doc_shapes.Figures().lines(doc_shapes.Place("figures", "row", "", "", ""), tmp_path))
+    assert lines[-1] == "| joule per step | `energy.joule_per_step` | J | smaller | yes | `energy/joule_per_step` |"
 
 
-def test_damaged_lines_are_left_out_and_kept_aside(file: Path) -> None:
-    write(file.parent, ROWS)
-    damaged = file.read_bytes().replace(b"step", b"stop", 1)
-    file.write_bytes(damaged)
-    metrics, found = begun(file.parent, 2)
-    metrics.close()
-    assert found == Lines([], 1)
-    assert read_lines(file) == Lines([ROWS[1]], 0)
-    assert (file.parent / DAMAGED).read_bytes() == damaged
+def test_the_best_of_a_column_follows_the_list() -> None:
+    rows, values, texts = [point(0, {}), point(1, {})], (1.0, 2.0), ("1", "2")
+    found = {better: columns.best_rows(rows, values, texts, better) for better in Better}
+    assert found == {Better.SMALLER: {0}, Better.LARGER: {1}, Better.NEITHER: frozenset()}
 
 
-def test_rows_that_a_snapshot_has_carried_are_there_once(file: Path) -> None:
-    write(file.parent, ROWS[:2])
-    metrics, found = begun(file.parent, 3, [ROWS[1], ROWS[2], LAST])
-    metrics.close()
-    assert found == Lines([ROWS[2], LAST], 0)
-    assert read_lines(file) == Lines([*ROWS, LAST], 0)
-
-
-def test_an_evaluation_that_is_made_again_is_there_once(file: Path) -> None:
-    """The newer one, which is the row's."""
-    write(file.parent, [*ROWS, LAST])
-    metrics, _ = begun(file.parent, 3)
-    for _ in range(2):
-        metrics.write(3, {"loss/eval": 0.25})
-    metrics.write(4, {"loss/eval": 0.125})
-    metrics.close()
-    assert read_lines(file).rows == [*ROWS, {"step": 3, "loss/eval": 0.25}, {"step": 4, "loss/eval": 0.125}]
-
-
-def test_the_lines_of_another_run_are_put_aside(tmp_path: Path, file: Path) -> None:
-    """What a snapshot knows of its own doesn't match."""
-    write(tmp_path, ROWS)
-    before = file.read_bytes()
-    metrics = Metrics(tmp_path)
-    known = [{"step": 1, "loss/train": 1 / 3}, {"step": 2, "loss/train": 0.7}]
-    found = metrics.begin(2, ROWS[1:2], known)
-    metrics.close()
-    assert found == Lines(ROWS[1:2], 0, is_foreign=True)
-    assert found.wrong == "its lines are another run's: all are left out"
-    assert read_lines(file) == Lines(ROWS[1:2], 0)
-    assert (tmp_path / DAMAGED).read_bytes() == before
-
-
-def test_the_lines_of_the_run_itself_stay(tmp_path: Path, file: Path) -> None:
-    write(tmp_path, [*ROWS, LAST])
-    metrics = Metrics(tmp_path)
-    known = [{"step": 1, "loss/train": 1 / 3}, {"step": 3, "loss/train": 1.0}, {"step": 9, "loss/train": 5.0}]
-    assert metrics.begin(3, [], known) == Lines([], 0)
-    metrics.close()
-    assert read_lines(file) == Lines([*ROWS, LAST], 0)
+def test_formats() -> None:
+    assert number_texts([0.01234, None, 12.0], 3) == ("0.0123", "", "12.0000")
+    assert Digits(4).column([1.0, 2.34567]) == ("1.000", "2.346")
+    assert PowersOfTen().column([0.0, None, 1.23e-7]) == ("0", "", "1.2e-07")
+    assert (Digits().alone(1.23456), PowersOfTen().alone(0.00123)) == ("1.235", "1.2e-03")

@@ -30,8 +30,6 @@ from lowvram.results.shown import shown
 Evidence = dict[str, Any]
 PEAK_KINDS = tuple(kind for kind in KINDS if kind != "host")  # the host's is no part of the peak
 
-OF_TRAINING = ("last loss", "eval loss", "accuracy", "perplexity")  # only compared after equally many steps
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -166,5 +164,5 @@ def _column(column: Column) -> Evidence:
         "values": column.values if column.is_number else None,
         "best": sorted(column.best),
         "better": column.better,
-        "is_of_training": column.title in OF_TRAINING,
+        "is_of_training": column.of_training,
     }

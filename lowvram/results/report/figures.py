@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowvram.config.errors import Refused
-from lowvram.results.columns import number_texts
+from lowvram.results.metrics import number_texts
 from lowvram.results.report.data import Evidence
 
 if TYPE_CHECKING:

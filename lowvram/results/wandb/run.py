@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowvram.config.secret import text_without_secrets, without_secrets
+from lowvram.results.columns import at
 from lowvram.results.files.durable import write_text
-from lowvram.results.row import GIB, KINDS, Row, Status
+from lowvram.results.metrics import METRICS
+from lowvram.results.row import Row, Status
 from lowvram.results.terminal import shown_path
 
 if TYPE_CHECKING:
@@ -181,33 +183,13 @@ def stored_run_id(folder: Path) -> str | None:
 
 def final_values(row: Row) -> dict[str, float | str]:
     """The summary of a run: status, reason, and whatever the row knows, under the names of the metrics."""
-    memory, by_kind, traffic = row["memory"], row["memory"]["by_kind_max"] or {}, row["traffic"]
-    planned, fidelity = (row["plan"] or {}).get("allocated_bytes"), row["fidelity"] or {}
-    sizes = {
-        "peak": memory["peak_bytes"],
-        "reserved": memory["reserved_bytes"],
-        "fragmentation": memory["fragmentation_bytes"],
-        "inactive_split": memory["inactive_split_bytes"],
-        "planned": planned,
-        **{kind: by_kind.get(kind) for kind in KINDS},
-    }
-    values = {
-        "status": row["status"],
-        "reason": row["reason"],
-        "disturbed": row["disturbed"],
-        **{f"memory/{what}_gib": size and size / GIB for what, size in sizes.items()},
-        **{f"throughput/{what}": value for what, value in row["throughput"].items()},
-        "memory/alloc_retries": memory["alloc_retries"],
-        "traffic/to_host_gib": traffic["to_host_bytes"] and traffic["to_host_bytes"] / GIB,
-        "traffic/to_device_gib": traffic["to_device_bytes"] and traffic["to_device_bytes"] / GIB,
-        "traffic/waited_ms": traffic["waited_ms"],
-        "time/step_ms": row["time"]["step_ms_p50"],
-        "loss/train": row["loss"]["last"],
-        "loss/eval": row["loss"]["eval"],
-        **{f"eval/{what}": value for what, value in row["eval"].items()},
-        **{f"fidelity/{what}": fidelity.get(what) for what in ("gradient_error", "gradient_cosine", "loss_gap")},
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    values = {key: row[key] for key in ("status", "reason", "disturbed")}
+    for metric in METRICS:
+        value = at(row, metric.path)
+        if metric.wandb_name is not None and value is not None:
+            values[metric.wandb_name] = metric.in_wandb(value)
+    scores = {f"eval/{name}": value for name, value in row["eval"].items()}  # a task may have others than the list
+    return {name: value for name, value in {**values, **scores}.items() if value is not None}
 
 
 def _open(arguments: dict[str, Any]) -> tuple[wandb.Run | None, str | None]:

@@ -1,0 +1,97 @@
+"""`metrics.jsonl` of a point: a line for every logged step, written at once. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from lowvram.results.files.durable import write_text
+from lowvram.results.files.run_folder import is_same_file
+from lowvram.results.metric_lines import FILE_NAME, Lines, Values, read_lines, to_line
+
+DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines were left out
+
+
+@final
+class Metrics:
+    """The file, which is open from the moment when the point begins with its steps. A point may begin again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+        self._file: TextIO | None = None
+        self._last_kinds = set[Any]()  # of the rows of the step after which the point began: one may come again
+
+    def begin(self, step: int, untold: Sequence[Values], known: Sequence[Values] = ()) -> Lines:
+        """The steps after `step` come; what was written of such ones is void.
+
+        Args:
+            untold: rows up to `step` that an earlier process of the point may not have found a reader for.
+            known: what some of the rows say, if they are there: those of another run say something else.
+
+        Returns:
+            Those of them that were indeed missing, and what was wrong with the file.
+        """
+        self.close()
+        before = read_lines(self._path)
+        is_foreign = any(row[name] != one[name] for row, one, name in told_twice(before.rows, known))
+        if before.num_damaged or is_foreign:
+            self._path.replace(self._path.with_name(DAMAGED))
+        kept = [] if is_foreign else [row for row in before.rows if row["step"] <= step]
+        there = set(map(kind, kept))
+        missing = [row for row in untold if kind(row) not in there]
+        rows = sorted([*kept, *missing], key=lambda row: row["step"])
+        self._last_kinds = {kind(row) for row in rows if row["step"] == step}
+        self._rewrite(rows)
+        return Lines(missing, before.num_damaged, is_foreign)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line."""
+        assert self._file is not None
+        row = {"step": step, **values}
+        if kind(row) in self._last_kinds:  # made again after a death, maybe with other words: this one is the row's
+            self._file.close()
+            self._rewrite(old for old in read_lines(self._path).rows if kind(old) != kind(row))
+        self._file.write(to_line(row))
+        self._file.flush()
+
+    def commit(self) -> None:
+        """All lines are on the disk.
+
+        Raises:
+            FileNotFoundError: somebody has removed them.
+        """
+        if self._file is None:
+            return
+        os.fsync(self._file.fileno())
+        if not is_same_file(self._file.fileno(), self._path):
+            raise FileNotFoundError(errno.ENOENT, "its file was removed by somebody", str(self._path))
+
+    def close(self) -> None:
+        if self._file is not None:
+            file = self._file
+            try:
+                self.commit()
+            finally:
+                self._file = None
+                file.close()
+
+    def _rewrite(self, rows: Iterable[Values]) -> None:
+        write_text(self._path, "".join(map(to_line, rows)))
+        self._file = self._path.open("a", encoding="utf-8")
+
+
+def told_twice(rows: Iterable[Values], known: Sequence[Values]) -> Iterator[tuple[Values, Values, str]]:
+    """Each row whose step is known, what is known of it, and the name of a value in both."""
+    by_step = {one["step"]: one for one in known}
+    for row in rows:
+        one = by_step.get(row["step"], {})
+        for name in (one.keys() & row.keys()) - {"step"}:
+            yield row, one, name
+
+
+def kind(row: Values) -> Any:
+    """What makes a row the same one again: its step, and what it tells."""
+    return row["step"], *sorted(row)
