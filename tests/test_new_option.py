@@ -17,11 +17,13 @@ from lowvram import api
 from lowvram.config import registry
 from lowvram.config.compose import plain
 from lowvram.config.defaults import CONF, ROOT
+from lowvram.config.errors import BadInput
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import settings
 from lowvram.core.knob import Fact, Knob
 from lowvram.knobs import ckpt
 from scripts.pages.pairs import all_pairs, covering_rows
+from tests import laboratory
 from tests.laboratory import KNOBS, OPTIONS, PROBLEMS
 from tests.test_laws import comparable, error_of, keeps_the_names, keeps_the_numbers, saved_share
 from tests.test_laws_of_pairs import train_together, unshown, why_not
@@ -112,6 +114,14 @@ def test_law_5_with_a_compiler() -> None:
     for problem in ("transformer_dropout", "resnet"):
         for row in rows(is_compiled=True):
             train_together(row, problem)
+
+
+def test_the_test_of_the_page_holds(knob: Knob) -> None:
+    names: dict[str, Any] = {**vars(laboratory), "pytest": pytest, "BadInput": BadInput, "RecomputeFirst": type(knob)}
+    exec(TEST, names)
+    names["test_the_first_share_is_recomputed"]()
+    for share in names["test_a_share_out_of_range_is_refused"].pytestmark[0].args[1]:
+        names["test_a_share_out_of_range_is_refused"](share)
 
 
 def test_what_it_would_claim_wrongly_is_found() -> None:
