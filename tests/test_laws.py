@@ -215,11 +215,14 @@ def test_the_kind_that_a_knob_saves_goes_down(pair: Pair, problem: str) -> None:
 def saved_share(group: str, knob: Knob, problem: str) -> float:
     """Of the largest moment of the kind of memory that a knob says it saves."""
     assert knob.saves is not None
-    found, neutral = (measured(problem, group, each).by_kind_max[knob.saves] for each in (knob, NEUTRAL[group]))
-    return 1 - found / neutral
+    return 1 - measured(problem, group, knob).by_kind_max[knob.saves] / neutral(problem, group).by_kind_max[knob.saves]
 
 
 @cache
+def neutral(problem: str, group: str) -> Peak:
+    return measured(problem, group, NEUTRAL[group])
+
+
 def measured(problem: str, group: str, choice: str | Knob) -> Peak:
     """The ledger of a step that comes after the optimizer's state was born."""
     task = LARGER[problem]
