@@ -291,7 +291,5 @@ def test_without_retainable_graph(problem: str) -> None:
         if option == "every1":
             loss.backward()
         else:
-            with pytest.raises(
-                RuntimeError, match="backward an extra time|unflatten"
-            ):  # torch 2.11 finds another result
+            with pytest.raises(RuntimeError, match=r"backward an extra time|unflatten"):  # the latter: torch 2.11
                 loss.backward()
