@@ -9,10 +9,11 @@ Runs a point in this process and prints a line for each file of the package that
 `step`, with the function that is called there first, and by how many functions of other files it is entered.
 
 What counts is what somebody must open who follows control. A call that comes back without having gone on to a third
-file is no hop, nor is a value that checks its own fields (`__post_init__`): they are read where they are called, by
-their names, as a library's functions are. A function that calls the same file again and again sends its reader there
-once. `--all` leaves out none of this: it counts every call from file to file. Calls while a module is imported, and
-those of generated code, don't count in either.
+file is no hop, nor is a value that checks its own fields (`__post_init__`), nor a library's function that compat/ hands
+on: they are read where they are called, by their names. Nor is an event: from a point in a process of its own it goes
+through a pipe to the parent. A function that calls the same file again and again sends its reader there once. `--all`
+leaves out none of this: it counts every call from file to file. Calls while a module is imported, and those of
+generated code, don't count in either.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PLACE = re.compile(r"(?<=<!-- scripts/pages/hops.py -->\n).*?(?=<!-- end -->)", 
 TINY = ("model.num_layers=1", "model.width=32", "model.num_heads=2", "data=synthetic", "data.sequence_length=16")
 TINY += ("data.eval_samples=4", "train.batch_size=4", "train.steps=1", "logger=none", "device=cpu", "process=inline")
 IGNORED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
-CHECKS = "__post_init__"
+NO_HOPS = ("__post_init__", "Events.__call__")
 
 
 @dataclass(eq=False)
@@ -82,10 +83,10 @@ class Hops:
         entry = self._by_frame[frame] = Entry(path, frame.f_code.co_qualname, from_where)
         self.entries.append(entry)
         outer = next((self._by_frame[each] for each in around if each in self._by_frame), None)
-        is_check = any(each.f_code.co_name == CHECKS for each in (frame, *around))
-        if outer is not None and not is_check:
+        is_no_hop = path.startswith("compat/") or any(map(is_check_or_event, (frame, *around)))
+        if outer is not None and not is_no_hop:
             outer.num_inside += 1
-        if is_check:
+        if is_no_hop:
             entry.num_inside = -1
 
     def of_control(self) -> list[Entry]:
@@ -99,6 +100,10 @@ def frames_around(frame: FrameType) -> Iterable[FrameType]:
     while before is not None:
         yield before
         before = before.f_back
+
+
+def is_check_or_event(frame: FrameType) -> bool:
+    return frame.f_code.co_qualname.endswith(NO_HOPS)
 
 
 def is_ours(frame: FrameType) -> bool:
