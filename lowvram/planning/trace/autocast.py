@@ -20,7 +20,7 @@ def words(text: str) -> list[str]:
 
 ATEN = torch.ops.aten
 
-# Autocast's lists for CUDA, torch 2.13. First what casts to fewer bits: the CPU does that too for these, ...
+# Autocast's lists for CUDA, torch 2.13; of older ones `cast_by_cuda` says what is missing. First what casts to fewer bits: the CPU does that too for these, ...
 LOWER_ON_BOTH = words("""_convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input addmm matmul mm linalg_vecdot linear addbmm baddbmm bmm scaled_dot_product_attention""")
 # ... and not for these.
@@ -43,7 +43,7 @@ WIDEST = words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index
 def register_autocast(library: Library) -> None:
     """What the CPU's autocast casts and the card's doesn't falls through; the rest is cast as on the card."""
     made = [(LOWER, lower), (FP32, fp32), (FP32_OUT, fp32_out), (WIDEST, widest)]
-    kernels = {name: partial(way, overload(name)) for names, way in made for name in names}
+    kernels = {name: partial(way, overload(name)) for names, way in made for name in names if name in cast_by_cuda()}
     kernels |= {name: partial(fp32_out, overload(other)) for name, other in FP32_NORM.items()}
     for name in cast_by_cpu():
         if name not in LOWER_ON_BOTH and name not in kernels:
@@ -56,6 +56,12 @@ def register_autocast(library: Library) -> None:
 def cast_by_cpu() -> list[str]:
     """What the CPU's own autocast casts: to be asked for before anything is registered."""
     return operators_with_kernel("AutocastCPU")
+
+
+@cache
+def cast_by_cuda() -> frozenset[str]:
+    """What the card's autocast casts in the torch that runs: rms_norm, for one, isn't cast in 2.11."""
+    return frozenset(operators_with_kernel("AutocastCUDA"))
 
 
 def overload(name: str) -> Callable[..., Any]:

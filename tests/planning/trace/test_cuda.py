@@ -52,11 +52,15 @@ def test_lists_of_autocast_are_torchs_own() -> None:
     """The header that torch was built from comes with it."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
     found = {
-        name: {f"{op}.{overload}" if overload else op for op, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", text)}
+        name: {
+            f"{op}.{overload}" if overload else op
+            for op, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", text)
+            if "dimname" not in overload.lower()  # of named tensors, which torch had until 2.12
+        }
         for name, text in re.findall(r"#define AT_FORALL_(\w+)\(_\)(.*?)\n\n|\Z", header, flags=re.S)
     }
     assert set(autocast.LOWER_ON_BOTH) | set(autocast.LOWER) == found["LOWER_PRECISION_FP"]
-    assert set(autocast.FP32) == found["FP32"]
+    assert autocast.cast_by_cuda() & set(autocast.FP32) == found["FP32"]
     assert set(autocast.FP32_OUT) == found["FP32_SET_OPT_DTYPE"]
     assert set(autocast.WIDEST) == found["PROMOTE"]
     assert all(f'"{name}"' in header for name in autocast.FP32_NORM)
