@@ -29,8 +29,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names of lowvram/api.py. Not imported before they are used: that takes torch, and the command line's parent
-    does without."""
+    """Imports lowvram/api.py, and with it torch, when one of its names is first used: the command line's parent process
+    runs without torch."""
     if name in __all__:
         return getattr(importlib.import_module("lowvram.api"), name)
     raise AttributeError(f"module 'lowvram' has no attribute {name!r}")

@@ -4,7 +4,7 @@
     rig = lowvram.assemble(task, ["precision=bf16", "ckpt=every2"])
     loss, update = lowvram.step(rig, lowvram.Part(inputs, targets))
 
-`import lowvram` has all of these names; torch is imported when the first is used.
+`import lowvram` offers the public names, listed in lowvram/__init__.py; torch is imported when the first is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowvram.core.ledger import ledger
 from lowvram.core.rig import IGNORE, Part, Rig, Task
 from lowvram.core.step import step
 from lowvram.core.values import Fill
-from lowvram.loops.export import load
+from lowvram.loops.export import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
@@ -40,40 +40,24 @@ from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
 from lowvram.planning.trace.tracer import trace
 
-__all__ = [
-    "Knob",
-    "Measured",
-    "Part",
-    "Rig",
-    "Task",
-    "assemble",
-    "knob",
-    "ledger",
-    "load",
-    "measure",
-    "plan",
-    "step",
-    "task",
-]
-
 Criterion = Callable[[Any, Tensor], Tensor]  # outputs, targets -> the *sum* over the targets
 
 
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """Summed over the targets, in nats; outputs (..., classes), targets (...), -100 counts for nothing."""
+    """The sum of the cross-entropies in nats: outputs (..., classes), targets (...); targets of -100 are ignored."""
     logits = logits_of(outputs).float()
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def already_there(name: str, tensor: Tensor) -> None:
-    """For a module that brings its values."""
+def refuse_to_fill(name: str, tensor: Tensor) -> None:
+    """The `Fill` for a user's module, whose tensors must have their values already."""
     raise ValueError(f"{name} is on the meta device and has no values: fill the module first, after to_empty()")
 
 
 @final
 @dataclass(frozen=True)
 class Samples:
-    """The shapes of what a task was given, for as many samples as a plan asks for."""
+    """Makes batches of any size with the shapes and formats of the user's inputs and targets, for plans."""
 
     inputs: Any
     targets: Tensor
@@ -88,20 +72,20 @@ class Samples:
 @final
 @dataclass(frozen=True, eq=False)
 class ModuleTask(Task):
-    """A module that is there, and what training it means."""
+    """A task around the user's own module."""
 
-    make: Callable[[], nn.Module]  # the module itself or, for a plan, a copy without memory
-    inputs: Any  # a few samples: a tensor, or a dictionary of tensors that become keywords
+    make: Callable[[], nn.Module]  # returns the module itself or, for a plan, a copy without memory
+    inputs: Any  # a few samples: a tensor, or a dictionary of tensors, passed as keyword arguments
     loss: Criterion = cross_entropy
     blocks_class: str | None = None
-    spec: Samples | None = None  # of a plan
-    found: list[FoundBlocks] = field(default_factory=list, repr=False)  # once it was looked for
+    spec: Samples | None = None  # for a plan only
+    found_blocks: list[FoundBlocks] = field(default_factory=list, repr=False)  # one entry, once `find_blocks` ran
 
     def make_model(self) -> nn.Module:
         return self.make()
 
     def values(self, model: nn.Module, seed: int) -> Fill:
-        return already_there
+        return refuse_to_fill
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -110,11 +94,11 @@ class ModuleTask(Task):
         return self.loss(outputs, part.targets)
 
     def find_blocks(self) -> FoundBlocks:
-        if not self.found:
+        if not self.found_blocks:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
             call = lambda model, inputs: logits_of(self.call(model, inputs))  # noqa: E731
-            self.found.append(find_blocks(self.make(), call, inputs, self.blocks_class))
-        return self.found[0]
+            self.found_blocks.append(find_blocks(self.make(), call, inputs, self.blocks_class))
+        return self.found_blocks[0]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.find_blocks().blocks]
@@ -124,23 +108,23 @@ class ModuleTask(Task):
 
     def without_values(self, targets: Tensor) -> ModuleTask:
         """The same task over copies whose tensors have no memory."""
-        self.find_blocks()  # while tensors are still real
+        self.find_blocks()  # before the tensors lose their values
         return replace(self, make=partial(without_memory, self.make()), spec=Samples(self.inputs, targets))
 
 
 def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, blocks: str | None = None) -> ModuleTask:
-    """What `assemble` and `plan` need to know of a module of your own, on any device.
+    """Wrap a module of your own, on any device, for `assemble` and `plan`.
 
     Args:
-        inputs: two samples or more of what it is called with: a tensor, or a dictionary whose tensors become keywords.
-        criterion: outputs and targets to the *sum* of the losses over the targets (0-dim).
-        blocks: the class of the repeated blocks; None: found by what they keep for the backward pass.
+        inputs: two samples or more: a tensor, or a dictionary of tensors, passed to the module as keyword arguments.
+        criterion: maps outputs and targets to the *sum* of the losses over the targets (0-dim).
+        blocks: the class name of the repeated blocks; None: found by what modules save for the backward pass.
     """
     return ModuleTask(lambda: module, inputs, criterion, blocks)
 
 
 def knob(*words: str) -> Knob:
-    """A knob in the words of the command line: `knob("ckpt=every2")`, `knob("optimizer=sgd", "optimizer.lr=0.1")`.
+    """A knob, written as on the command line: `knob("ckpt=every2")`, `knob("optimizer=sgd", "optimizer.lr=0.1")`.
 
     Raises:
         BadInput: there is no such group, option or field, or the value is out of range.
@@ -158,12 +142,12 @@ def knob(*words: str) -> Knob:
 
 
 def all_knobs(chosen: Iterable[str | Knob]) -> dict[str, Knob]:
-    """The chosen ones by name, and the neutral one of every other group."""
+    """The chosen knobs by name, and the neutral option of every other group."""
     knobs = {group: (f"{group}={option}", knob_of((group, option))) for group, option in neutral_options().items()}
-    for each in chosen:
-        found = knob(*each.split()) if isinstance(each, str) else each
-        group = type(found).__module__.removeprefix("lowvram.knobs.").partition(".")[0]
-        knobs[group] = (each.split()[0] if isinstance(each, str) else f"{group}={type(found).__name__}", found)
+    for choice in chosen:
+        value = knob(*choice.split()) if isinstance(choice, str) else choice
+        group = type(value).__module__.removeprefix("lowvram.knobs.").partition(".")[0]
+        knobs[group] = (choice.split()[0] if isinstance(choice, str) else f"{group}={type(value).__name__}", value)
     return dict(knobs.values())
 
 
@@ -171,11 +155,12 @@ def assemble(task: Task, knobs: Iterable[str | Knob] = (), device: str | torch.d
     """The rig that trains a task; `rig.model` is the module itself, changed in place by checkpointing and compilation.
 
     Args:
-        knobs: in the words of the command line ("ckpt=every2", "optimizer=sgd optimizer.lr=0.1") or as values.
+        knobs: written as on the command line ("ckpt=every2", "optimizer=sgd optimizer.lr=0.1"), or as `Knob` objects.
         device: auto (CUDA, else CPU), cpu, cuda, cuda:N.
 
     Raises:
-        BadInput, Incompatible: an unknown word, or knobs that can't be had together or here; one sentence.
+        BadInput: an unknown group, option or field, or a value out of range.
+        Incompatible: the knobs conflict with each other, with the task or with this machine.
     """
     return core.assemble(task, all_knobs(knobs), choose_device(str(device)), seed)
 
@@ -183,34 +168,34 @@ def assemble(task: Task, knobs: Iterable[str | Knob] = (), device: str | torch.d
 def plan(
     task: ModuleTask, targets: Tensor, batch_size: int, knobs: Iterable[str | Knob] = (), device: str = "generic"
 ) -> dict[str, Any]:
-    """What a step would hold on a device that need not be here: the fields `plan.*` of a row, in bytes
-    (docs/planning.md).
+    """Predict the memory and time of a step on any device, also one that this machine lacks: the fields `plan.*` of a
+    row (docs/planning.md).
 
     Args:
-        task: made by `lowvram.task`, its module not yet changed by `assemble`.
+        task: made by `lowvram.task`, before `assemble` changes its module.
         targets: of two samples or more.
         batch_size: samples per update.
-        device: a name of conf/devices, such as rtx3060, or the path of such a YAML; cpu; generic.
+        device: a name from conf/devices, such as rtx3060, cpu or generic, or the path of a YAML file like those.
 
     Raises:
         BadInput, Incompatible: as `assemble`.
-        CantPlan: the module looks at its numbers; the message says where.
+        CantPlan: the module's code depends on the values of tensors; the message says where.
     """
-    place = PlanDevice(device, load_device(device), here=torch.device("cpu") if device == "cpu" else None)
+    plan_device = PlanDevice(device, load_device(device), here=torch.device("cpu") if device == "cpu" else None)
     chosen = all_knobs(knobs)
-    traced = trace(task.without_values(targets), chosen, batch_size, place.target)  # pyright: ignore[reportArgumentType]
-    return needs(traced, place, any(knob.expandable_segments for knob in chosen.values()))
+    traced = trace(task.without_values(targets), chosen, batch_size, plan_device.target)  # pyright: ignore[reportArgumentType]
+    return needs(traced, plan_device, any(knob.expandable_segments for knob in chosen.values()))
 
 
 @final
 @dataclass(frozen=True)
 class Measured:
-    """What some steps took."""
+    """What `measure` returns."""
 
     peak_bytes: int  # on CUDA the allocator's, over the whole call; on a CPU the live bytes of tensors
     by_kind: dict[str, int]  # bytes at the peak of one step
-    step_ms: list[float]  # of each timed step
-    losses: list[float]  # of each step, the warm-up's too
+    step_ms: list[float]  # per timed step
+    losses: list[float]  # mean loss per step, of the warm-up too
 
     @property
     def step_ms_p50(self) -> float:
@@ -224,14 +209,14 @@ class Measured:
 
 
 def measure(rig: Rig, batches: Iterable[Part], warmup_steps: int = 3, steps: int = 10) -> Measured:
-    """Train for some steps and tell what they took. The last thing to do with a rig: a step under the ledger comes at
-    the end, after which compiled code would run eagerly (pytorch#190286).
+    """Train for some steps; return their memory, times and losses. Don't use the rig afterwards: the last step runs
+    under the ledger, and after that compiled code would run eagerly (pytorch#190286).
 
     Args:
-        batches: warmup_steps + steps + 1 of them at least, on the CPU or the rig's device.
+        batches: at least warmup_steps + steps + 1, on the CPU or the rig's device.
     """
     source, clock, losses = iter(batches), clock_for(rig.device), list[Tensor]()
-    for _ in range(warmup_steps):  # optimizer state is born here
+    for _ in range(warmup_steps):  # the first step makes the optimizer's state
         losses.append(step(rig, next(source).to(rig.device))[0])
     for _ in range(steps):
         batch = next(source).to(rig.device)
@@ -243,5 +228,5 @@ def measure(rig: Rig, batches: Iterable[Part], warmup_steps: int = 3, steps: int
     with ledger(rig.model, rig.stepper, batch.tensors(), rig.device) as peak:
         step(rig, batch)
     by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}
-    losses_so_far = [loss.item() for loss in losses]
-    return Measured(peak.peak_bytes if allocated is None else allocated, by_kind, step_ms, losses_so_far)
+    peak_bytes = peak.peak_bytes if allocated is None else allocated
+    return Measured(peak_bytes, by_kind, step_ms, [loss.item() for loss in losses])

@@ -1,4 +1,4 @@
-"""Problems: the criterion, the repeated blocks and the head of what is trained."""
+"""Problems: a model and its data, with the criterion and the scores of training it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_
 
 
 class ModelConfig(Protocol):
-    """What a model's configuration offers (see lowvram/models)."""
+    """The interface of a model's configuration (see lowvram/models)."""
 
     @property
     def modality(self) -> Modality | None:
-        """What it reads; None: whatever the data are."""
+        """What kind of data the model reads; None: any."""
         ...
 
     @property
@@ -48,21 +48,21 @@ class ModelConfig(Protocol):
 
     @property
     def base(self) -> str | None:
-        """Where others find the weights that it starts with; None where nobody else can."""
+        """The folder or hub name of the pretrained weights that the model starts with; None if there are none."""
         ...
 
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None: ...
 
 
 class Problem(Task):
-    """A task over a model and its data: what all of them share."""
+    """A task made of a model and the description of its data; the base of all tasks here."""
 
     def __init__(self, model: ModelConfig, spec: DataSpec) -> None:
         self.model, self.spec = model, spec
 
     @property
     def description(self) -> str:
-        """All that it is made of: two problems of one description are the same."""
+        """Everything that defines the problem, as text: problems with the same description are the same."""
         return repr((type(self).__qualname__, self.model.description, self.spec))
 
     def make_model(self) -> nn.Module:
@@ -89,25 +89,26 @@ class Problem(Task):
     def criterion(self, outputs: Tensor, part: Part) -> Tensor:
         """Sum of the cross-entropies in nats. outputs (..., classes); targets (...), `IGNORE` where nothing counts."""
         dtype = torch.promote_types(outputs.dtype, torch.float32)
-        # Not cross_entropy on a copy in fp32: on CUDA, log_softmax writes fp32 from fp16 logits in one go. Of bf16 ones
-        # torch (2.13) makes that copy itself; plain cross_entropy would spare it, but round probabilities to bf16.
+        # Not cross_entropy on an fp32 copy: on CUDA, log_softmax reads fp16 logits and writes fp32 without one. For
+        # bf16 torch (2.13) makes the copy itself; cross_entropy on bf16 would avoid it, but round probabilities to
+        # bf16.
         log_probabilities = F.log_softmax(outputs, -1, dtype=dtype).flatten(0, -2)
         return F.nll_loss(log_probabilities, part.targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def num_correct(self, outputs: Tensor, part: Part) -> Tensor:
-        """How many targets are the likeliest class (0-dim)."""
+        """For how many targets the largest output is right (0-dim)."""
         return (outputs.argmax(-1) == part.targets).sum()
 
     def num_tokens(self, part: Part) -> Tensor:
-        """How many of the part's tokens are no padding (0-dim); of what has no tokens, its targets."""
+        """The number of tokens without padding (0-dim); for images, the number of targets."""
         if self.spec.modality is Modality.LABELLED_TOKENS:
             return part.inputs[MASK].sum()
         if self.spec.modality is Modality.TOKENS:
             return real_lengths(part.inputs, part.targets).sum()
         return self.num_targets(part)
 
-    def filling(self, part: Part) -> Tensor:
-        """`num_tokens`, and for how many there is room: (2,) int64, on the part's device."""
+    def token_counts(self, part: Part) -> Tensor:
+        """The number of tokens without padding, and with it: (2,) int64, on the part's device."""
         num_tokens, is_text = self.num_tokens(part), self.spec.modality in TEXTS
         places = torch.full_like(num_tokens, num_places(part.inputs)) if is_text else num_tokens  # waits for no copy
         return torch.stack([num_tokens, places])
@@ -117,7 +118,7 @@ class Problem(Task):
 
     @abstractmethod
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
-        """What an evaluation says besides its mean loss."""
+        """The scores of an evaluation besides its mean loss, by name."""
 
 
 class LanguageModel(Problem):
@@ -136,8 +137,9 @@ class Classifier(Problem):
 
 @final
 class UserProblem(Problem):
-    """What an object of the user's own code says. It has `criterion(outputs, targets)`, a sum over the targets, and may
-    have `count(targets)`, `num_correct(outputs, targets)`, `blocks(model)` and `head(model)`."""
+    """A task whose methods an object of the user's own class provides. It must have `criterion(outputs, targets)`,
+    which returns the sum over the targets, and may have `count(targets)`, `num_correct(outputs, targets)`,
+    `blocks(model)` and `head(model)`."""
 
     def __init__(self, model: ModelConfig, spec: DataSpec, user: Any, name: str) -> None:
         super().__init__(model, spec)
@@ -148,8 +150,8 @@ class UserProblem(Problem):
         """Includes an object address, so user code is never cached on disk."""
         return f"{super().description} {self.name} {object.__repr__(type(self.user))}"
 
-    def offered(self, method: str) -> Any:
-        """A method that the object need not have, or None."""
+    def optional_method(self, method: str) -> Any:
+        """A method of the user's object, or None if it has none of this name."""
         return getattr(self.user, method, None)
 
     def criterion(self, outputs: Any, part: Part) -> Tensor:
@@ -160,31 +162,31 @@ class UserProblem(Problem):
         return loss
 
     def num_targets(self, part: Part) -> Tensor:
-        count = self.offered("count")
+        count = self.optional_method("count")
         if count is None:
             return super().num_targets(part)
         return torch.as_tensor(count(part.targets), dtype=torch.long, device=part.targets.device)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        blocks = self.offered("blocks")
+        blocks = self.optional_method("blocks")
         return super().blocks(model) if blocks is None else list(blocks(model))
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
-        """Of blocks that the user names nobody knows how they are called."""
-        return self.offered("blocks") is None and super().has_plain_blocks(model)
+        """False for blocks that the user's object names: how the model calls those isn't known."""
+        return self.optional_method("blocks") is None and super().has_plain_blocks(model)
 
     def head(self, model: nn.Module) -> nn.Linear | None:
-        """The model's own would do only if the criterion were known."""
-        head = self.offered("head")
+        """Only a head that the user's object names: the model's own is the head only for a cross-entropy."""
+        head = self.optional_method("head")
         return None if head is None else head(model)
 
     def num_correct(self, outputs: Any, part: Part) -> Tensor:
-        count = self.offered("num_correct")
-        found = 0 if count is None else count(outputs, part.targets)
-        return torch.as_tensor(found, device=part.targets.device)
+        count = self.optional_method("num_correct")
+        num_correct = 0 if count is None else count(outputs, part.targets)
+        return torch.as_tensor(num_correct, device=part.targets.device)
 
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
-        return {} if self.offered("num_correct") is None else {"accuracy": accuracy}
+        return {} if self.optional_method("num_correct") is None else {"accuracy": accuracy}
 
 
 @dataclass(frozen=True)
@@ -211,15 +213,14 @@ class Classification:
 
 @dataclass(frozen=True)
 class Auto:
-    """conf/task/auto.yaml: the task that the data are for."""
+    """conf/task/auto.yaml: the task that fits the data."""
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
         options = (LanguageModelling(), Classification())
         fitting = next((option for option in options if spec.modality in option.modalities), None)
         if fitting is None:
-            allowed = (
-                f"external for data that are {spec.modality.value}: task.target=package.module.Class says the loss"
-            )
+            data = f"data that are {spec.modality.value}"
+            allowed = f"external for {data}: name a class with the loss in task.target=package.module.Class"
             raise BadInput("task", "auto", allowed)
         return fitting.pose(model, spec)
 
@@ -245,5 +246,5 @@ class External:
 
 def check_modality(option: str, wanted: tuple[Modality, ...], spec: DataSpec) -> None:
     if spec.modality not in wanted:
-        allowed = f"a task over {spec.modality.value}, which the data are: leave task=auto"
+        allowed = f"a task that reads {spec.modality.value}, as these data are: leave task=auto"
         raise BadInput("task", option, allowed)

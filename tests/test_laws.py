@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowvram.core.assemble import act, assemble
+from lowvram.core.assemble import apply_stage, assemble
 from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.packed import PackedWeight
@@ -186,10 +186,10 @@ def test_a_field_of_another_stage_is_refused(its_stage: Stage, name: str) -> Non
 
     rig = assemble(PROBLEMS["transformer"], knobs_of(), CPU)
     if name in WRITES[its_stage]:
-        assert act(its_stage, {"planted": Planted()}, rig) is not rig
+        assert apply_stage(its_stage, {"planted": Planted()}, rig) is not rig
     else:
         with pytest.raises(TypeError, match=rf"planted wrote \['{name}'\], which its stage {its_stage.name} may not"):
-            act(its_stage, {"planted": Planted()}, rig)
+            apply_stage(its_stage, {"planted": Planted()}, rig)
 
 
 # Law 4: what a knob claims to save goes down. With few classes the logits would weigh nothing, and states of few bits

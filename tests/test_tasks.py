@@ -61,10 +61,10 @@ def test_tokens_are_targets_or_where_texts_have_a_class_what_is_no_padding() -> 
     assert labelled.num_tokens(Part(inputs, torch.tensor([0, IGNORE]))).item() == 3
     assert labelled.num_targets(Part(inputs, torch.tensor([0, IGNORE]))).item() == 1
     transformer, targets = PROBLEMS["transformer"], torch.tensor([[4, IGNORE], [5, 6]])
-    assert transformer.filling(Part(targets, targets)).tolist() == [3, 4]
+    assert transformer.token_counts(Part(targets, targets)).tolist() == [3, 4]
     prompt = torch.tensor([[IGNORE, IGNORE, 4, IGNORE]])  # up to the last that has a target, all are real
-    assert transformer.filling(Part(prompt, prompt)).tolist() == [3, 4]
-    assert PROBLEMS["resnet"].filling(Part(torch.zeros(2, 3, 8, 8), torch.tensor([1, IGNORE]))).tolist() == [1, 1]
+    assert transformer.token_counts(Part(prompt, prompt)).tolist() == [3, 4]
+    assert PROBLEMS["resnet"].token_counts(Part(torch.zeros(2, 3, 8, 8), torch.tensor([1, IGNORE]))).tolist() == [1, 1]
 
 
 def test_scores() -> None:

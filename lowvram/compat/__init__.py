@@ -1,4 +1,5 @@
-"""Private names of other libraries, one function each: what a new version breaks, it breaks here.
+"""Private names of other libraries, one function or class each, so that a new version of one breaks code only here.
 
-Imports nothing of ours.
+Each docstring says since when the library has the name, why we need it, and what would replace it. Imports nothing of
+ours.
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def fingerprint(dataset: Any) -> str:
-    """A hash of a dataset's files and of all that was done to them since.
+    """A hash of a dataset's files and of the transformations applied to them.
 
     datasets.Dataset._fingerprint, since 1.0: `datasets` itself names its cached results by it. Replaced by a public
     name, if `datasets` makes one.
@@ -15,7 +15,7 @@ def fingerprint(dataset: Any) -> str:
 
 
 def image_endings() -> list[str]:
-    """The endings of files, lower case and with their dot, that load_dataset("imagefolder") takes for images.
+    """The file extensions, in lower case and with the dot, that load_dataset("imagefolder") treats as images.
 
     datasets.packaged_modules.imagefolder, since 2.0, with this name since 2.5: the public documentation
     has no list. Replaced by one, if `datasets` makes it.

@@ -1,4 +1,4 @@
-"""The hub of Hugging Face, and whether it can be reached from here."""
+"""Keeps libraries from waiting for Hugging Face's hub when it can't be reached."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ANSWER_WITHIN_S = 5.0
 
 @contextmanager
 def hf_offline() -> Iterator[None]:
-    """Libraries that ask the hub inside look into their caches alone where it can't be reached. By themselves they try
-    for a minute."""
+    """Inside it, if the hub can't be reached, libraries use only their caches. By themselves they would retry for a
+    minute."""
     from huggingface_hub import constants
 
     with patch.object(constants, "HF_HUB_OFFLINE", not is_reachable()):
@@ -20,13 +20,13 @@ def hf_offline() -> Iterator[None]:
 
 
 def is_reachable() -> bool:
-    """Whether the hub answers at all, within seconds."""
+    """Whether the hub answers within `ANSWER_WITHIN_S`."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=ANSWER_WITHIN_S)
-    except Exception:  # of whatever library it is that sends the request
+    except Exception:  # of any type: it depends on the HTTP library
         return False
     return True

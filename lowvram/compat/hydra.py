@@ -9,16 +9,16 @@ from hydra._internal.utils import get_args_parser
 
 
 def args_parser() -> argparse.ArgumentParser:
-    """The parser of Hydra's own flags, which knows them all.
+    """The argparse parser of all of Hydra's own flags.
 
-    hydra._internal.utils.get_args_parser, since 1.0: `hydra.main` parses in one go and prints what argparse says.
-    Replaced by a public name, if Hydra makes one.
+    hydra._internal.utils.get_args_parser, since 1.0: `hydra.main` parses and, on an error, prints argparse's message
+    and exits. Replaced by a public name, if Hydra makes one.
     """
     return get_args_parser()
 
 
 def own_launcher() -> str:
-    """What `_target_` says of the launcher that runs jobs one after another in the program's process.
+    """The `_target_` of the launcher that runs jobs one after another in the program's process.
 
     hydra._internal.core_plugins.basic_launcher.BasicLauncher, since 1.0. Replaced by a public name, if Hydra makes one.
     """

@@ -1,4 +1,4 @@
-"""Private names of torch's autograd: what runs now, what will run, and how a tensor came to be."""
+"""Private names of torch's autograd: about the running backward pass, and about views and writes of tensors."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ C: Any = torch._C
 
 
 def current_node() -> Any:
-    """The node of the backward pass that runs now; None outside of one.
+    """The autograd node that is running its backward; None outside of a backward pass.
 
-    torch._C._current_autograd_node, since 2.0: only autograd knows, and no hook tells it for every operator. Replaced
+    torch._C._current_autograd_node, since 2.0: no hook gives the node for every operator. Replaced
     by a public name, if torch makes one.
     """
     return C._current_autograd_node()
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward pass that is under way still runs a node. May be asked inside a backward pass only.
+    """Whether the running backward pass will still execute a node. Call it inside a backward pass only.
 
-    torch._C._will_engine_execute_node, since 1.13: which nodes a call of `backward` reaches depends on what it was
-    called for. Replaced by a public name, if torch makes one.
+    torch._C._will_engine_execute_node, since 1.13: which nodes a call of `backward` executes depends on its
+    arguments. Replaced by a public name, if torch makes one.
     """
     return C._will_engine_execute_node(node)
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is under way was called with `retain_graph`, so that it may be walked again.
+    """Whether the running backward pass was called with `retain_graph`, so that another may follow.
 
-    torch._C._autograd._get_current_graph_task_keep_graph, since 2.5: a node isn't told. Replaced by an argument of
+    torch._C._autograd._get_current_graph_task_keep_graph, since 2.5: nodes don't get it. Replaced by an argument of
     `torch.autograd.Function.backward`, if torch makes one.
     """
     return C._autograd._get_current_graph_task_keep_graph()
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory has been written to in place, also through its views.
+    """How often a tensor has been written to in place, also through its views.
 
     Tensor._version, since before 1.13: torch documents it without making it public. Replaced by a public name, if torch
     makes one.

@@ -1,22 +1,23 @@
-"""Private names of torch's compiler. Imports no torch: the fork server asks for a module's name."""
+"""Private names of torch's compiler. Imports no torch: the fork server needs only a module's name from here."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
 COMPILER_MODULE = "torch._dynamo"
-"""What torch imports late, when the first optimizer is made: a second, which whoever waits can spend before.
+"""A module that torch imports when the first optimizer is made. That takes a second, so import it earlier, while
+waiting.
 
 torch._dynamo, since 2.0. Replaced by nothing, once torch.optim doesn't import it.
 """
 
 
 def use_eager_random_numbers(is_on: bool = True) -> None:
-    """Let compiled code draw random numbers with the kernels that eager code draws with.
+    """Have compiled code draw random numbers with eager kernels.
 
-    torch._inductor.config.fallback_random, since 2.0: on CUDA inductor's own make wrong dropout masks since 2.13
-    (pytorch#198333). Replaced by nothing, once that is mended; the options of a call of `torch.compile` don't go
-    together with a mode.
+    torch._inductor.config.fallback_random, since 2.0: on CUDA inductor's own kernels make wrong dropout masks since
+    2.13 (pytorch#198333). Not through the options of `torch.compile`, which exclude a mode. Replaced by nothing, once
+    that is fixed.
     """
     from torch._inductor import config
 
@@ -24,7 +25,7 @@ def use_eager_random_numbers(is_on: bool = True) -> None:
 
 
 def draws_eager_random_numbers() -> bool:
-    """Whether compiled code draws random numbers as eager code does.
+    """Whether compiled code draws random numbers with eager kernels.
 
     torch._inductor.config.fallback_random, since 2.0: see `use_eager_random_numbers`. Replaced with that.
     """
@@ -34,11 +35,11 @@ def draws_eager_random_numbers() -> bool:
 
 
 def set_activation_budget(share: float) -> None:
-    """What a graph may keep for its backward pass, as a share of what the compiler would like to keep.
+    """Set what a graph may save for its backward pass, as a share of what the compiler would save by default.
 
     torch._functorch.config.activation_memory_budget, since 2.4: torch.autograd.graph.region_activation_memory_budget,
-    since 2.13, is public but has to be inside of what is compiled, which a knob leaves as it is. Replaced by that, if
-    it may be around.
+    since 2.13, is public, but works only inside the compiled code, which is the user's. Replaced by that, once it
+    works around compiled code, too.
     """
     from torch._functorch import config
 
@@ -56,7 +57,7 @@ def activation_budget() -> float:
 
 
 def activation_budget_restored() -> AbstractContextManager[object]:
-    """After it the share of `set_activation_budget` is what it was before.
+    """When the context ends, restores the share of `set_activation_budget`.
 
     torch._functorch.config.patch, since 2.4 with this key: see `set_activation_budget`. Replaced with that.
     """
@@ -66,9 +67,9 @@ def activation_budget_restored() -> AbstractContextManager[object]:
 
 
 def compile_seconds() -> float:
-    """How long torch.compile has worked in this process: on graphs of both directions, again for each new shape.
+    """Seconds that torch.compile has taken in this process: for forward and backward graphs, and for recompilations.
 
-    torch._dynamo.utils.calculate_time_spent, since 2.4: nothing public tells it. Replaced by a name in torch.compiler,
+    torch._dynamo.utils.calculate_time_spent, since 2.4: there is no public name. Replaced by a name in torch.compiler,
     if torch makes one.
     """
     from torch._dynamo.utils import calculate_time_spent

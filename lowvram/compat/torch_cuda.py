@@ -1,4 +1,4 @@
-"""Private names of torch.cuda: the allocator's history, NVML, forks, and streams that aren't there."""
+"""Private names of torch.cuda: the allocator's history, NVML, forks, and replaced streams."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ memory: Any = torch.cuda.memory
 
 @contextmanager
 def allocator_recorded(**options: Any) -> Iterator[None]:
-    """Inside it every action of CUDA's allocator is kept, for `allocator_snapshot` and the pages made of it.
+    """Inside it CUDA's allocator records its events, for `allocator_snapshot` and `allocator_page`.
 
     torch.cuda.memory._record_memory_history, since 2.1 with `enabled`: torch documents it as the way to do this.
     Replaced by the same name without the underscore, if torch makes it public.
 
     Args:
-        options: see torch: `context`, `max_entries`.
+        options: torch's `context`, `max_entries`, …
     """
     memory._record_memory_history(**options)
     try:
@@ -32,16 +32,16 @@ def allocator_recorded(**options: Any) -> Iterator[None]:
 
 
 def allocator_snapshot() -> dict[str, Any]:
-    """The allocator's segments, and its actions since `allocator_recorded` began.
+    """The allocator's segments, and its events since `allocator_recorded` began.
 
-    torch.cuda.memory._snapshot, since 1.13: the public memory_snapshot has no actions. Replaced by the same name
+    torch.cuda.memory._snapshot, since 1.13: the public memory_snapshot has no events. Replaced by the same name
     without the underscore, if torch makes it public.
     """
     return memory._snapshot()
 
 
 def save_allocator_snapshot(path: Path) -> None:
-    """Write `allocator_snapshot` where pytorch.org/memory_viz can read it.
+    """Write `allocator_snapshot` as a file that pytorch.org/memory_viz can read.
 
     torch.cuda.memory._dump_snapshot, since 2.1: torch documents it as the way to do this. Replaced by the same name
     without the underscore, if torch makes it public.
@@ -50,7 +50,7 @@ def save_allocator_snapshot(path: Path) -> None:
 
 
 def allocator_page(snapshot: dict[str, Any]) -> str:
-    """A page of HTML that shows the actions in a snapshot. (Its viewer comes from the web.)
+    """An HTML page that shows the events in a snapshot. (It loads its viewer from the web.)
 
     torch.cuda._memory_viz.trace_plot, since 2.0. Replaced by a public name, if torch makes one.
     """
@@ -60,9 +60,9 @@ def allocator_page(snapshot: dict[str, Any]) -> str:
 
 
 def nvml_handle(index: int) -> Any:
-    """What NVML calls the card of this index, also where CUDA_VISIBLE_DEVICES has hidden or reordered some.
+    """NVML's handle of the card with this index in torch, also if CUDA_VISIBLE_DEVICES hides or reorders cards.
 
-    torch.cuda._get_pynvml_handler, since 2.1: it knows about all of the variable's forms. Replaced by NVML's search by
+    torch.cuda._get_pynvml_handler, since 2.1: it handles all of the variable's forms. Replaced by NVML's search by
     `torch.cuda.get_device_properties(index).uuid`, where that has a uuid.
     """
     handle_of: Any = torch.cuda._get_pynvml_handler
@@ -70,20 +70,19 @@ def nvml_handle(index: int) -> Any:
 
 
 def is_in_bad_fork() -> bool:
-    """Whether this process was forked off one that had used CUDA, so that it can't use it.
+    """Whether this process was forked from one that had used CUDA, so that it can't use CUDA.
 
-    torch.cuda._is_in_bad_fork, since before 1.13: the public is_initialized only tells that it isn't ready. Replaced by
-    a public name, if torch makes one.
+    torch.cuda._is_in_bad_fork, since before 1.13: the public is_initialized doesn't tell why CUDA isn't ready. Replaced
+    by a public name, if torch makes one.
     """
     return torch.cuda._is_in_bad_fork()
 
 
 @contextmanager
 def streams_replaced(names: dict[str, Any]) -> Iterator[None]:
-    """Inside it these names of torch.cuda, such as Stream and Event, are others, and no tensor notes which streams use
-    it.
+    """Inside it names of torch.cuda, such as Stream and Event, are replaced, and Tensor.record_stream does nothing.
 
-    torch.cuda and Tensor.record_stream are public since before 1.13; what they need is a card. Replaced by streams of
+    torch.cuda and Tensor.record_stream are public since before 1.13, but need a card. Replaced by streams of
     the CPU (torch.cpu.Stream, since 2.1, has no events to wait for), once they do nothing in the same way.
     """
     with ExitStack() as undo:

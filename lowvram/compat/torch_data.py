@@ -10,7 +10,7 @@ def end_workers(batches: Iterator[Any]) -> None:
     """End the worker processes of a DataLoader.
 
     torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers, since before 1.13: torch calls it when
-    the last reference to the iterator goes, and the traceback of an exception would hold one. Replaced by a public way
+    the last reference to the iterator goes, but the traceback of an exception may hold one. Replaced by a public way
     to close the iterator, if torch makes one.
 
     Args:

@@ -1,5 +1,4 @@
-"""Private names of torch's ranks: FSDP2's collectives, ranks that aren't there, and DTensor's questions about
-shapes."""
+"""Private names of torch.distributed: FSDP2's collectives, fake ranks, and DTensor's shape propagation."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 DefaultAllGather = _fsdp_collectives.DefaultAllGather
-"""How FSDP2 gathers weights unless it is told another way.
+"""FSDP2's default class for gathering weights.
 
 torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather, since 2.9: `set_custom_all_gather` is public,
-and wants an object with its methods; what it allocates and calls is better inherited than copied. Replaced by a public
+and takes an object with the same methods; inheriting them is safer than copying them. Replaced by a public
 base class, if torch makes one.
 """
 
 
 def pretend_ranks(num_ranks: int) -> None:
-    """Make this process the first of so many, who answer at once and say nothing.
+    """Make this process rank 0 of `num_ranks` fake ranks, whose collectives return at once without communication.
 
-    torch.testing._internal.distributed.fake_pg, since 2.1: its import makes the backend "fake" known. Replaced by a
+    torch.testing._internal.distributed.fake_pg, since 2.1: its import registers the backend "fake". Replaced by a
     public module with the same, if torch makes one.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,11 +33,11 @@ def pretend_ranks(num_ranks: int) -> None:
 
 @contextmanager
 def shapes_found_inside(context: AbstractContextManager[object]) -> Iterator[None]:
-    """Inside it DTensor enters `context` whenever it finds out a shape, which it does by running the operator on whole
-    fake tensors. `context` is entered again and again.
+    """Inside it DTensor enters `context` each time it determines the shape of a result, for which it runs the operator
+    on whole fake tensors.
 
-    ShardingPropagator._propagate_tensor_meta_non_cached, since 2.6, is replaced: to a dispatch mode these runs look
-    like the program's own. Replaced by a public sign of them, if torch makes one.
+    ShardingPropagator._propagate_tensor_meta_non_cached, since 2.6, is replaced: a dispatch mode can't tell these
+    runs from the program's own. Replaced by a public way to tell, if torch makes one.
     """
     find: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -1,4 +1,4 @@
-"""Private names of torch's fake tensors, which have all but values and memory."""
+"""Private names of torch's fake tensors, which have metadata, but no values and no memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ torch._subclasses.fake_tensor.FakeTensor, since 1.13. Replaced by a public name,
 FakeTensorMode = fake_tensor.FakeTensorMode
 """Inside such a mode all tensors that are made are fake.
 
-torch._subclasses.fake_tensor.FakeTensorMode, since 1.13: tensors on the device meta have no memory either, but models
-that ask for a tensor's device see another one. Replaced by a public name, if torch makes one.
+torch._subclasses.fake_tensor.FakeTensorMode, since 1.13: tensors on the device meta have no memory either, but code
+that checks a tensor's device would see meta. Replaced by a public name, if torch makes one.
 """
 
 
@@ -39,17 +39,17 @@ def is_fake(value: object) -> bool:
 
 
 def fake_mode_lifted() -> AbstractContextManager[object]:
-    """Inside it tensors that are made are real, also where a plan is under way.
+    """Inside it new tensors are real, also inside a FakeTensorMode.
 
     torch._subclasses.fake_tensor.unset_fake_temporarily, since 2.2. Replaced by a public name, if torch makes one.
     """
     return fake_tensor.unset_fake_temporarily()
 
 
-# The next ones are called for every operator of a plan: they are torch's own functions, not ones around them.
+# Called for every operator of a plan, so these are torch's own functions without wrappers, which would take time.
 
 current_fake_mode: Callable[[], Any] = partial(C._get_dispatch_mode, FAKE)
-"""The mode that makes tensors fake now; None if none does.
+"""The active FakeTensorMode; None if none is.
 
 torch._C._get_dispatch_mode, since 2.2. Replaced by a public name, if torch makes one.
 """
@@ -61,31 +61,31 @@ torch._C._unset_dispatch_mode, since 2.2. Replaced by `fake_mode_lifted`, if tha
 """
 
 enter_fake_mode: Callable[[Any], None] = C._set_dispatch_mode
-"""Make a mode, which was left with `leave_fake_mode`, the one that is at work again.
+"""Activate a mode again that was left with `leave_fake_mode`.
 
 torch._C._set_dispatch_mode, since 2.2. Replaced by `fake_mode_lifted`, if that gets as fast.
 """
 
 dispatch_keys: Callable[[Tensor], Any] = C._dispatch_keys
-"""By what torch chooses the kernels of a tensor: layout, a pending conjugation, and more. Its `raw_repr()` (since 2.5)
-is a number.
+"""The keys by which torch selects kernels for a tensor: layout, a pending conjugation, and more. Their `raw_repr()`
+(since 2.5) is a number.
 
-torch._C._dispatch_keys, since 1.13: no public names tell all of it. Replaced by such names, if torch makes them.
+torch._C._dispatch_keys, since 1.13: no public names cover all of them. Replaced by such names, if torch makes them.
 """
 
 
 def fake_tensor_of(bare: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> Any:
-    """What `FakeTensor(mode, bare, device)` makes, in a sixth of its time, most of which goes into attributes that are
+    """The same as `FakeTensor(mode, bare, device)`, in a sixth of its time, most of which goes into attributes that are
     the same for all tensors of a device.
 
     Tensor._make_subclass, since before 1.13, and torch._C._set_warn_deprecated_on_mutable_data_ptr, since 2.4. Replaced
     by the class itself, if that gets as fast.
 
     Args:
-        bare: without memory (device meta), of the right shape.
-        attributes: of another fake tensor of the same mode and device (`vars`).
+        bare: a tensor on the device meta, of the right shape.
+        attributes: `vars` of another fake tensor of the same mode and device.
     """
-    made = _make(FakeTensor, bare, dispatch_device=True, device_for_backend_keys=device)
-    _warn_as_set(made)  # as torch's settings have it
-    vars(made).update(attributes)
-    return made
+    fake = _make(FakeTensor, bare, dispatch_device=True, device_for_backend_keys=device)
+    _warn_as_set(fake)  # as `FakeTensor` does, by torch's settings
+    vars(fake).update(attributes)
+    return fake

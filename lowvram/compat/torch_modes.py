@@ -14,17 +14,17 @@ Replaced by a public module with the same class, if torch makes one.
 """
 
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
-"""Whether a tensor only stands for others, which its `__tensor_flatten__` names: shards, low-bit states. (torch's own
-function, not one around it: a ledger asks for every tensor.)
+"""Whether a tensor wraps others, which its `__tensor_flatten__` names: shards, low-bit states. (torch's own function
+without a wrapper, since a ledger calls it for every tensor.)
 
-torch.utils._python_dispatch.is_traceable_wrapper_subclass, since 2.1: the protocol that it looks for is documented, the
-question isn't. Replaced by a public name, if torch makes one.
+torch.utils._python_dispatch.is_traceable_wrapper_subclass, since 2.1: the protocol that it checks is documented, the
+check isn't. Replaced by a public name, if torch makes one.
 """
 
 
 class FastDispatchMode(TorchDispatchMode):
-    """A mode whose operators aren't guarded against torch.compile, in which nothing may be compiled: the guard takes a
-    large part of the time of a small operator.
+    """A mode without torch's guard against torch.compile, which takes a large part of the time of a small operator.
+    Inside it nothing may be compiled.
 
     TorchDispatchMode._should_skip_dynamo, since 2.11. torch calls it a temporary measure: replaced by nothing, once the
     guard is gone.
@@ -36,9 +36,9 @@ class FastDispatchMode(TorchDispatchMode):
 
 
 def modes_lifted() -> AbstractContextManager[object]:
-    """Inside it operators run as if no dispatch mode was at work.
+    """Inside it no dispatch mode is active.
 
-    torch.utils._python_dispatch._disable_current_modes, since 2.0: some libraries raise under a mode, or keep what they
-    have made under it. Replaced by a public name, if torch makes one.
+    torch.utils._python_dispatch._disable_current_modes, since 2.0: some libraries raise under a mode, or cache tensors
+    that they made under it. Replaced by a public name, if torch makes one.
     """
     return _python_dispatch._disable_current_modes()

@@ -1,4 +1,4 @@
-"""Private names of torch.nn: classes that families of layers share, and what a module doesn't save."""
+"""Private names of torch.nn: common base classes of layers, and the buffers that a module doesn't save."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import nn
 from torch.nn.modules import batchnorm, dropout
 
 BatchNorm = batchnorm._BatchNorm
-"""What all kinds of BatchNorm are: those of torch.nn, and those of others, such as apex's SyncBatchNorm.
+"""The base class of all BatchNorms, those of torch.nn and of others, such as apex's SyncBatchNorm.
 
 torch.nn.modules.batchnorm._BatchNorm, since before 1.13: the public classes have no other ancestor in common. Replaced
 by a public one, if torch makes one.
 """
 
 Dropout = dropout._DropoutNd
-"""What all kinds of dropout layers are.
+"""The base class of all dropout layers.
 
 torch.nn.modules.dropout._DropoutNd, since before 1.13: the public classes have no other ancestor in common. Replaced by
 a public one, if torch makes one.
@@ -23,7 +23,7 @@ a public one, if torch makes one.
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that its state_dict leaves out.
 
-    Module._non_persistent_buffers_set, since before 1.13: a state_dict would tell it too, but hooks may change that.
+    Module._non_persistent_buffers_set, since before 1.13: a state_dict would show it too, but hooks may change that.
     Replaced by an argument of `Module.named_buffers`, if torch makes one.
     """
     return module._non_persistent_buffers_set

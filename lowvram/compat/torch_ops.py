@@ -1,4 +1,4 @@
-"""Private names of torch's operators: some of ATen's, what is known of one, and which kernel it takes."""
+"""Private names of torch's operators: some of ATen's, their schemas, and their kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AUTOCAST_ON_CPU = C.DispatchKeySet(C.DispatchKey.AutocastCPU)
 
 
 class AttentionOps:
-    """What scaled_dot_product_attention runs, on whatever device.
+    """The operators that scaled_dot_product_attention calls, on all devices.
 
-    torch.ops.aten._scaled_dot_product_…, all of them since 2.5: a dispatch mode sees these, and the public function in
-    none of its calls. Replaced by public names of the kernels, if torch makes some.
+    torch.ops.aten._scaled_dot_product_…, all of them since 2.5: a dispatch mode sees these, and never the public
+    function. Replaced by public names of the kernels, if torch makes some.
     """
 
     FLASH = ATEN._scaled_dot_product_flash_attention
@@ -39,11 +39,10 @@ class AttentionOps:
 
 
 class NormOps:
-    """What softmax, log_softmax and rms_norm run.
+    """The operators that softmax, log_softmax and rms_norm call.
 
     torch.ops.aten._softmax and _log_softmax, since before 1.13, and _fused_rms_norm, since 2.9 with its backward pass:
-    a dispatch mode sees these, and the public functions in none of their calls. Replaced by public names, if torch
-    makes some.
+    a dispatch mode sees these, and never the public functions. Replaced by public names, if torch makes some.
     """
 
     SOFTMAX = ATEN._softmax
@@ -61,11 +60,10 @@ class NormOps:
 
 
 class CopyOps:
-    """What `reshape`, `item` and optimizers run, which only move numbers or don't even that.
+    """Operators that `reshape`, `item` and optimizers call, and that only copy values, or not even that.
 
     torch.ops.aten._unsafe_view, _local_scalar_dense, _foreach_zero_, since before 1.13, and _foreach_copy_, since 2.1:
-    a dispatch mode sees these, and the public functions in none of their calls. Replaced by public names, if torch
-    makes some.
+    a dispatch mode sees these, and never the public functions. Replaced by public names, if torch makes some.
     """
 
     VIEW = ATEN._unsafe_view
@@ -77,7 +75,7 @@ class CopyOps:
 def schema_of(operator: Any) -> Any:
     """The declaration of an operator: `name`, `arguments` and `returns`, each with its name, type and what it aliases.
 
-    torch._ops.OpOverload._schema, since before 1.13: in public there are only names. Replaced by a public property, if
+    torch._ops.OpOverload._schema, since before 1.13: publicly there are only names. Replaced by a public property, if
     torch makes one.
 
     Args:
@@ -87,16 +85,16 @@ def schema_of(operator: Any) -> Any:
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The Euclidean norm of each (0-dim, in `dtype`). On a card it takes few kernels, however many tensors.
+    """The Euclidean norm of each tensor (0-dim, in `dtype`), in few CUDA kernels however many tensors there are.
 
     torch._foreach_norm, since 1.13, with a format since 2.4: torch documents it without making it public;
-    torch.nn.utils.get_total_norm tells the norm of all alone. Replaced by a public name, if torch makes one.
+    torch.nn.utils.get_total_norm returns only the norm of all together. Replaced by a public name, if torch makes one.
     """
     return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def multiply_all(tensors: list[Tensor], by: Tensor) -> None:
-    """Multiply tensors in place by a 0-dim one on their device. On a card it takes few kernels, however many tensors.
+    """Multiply tensors in place by a 0-dim one on their device, in few CUDA kernels however many tensors there are.
 
     torch._foreach_mul_, since before 1.13, by a tensor since 2.1: torch documents it without making it public. Replaced
     by a public name, if torch makes one.
@@ -116,8 +114,8 @@ def operators_with_kernel(key: str) -> list[str]:
 
 
 def autocast_lifted() -> AbstractContextManager[object]:
-    """Inside it the CPU's tensors aren't cast, nor are the kernels called that `Library.impl` has put in the place of
-    autocast's: from such a kernel the operator itself is reached.
+    """Inside it CPU autocast's kernels are skipped, also those that `Library.impl` has registered in their place, so
+    that such a kernel can call the operator itself.
 
     torch._C._ExcludeDispatchKeyGuard, since 2.1: torch.autocast(enabled=False) still calls autocast's kernels. Replaced
     by a public guard, if torch makes one.
@@ -126,10 +124,10 @@ def autocast_lifted() -> AbstractContextManager[object]:
 
 
 def kernels_replaced() -> AbstractContextManager[Library]:
-    """A library whose `impl` gives operators of ATen other kernels; when the block ends torch's own are back.
+    """A library whose `impl` replaces kernels of ATen's operators until the block ends.
 
-    torch.library._scoped_library, since 2.3: a public Library is for ever. Replaced by a public way to close one, if
-    torch makes it.
+    torch.library._scoped_library, since 2.3: a public Library lasts as long as the process. Replaced by a public way to
+    close one, if torch makes it.
     """
     scoped: Any = torch.library._scoped_library
     return scoped("aten", "IMPL")

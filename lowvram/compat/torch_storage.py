@@ -1,4 +1,4 @@
-"""Private names of torch's storages: who holds one, and when it changes its size."""
+"""Private names of torch's storages: their reference count, and when one is resized."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ C: Any = torch._C
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
-    """How many hold a storage: tensors, and whoever else in Python or C++.
+    """The reference count of a storage: tensors and other holders, in Python and C++.
 
-    torch._C._storage_Use_Count, since 2.2, and UntypedStorage._cdata: `sys.getrefcount` knows nothing of holders in
+    torch._C._storage_Use_Count, since 2.2, and UntypedStorage._cdata: `sys.getrefcount` doesn't count holders in
     C++, such as the threads of gloo. Replaced by a public name, if torch makes one.
     """
     return C._storage_Use_Count(storage._cdata)
@@ -23,8 +23,8 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 
 @contextmanager
 def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside it `tell` is called with each storage that has just been given another size from Python, as FSDP2 does
-    with those of gathered parameters.
+    """Inside it `tell` is called with each storage after Python code has resized it, as FSDP2 does with those of
+    gathered parameters.
 
     UntypedStorage.resize_ is replaced, which is public since 2.0: no dispatch mode and no hook sees the call. Replaced
     by a hook of storages, if torch makes one.

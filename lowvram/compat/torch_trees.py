@@ -1,4 +1,4 @@
-"""Private names of torch's trees: tensors in any nesting of lists, dictionaries, and the outputs of models."""
+"""Private names of torch's pytrees: tensors in any nesting of lists, dictionaries, and the outputs of models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch.utils import _pytree
 tree_map = _pytree.tree_map
 """The same nesting, with a function applied to each leaf.
 
-torch.utils._pytree.tree_map, since before 1.13. torch and transformers tell this module about their own containers,
-which no code of ours could take apart. Replaced by a public module with the same, if torch makes one.
+torch.utils._pytree.tree_map, since before 1.13. torch and transformers register their own containers there,
+which code of ours couldn't take apart. Replaced by a public module with the same, if torch makes one.
 """
 
 tree_map_only = _pytree.tree_map_only
@@ -24,13 +24,13 @@ torch.utils._pytree.tree_leaves, since 2.2. Replaced like `tree_map`.
 """
 
 tree_flatten = _pytree.tree_flatten
-"""All leaves, and what puts them together again.
+"""All leaves, and the structure from which `tree_unflatten` rebuilds the nesting.
 
 torch.utils._pytree.tree_flatten, since before 1.13. Replaced like `tree_map`.
 """
 
 tree_unflatten = _pytree.tree_unflatten
-"""Leaves, put together as `tree_flatten` has found them.
+"""The nesting rebuilt from leaves and the structure of `tree_flatten`.
 
 torch.utils._pytree.tree_unflatten, since before 1.13. Replaced like `tree_map`.
 """

@@ -8,13 +8,14 @@ from torch import Tensor
 
 
 def new_moment(optimizer: Any, like: Tensor, signed: bool) -> Tensor:
-    """Room for a moment as one of torchao's low-bit optimizers keeps it: codes and scales, or numbers where a tensor is
-    too small for blocks of codes.
+    """An empty moment as torchao's low-bit optimizers keep it: codes and scales, or plain numbers if the tensor is too
+    small for blocks of codes.
 
-    torchao.optim's _new_buffer, since 0.4 (in torchao.prototype, before 0.11): the classes of codes are public, which
-    of them an optimizer takes, and when, isn't. Replaced by nothing, once its state can be made before its first step.
+    torchao.optim's _new_buffer, since 0.4 (in torchao.prototype, before 0.11): the classes of such tensors are public,
+    but not which of them an optimizer uses, and when. Replaced by nothing, once its state can be made before its first
+    step.
 
     Args:
-        signed: whether it may be negative: a mean of gradients, not of their squares.
+        signed: whether values may be negative: true for the mean of gradients, false for that of their squares.
     """
     return optimizer._new_buffer(like, signed)

@@ -9,9 +9,9 @@ def class_of(auto_class: Any, config: Any) -> Any:
     """The class of models that an auto class, such as AutoModelForCausalLM, has for a configuration.
 
     _model_mapping of auto classes, since 4.5: their public from_config makes a model at once, and looks for code that a
-    configuration brings along. Replaced by a public question, if transformers makes one.
+    configuration brings along. Replaced by a public look-up, if transformers makes one.
 
     Raises:
-        KeyError: it has none.
+        KeyError: there is none.
     """
     return auto_class._model_mapping[type(config)]

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def workspace_values(workspace: Any) -> dict[str, Any]:
-    """What `save` of a workspace would send, as plain values.
+    """What a workspace's `save` would send, as plain values.
 
-    wandb_workspaces' Workspace._to_model, since 0.1.4 at the latest: in public a workspace is only saved, at once and
-    online. Replaced by a public way to write one to a file, if W&B makes it.
+    wandb_workspaces' Workspace._to_model, since 0.1.4 at the latest: publicly a workspace can only be saved online.
+    Replaced by a public way to write one to a file, if W&B makes it.
     """
     return workspace._to_model().model_dump(by_alias=True, exclude_none=True, mode="json")

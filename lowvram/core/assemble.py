@@ -1,4 +1,4 @@
-"""Puts the rig together: asks for conflicts, then lets the knobs act, stage by stage."""
+"""Puts the rig together: checks for conflicts, then applies the knobs, stage by stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
 from lowvram.core.rig import Rig, Task
-from lowvram.core.states import loads_whole
+from lowvram.core.states import with_load_hooks
 from lowvram.core.values import materialise
 
 
@@ -29,34 +29,35 @@ def assemble(
         knobs: by the name that messages use for each, such as "precision=bf16". Within a stage they act in
             the mapping's order.
         seed: initial weights are a function of it and of each parameter's name.
-        absent: facts that the device lacks, each with what the user can do about it; None: what is so here.
+        absent: facts that the device lacks, each with what the user can do about it; None: those that this
+            machine lacks.
 
     Raises:
         Incompatible: all conflicts between the knobs, or with this machine, in one message, before any
             weight has memory.
     """
-    rig = without_knobs(task, device)
+    rig = bare_rig(task, device)
     model = rig.model
-    rig = act(Stage.PROCESS, knobs, rig)
+    rig = apply_stage(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device) if absent is None else absent
-    if found := conflicts(knobs, {**absent, **absent_of(task, model)}):
-        raise Incompatible("; ".join(found))
+    if reasons := conflicts(knobs, {**absent, **absent_of(task, model)}):
+        raise Incompatible("; ".join(reasons))
     for stage in list(Stage)[1:]:
-        rig = act(stage, knobs, rig)
+        rig = apply_stage(stage, knobs, rig)
         if stage is Stage.SHARD:
             materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
         if stage is Stage.OPTIMIZER:
-            rig = replace(rig, make_optimizer=loads_whole(rig.make_optimizer))
+            rig = replace(rig, make_optimizer=with_load_hooks(rig.make_optimizer))
     return rig
 
 
 def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
-    """The model without memory, as the knobs of BUILD leave it."""
-    return act(Stage.BUILD, knobs, without_knobs(task, torch.device("meta"))).model
+    """The model without memory, after the knobs of stage BUILD."""
+    return apply_stage(Stage.BUILD, knobs, bare_rig(task, torch.device("meta"))).model
 
 
-def without_knobs(task: Task, device: torch.device) -> Rig:
-    """The rig that no knob has acted on yet; its model has no memory."""
+def bare_rig(task: Task, device: torch.device) -> Rig:
+    """The rig before any knob is applied; its model has no memory."""
     with torch.device("meta"):
         model = task.make_model()
     return Rig(
@@ -69,7 +70,7 @@ def without_knobs(task: Task, device: torch.device) -> Rig:
     )
 
 
-# All that `absent_of` may tell: whoever needs none of them needs no model to be asked.
+# The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
 TASK_FACTS = {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
 
 
@@ -77,20 +78,22 @@ def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
     """The facts that a task lacks, each with what the user can do about it."""
     absent: dict[Fact, str] = {}
     if task.head(model) is None:
-        absent[Fact.HEAD] = "this one names none: leave logits=full, and say what trains with adapter.train"
+        absent[Fact.HEAD] = "this task names none: leave logits=full, and list what trains in adapter.train"
     if not task.blocks(model):
         absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
     elif not task.has_plain_blocks(model):
-        absent[Fact.PLAIN_BLOCKS] = "this model's are called in other ways: choose compile=blocks or compile=none"
+        absent[Fact.PLAIN_BLOCKS] = "this model calls its blocks otherwise: choose compile=blocks or compile=none"
     if not task.has_few_shapes():
-        absent[Fact.FEW_SHAPES] = "here nearly each has its own: choose compile=blocks with compile.dynamic=true"
+        absent[Fact.FEW_SHAPES] = (
+            "here nearly every batch has its own shape: choose compile=blocks with compile.dynamic=true"
+        )
     if task.is_random(model):
-        absent[Fact.NO_RANDOMNESS] = "this one has dropout: set model.dropout=0"
+        absent[Fact.NO_RANDOMNESS] = "this model has dropout: set model.dropout=0"
     return absent
 
 
-def act(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:
-    """The rig after the knobs of one stage; holds each to the fields that its stage may write."""
+def apply_stage(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:
+    """The rig after the knobs of one stage. Raises TypeError if a knob writes a field that its stage may not write."""
     for name, knob in knobs.items():
         if knob.stage is stage:
             new = knob.apply(rig)

@@ -10,9 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 _originals: MutableMapping[Tensor, nn.Parameter] = WeakIdKeyDictionary()
 
 
-def stands_for(copy: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
-    """The same copy, known from now on to stand for a parameter of the model: optimizers that treat some weights in a
-    way of their own look there."""
+def register_copy(copy: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
+    """Remember which parameter of the model `copy` replaces, and return `copy`. Optimizers that treat some weights
+    specially look at the original."""
     _originals[copy] = original
     return copy
 

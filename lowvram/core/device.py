@@ -17,9 +17,13 @@ from lowvram.core.ranks import num_ranks
 
 def choose_device(text: str) -> torch.device:
     """`auto` is CUDA where there is a card, else the CPU. A CUDA device always has its index (`cuda` is `cuda:0`), as
-    torch's memory limits and statistics ask for one. A card that this torch can't use is an error, never a silent run
-    on the CPU."""
-    if text == "cpu" or (text == "auto" and not torch.cuda.is_available() and not nvidia_card_here()):
+    torch's memory limits and statistics need one. A card that this torch can't use is an error, never a silent run on
+    the CPU.
+
+    Raises:
+        BadInput: there is no such device.
+    """
+    if text == "cpu" or (text == "auto" and not torch.cuda.is_available() and not has_nvidia_card()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         why = f"torch {torch.__version__} sees no CUDA device on this machine"
@@ -36,8 +40,8 @@ def choose_device(text: str) -> torch.device:
     return device
 
 
-def nvidia_card_here() -> bool:
-    """Whether an NVIDIA card is meant to be used, as its driver tells; asks no CUDA library."""
+def has_nvidia_card() -> bool:
+    """Whether the NVIDIA driver is present and CUDA_VISIBLE_DEVICES doesn't hide every card. Loads no CUDA library."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     is_wsl_card = Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
@@ -47,7 +51,7 @@ def nvidia_card_here() -> bool:
 @final
 @dataclass(frozen=True)
 class Card:
-    """An NVIDIA card, here or described."""
+    """An NVIDIA card: one of this machine, or one that a plan is for."""
 
     name: str
     capability: tuple[int, int]
@@ -73,7 +77,7 @@ def absent_from(card: Card | None, num_ranks: int, what_it_is: str) -> dict[Fact
     """The facts that a card (None: a CPU) and its ranks lack, each with what the user can do about it.
 
     Args:
-        what_it_is: the device in a message: "it is ... here".
+        what_it_is: the device's name in the messages: "it is ... here".
     """
     absent = _absent_with_ranks(num_ranks)
     if card is not None:
@@ -104,7 +108,7 @@ def _absent_on_card(card: Card) -> dict[Fact, str]:
     has = f"{card.name} has compute capability {major}.{minor}, it takes"
     if card.capability < (8, 0):
         absent[Fact.TF32] = f"{has} 8.0: use precision=fp32"
-        # What torch.cuda.is_bf16_supported says without emulation, which it counts by default: True on a T4.
+        # As torch.cuda.is_bf16_supported(including_emulation=False): by default it is True on a T4, too.
         absent[Fact.BF16] = f"{card.name} only emulates it: use precision=fp16"
     if card.capability < (8, 9):
         absent[Fact.FP8] = f"{has} 8.9: use precision={'bf16' if card.capability >= (8, 0) else 'fp16'}"

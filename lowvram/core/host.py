@@ -1,7 +1,7 @@
-"""Host memory that stands in for device memory: where it comes from, and how much travels to it and back.
+"""Host memory that replaces device memory: how it is allocated, and how much is copied to it and back.
 
-On a CPU device nothing really moves, but what a knob keeps here is host memory all the same, so that the ledger counts
-on every machine what a card would hold.
+On a CPU device nothing really moves, but what a knob moves here is marked as host memory all the same, so that the
+ledger counts on every machine what a card would hold.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 
-MOST_WAITS = 64  # that are kept to be asked for their time later
+MOST_WAITS = 64  # pairs of CUDA events that are kept before their times are read
 
 
 @dataclass
 class Traffic:
-    """What has moved between host and device since the process began, and how long computing stood still for it."""
+    """Bytes copied between host and device since the process began, and how long the computation waited for copies."""
 
     to_host_bytes: int = 0
     to_device_bytes: int = 0
@@ -35,7 +35,7 @@ class Traffic:
     _waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
     def so_far(self) -> dict[str, float]:
-        """All of it by name; waits for the device."""
+        """All three figures by name. Waits for the device."""
         sizes = {"to_host_bytes": self.to_host_bytes, "to_device_bytes": self.to_device_bytes}
         return {**sizes, "waited_ms": self.waited_ms()}
 
@@ -45,7 +45,7 @@ class Traffic:
         return self._waited_s * 1e3
 
     def _sum_up(self, most: int) -> None:
-        """Ask the oldest waits for their time, until at most so many are left."""
+        """Read the times of the oldest waits, until at most `most` are left."""
         while len(self._waits) > most:
             before, after = self._waits.popleft()
             after.synchronize()
@@ -69,14 +69,15 @@ class Traffic:
 
 traffic = Traffic()  # a point is a process
 listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that becomes host memory
-_blocks = 0  # of `computing`, open ones
+_num_computing = 0  # open blocks of `computing`
 DEVICE = torch.device("cpu")
-_kept = WeakIdKeyDictionary()  # tensors without memory that belong here
-_storages: dict[int, weakref.finalize[..., Any]] = {}  # those that are host memory, by their id
+_assigned = WeakIdKeyDictionary()  # tensors without memory that are to get host memory
+_storages: dict[int, weakref.finalize[..., Any]] = {}  # those marked as host memory, by id
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A CPU tensor for what belongs to `device`: pinned for CUDA, or pageable, aloud, where that is limited (WSL)."""
+    """A CPU tensor that holds data of `device`. For CUDA it is pinned or, where pinned memory is limited (WSL),
+    pageable, with a warning."""
     tensor = torch.empty(shape, dtype=dtype)
     if device.type == "cuda":
         tensor = _pinned(tensor)
@@ -84,42 +85,42 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def mark(tensor: Tensor) -> Tensor:
-    """The same tensor, its storages known as host memory from now on."""
+    """Mark the tensor's storages as host memory, and return the tensor."""
     for storage in storages(tensor):
         if id(storage) not in _storages:
             _storages[id(storage)] = weakref.finalize(storage, _storages.pop, id(storage), None)
-    for tell in listeners:
-        tell(tensor)
+    for listener in listeners:
+        listener(tensor)
     return tensor
 
 
 def is_marked(storage: torch.UntypedStorage) -> bool:
-    """Whether the ledger counts a storage as host memory on a CPU device too."""
+    """Whether a storage is marked as host memory."""
     return id(storage) in _storages
 
 
 def is_anything_marked() -> bool:
-    """Whether there is any such memory."""
+    """Whether any storage is marked as host memory."""
     return bool(_storages)
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """The host computes for itself inside the block: what is born there is its memory, on a CPU device too."""
-    global _blocks
-    _blocks += 1
+    """Inside the block the host's processor computes: tensors made there are host memory, on a CPU device too."""
+    global _num_computing
+    _num_computing += 1
     try:
         yield
     finally:
-        _blocks -= 1
+        _num_computing -= 1
 
 
 def is_computing() -> bool:
-    return _blocks > 0
+    return _num_computing > 0
 
 
 def holds(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory that is known as the host's."""
+    """Whether all storages of a tensor are marked as host memory."""
     return all(map(is_marked, storages(tensor)))
 
 
@@ -127,27 +128,28 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor: one, or those of the tensors inside a wrapper subclass (shards, low-bit states)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]
-        return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
+        inner_tensors = [inner for name in names if isinstance(inner := getattr(tensor, name), Tensor)]
+        return [storage for inner in inner_tensors for storage in storages(inner)]
     return [tensor.untyped_storage()]
 
 
-def keep(tensor: Tensor) -> None:
-    """A tensor that has no memory yet is to get some on the host."""
-    _kept[tensor] = True
+def assign(tensor: Tensor) -> None:
+    """Have a tensor that has no memory yet get host memory, once `materialise` gives it some."""
+    _assigned[tensor] = True
 
 
-def is_kept(tensor: Tensor) -> bool:
-    return tensor in _kept
+def is_assigned(tensor: Tensor) -> bool:
+    return tensor in _assigned
 
 
 def is_device(device: torch.device) -> bool:
-    """Whether the device's own memory is the host's, so that only marks tell them apart."""
+    """Whether the device's memory is host memory, so that only marks tell the two apart."""
     return device.type == DEVICE.type
 
 
 def copies_overlap(device: torch.device) -> bool:
-    """Whether copies to the host and back go on beside the computation. A plan for a card answers for that card."""
+    """Whether copies to the host and back run in parallel with the computation. A plan for a card replaces this
+    function."""
     return device.type == "cuda"
 
 

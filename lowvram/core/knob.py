@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, ClassVar
 
@@ -93,17 +93,17 @@ class Knob(ABC):
 
     stage: ClassVar[Stage]
     exactness: ClassVar[Exactness] = Exactness.EXACT
-    # How far the gradients may lie, relatively, in fp32: from the neutral option's where EXACT (0: not a bit;
-    # more: sums in another order), else from those in fp64.
+    # Largest relative error of the gradients in fp32: against the neutral option's if EXACT (0: equal to the bit;
+    # more: sums in another order), else against gradients in fp64.
     band: ClassVar[float] = 0.0
     saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum goes down
-    libraries: ClassVar[tuple[str, ...]] = ()  # that it imports: a point does so before its memory is counted
-    moves_to_host: ClassVar[bool] = False  # it saves by moving to host memory: nothing where the device is the host
-    product_format: ClassVar[str | None] = None  # that it makes matrix products run in, as data sheets call it
-    expandable_segments: ClassVar[bool] = False  # it makes the caching allocator grow segments
-    extra_memory: ClassVar[bool] = False  # it holds much memory that no tensor of a step has, as a compiler does
-    # Of a group's neutral option: whether a search tries the group's others if nobody has named the group. Not those
-    # that say what is learnt, nor those whose time or memory no plan knows.
+    libraries: ClassVar[tuple[str, ...]] = ()  # that it imports; a point imports them before it counts its memory
+    moves_to_host: ClassVar[bool] = False  # it saves by moving data to host memory: nothing if the device is the CPU
+    product_format: ClassVar[str | None] = None  # the number format of matrix products under it, as data sheets call it
+    expandable_segments: ClassVar[bool] = False  # it has CUDA's caching allocator use expandable segments
+    extra_memory: ClassVar[bool] = False  # it takes much memory outside a step's tensors, as a compiler does
+    # Read from a group's neutral option: whether a search tries the group's other options even if the user didn't name
+    # the group. False where they decide what is learnt, or where no plan knows their time or memory.
     searched: ClassVar[bool] = True
 
     def needs(self) -> frozenset[Fact]:
@@ -120,24 +120,24 @@ class Knob(ABC):
         return None
 
     def reference(self) -> Knob | None:
-        """What stands in this one's place where numbers are held against training without any saving: itself, if it
-        says what is learnt; None for the neutral option."""
+        """This group's knob in the run without any saving that fidelity compares with: itself, if it decides what is
+        learnt; None for the neutral option."""
         return None
 
     def remedies(self) -> Mapping[Kind, int]:
-        """The kinds of memory that this option is offered against when memory runs out, each with its turn among all
-        that are: the smallest number comes first."""
+        """The kinds of memory that this option reduces, for the advice after an out-of-memory error, each with its
+        priority among all options: the smallest number is offered first."""
         return {}
 
     def improves_on(self, in_use: Knob) -> bool:
-        """Whether `remedies` holds for somebody who uses `in_use`, another option of the group."""
+        """Whether `remedies` applies if the point now uses `in_use`, another option of the group."""
         return in_use.saves is None
 
     def more_parts(self, num_samples: int) -> int | None:
-        """In how many parts a point begins again that ran out of memory; None: it doesn't.
+        """How many parts to retry with after a point ran out of memory; None: no retry.
 
         Args:
-            num_samples: of the logical batch, on one rank.
+            num_samples: of the logical batch on one rank.
         """
         del num_samples
         return None
@@ -154,15 +154,20 @@ def conflicts(knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> list[str
         knobs: the choices by the name that the user knows, such as "precision=bf16".
         absent: facts that the machine lacks, each with what the user can do about it.
     """
-    found = []
+    reasons = []
     for name, knob in knobs.items():
         for fact in _in_order(knob.needs()):
             if fact in absent:
-                found.append(f"{name} needs that {fact.value}: {absent[fact]}")
+                reasons.append(f"{name} needs that {fact.value}: {absent[fact]}")
             for other, breaker in knobs.items():
                 if fact in breaker.breaks():
-                    found.append(f"{name} needs that {fact.value}, and {other} ends that")
-    return found
+                    reasons.append(f"{name} needs that {fact.value}, and {other} ends that")
+    return reasons
+
+
+def is_compiled(knobs: Iterable[Knob]) -> bool:
+    """Whether torch.compile compiles the model: no knob takes that fact away."""
+    return not any(Fact.COMPILED in knob.breaks() for knob in knobs)
 
 
 def _in_order(facts: frozenset[Fact]) -> Sequence[Fact]:

@@ -6,7 +6,7 @@ from torch import nn
 
 
 class PackedWeight(nn.Module):
-    """Weights lie in its buffers, several to an element; they are no parameters and never train."""
+    """Its buffers hold the weights, several in one element; they are no parameters and never train."""
 
     num_weights: int
 

@@ -1,4 +1,4 @@
-"""The peak of live bytes, found by playing a ledger's book."""
+"""The peak of live bytes, computed from a ledger's lines."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Holding(NamedTuple):
 
     num_bytes: int
     kind: Kind
-    origin: Any  # what `origin_of` returned at its allocation; None if it saw none
+    origin: Any  # what `origin_of` returned at its allocation; None if it wasn't called
 
 
 @final
 @dataclass
 class Peak:
-    """What a ledger saw; filled when it closes. All in bytes."""
+    """What a ledger has counted, in bytes; filled when it closes."""
 
     peak_bytes: int = 0
     by_kind: dict[Kind, int] = field(default_factory=dict)  # at the moment of the peak
     by_kind_max: dict[Kind, int] = field(default_factory=dict)  # each kind's own largest moment
-    holdings: list[Holding] = field(default_factory=list)  # of `by_kind`, one by one; empty without `origin_of`
+    holdings: list[Holding] = field(default_factory=list)  # the storages behind `by_kind`; empty without `origin_of`
 
     def fill(self, lines: Sequence[Change], kinds: Mapping[int, Kind], origins: Mapping[int, Any] | None) -> None:
-        """Play the lines, now that the kind of every storage is known. `origins` are None without `origin_of`."""
+        """Add up the lines, once the kind of every storage is known. `origins` is None without `origin_of`."""
         sizes: dict[int, int] = defaultdict(int)
         live: dict[Kind, int] = defaultdict(int)
         most: dict[Kind, int] = defaultdict(int)
@@ -52,10 +52,10 @@ class Peak:
 
 
 def holdings(lines: Sequence[Change], kinds: Mapping[int, Kind], origins: Mapping[int, Any]) -> list[Holding]:
-    """What the lines leave alive, the largest first."""
+    """The storages that are alive after these lines, the largest first."""
     alive = {serial: rounded(num_bytes) for serial, num_bytes in lines}
-    found = [Holding(num_bytes, kinds[serial], origins.get(serial)) for serial, num_bytes in alive.items() if num_bytes]
-    return sorted(found, key=lambda holding: -holding.num_bytes)
+    live = [Holding(num_bytes, kinds[serial], origins.get(serial)) for serial, num_bytes in alive.items() if num_bytes]
+    return sorted(live, key=lambda holding: -holding.num_bytes)
 
 
 def rounded(num_bytes: int) -> int:

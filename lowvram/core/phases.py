@@ -1,4 +1,4 @@
-"""The phases of a step: whoever wants to know where one begins wraps the rig."""
+"""The phases of a step: `with_phases` wraps a rig so that it marks where each begins."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ BETWEEN = "between"
 
 
 class Marks(Protocol):
-    """Is told of the phases "forward", "backward" and "update"."""
+    """Receives the phases "forward", "backward" and "update" as they begin."""
 
     def mark(self, label: str) -> None:
-        """From here to the next mark it is `label`."""
+        """The phase from here to the next mark is `label`."""
 
     def lap(self, label: str) -> AbstractContextManager[None]:
-        """The block is `label`, what follows is nothing."""
+        """The phase of the block is `label`; after it, `BETWEEN`."""
         ...
 
 
 def with_phases(rig: Rig, marks: Marks) -> Rig:
-    """The same rig, telling its phases: a value like any other."""
+    """The same rig, which calls `marks` at each phase."""
 
     def forward(part: Part) -> Any:
         marks.mark("forward")
         return rig.forward(part)
 
-    return replace(rig, forward=forward, stepper=TellingStepper(rig.stepper, marks))
+    return replace(rig, forward=forward, stepper=MarkingStepper(rig.stepper, marks))
 
 
 @final
-class TellingStepper(Stepper):
-    """Tells when the inner stepper goes backward and when it updates."""
+class MarkingStepper(Stepper):
+    """Marks the backward passes and the update of the stepper inside."""
 
     def __init__(self, inner: Stepper, marks: Marks) -> None:
         self.inner, self.marks = inner, marks

@@ -1,4 +1,4 @@
-"""Silence around libraries that talk while they are imported."""
+"""Silences libraries that warn or log while they are imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside it neither warnings nor log lines reach the user. torchao's import tells which of its CUDA extensions
-    don't load, whoever needs them."""
+    """Inside it neither warnings nor log lines reach the user. torchao's import logs which of its CUDA extensions
+    don't load, even if nothing needs them."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Of this process, counted from 0."""
-    return dist.get_rank() if is_one_of_many() else 0
+    """The rank of this process, counted from 0."""
+    return dist.get_rank() if has_process_group() else 0
 
 
 def num_ranks() -> int:
     """How many processes the point has."""
-    return dist.get_world_size() if is_one_of_many() else 1
+    return dist.get_world_size() if has_process_group() else 1
 
 
-def is_one_of_many() -> bool:
-    """Whether the processes of the point know each other."""
+def has_process_group() -> bool:
+    """Whether torch.distributed is initialised, so that this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized()
 
 
 def agree(flag: bool) -> bool:
-    """Whether any rank says yes; all must ask. Waits for the other ranks, but for no device."""
+    """Whether `flag` is true on any rank. A collective: all ranks must call it. Waits for no device."""
     if num_ranks() == 1:
         return flag
     answer = torch.tensor(int(flag))
@@ -37,8 +37,8 @@ def agree(flag: bool) -> bool:
     return bool(answer)
 
 
-def of_all(value: T) -> list[T]:
-    """The value of each rank, in their order; all must ask."""
+def gather_from_all(value: T) -> list[T]:
+    """The value of each rank, in the order of ranks. A collective: all ranks must call it."""
     if num_ranks() == 1:
         return [value]
     values: list[Any] = [None] * num_ranks()
@@ -47,8 +47,8 @@ def of_all(value: T) -> list[T]:
 
 
 @contextmanager
-def first_goes_first() -> Iterator[None]:
-    """Rank 0 is through the block before the others enter it; all must."""
+def rank_0_first() -> Iterator[None]:
+    """Rank 0 leaves the block before the others enter it. A collective: all ranks must enter it."""
     if rank() > 0:
         dist.barrier()
     yield
@@ -57,7 +57,7 @@ def first_goes_first() -> Iterator[None]:
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """The sum over all ranks, a new tensor; all must ask. Waits for nothing but, on the CPU, the other ranks."""
+    """The sum over all ranks, as a new tensor. A collective: all ranks must call it. Doesn't wait for a CUDA device."""
     total = tensor.detach().clone()
     if num_ranks() > 1:
         dist.all_reduce(total)

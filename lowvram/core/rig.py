@@ -22,7 +22,7 @@ IGNORE = -100  # a target with this value counts for nothing
 @final
 @dataclass(frozen=True)
 class Part:
-    """Samples with their targets: a micro-batch, or a whole logical batch that is not split yet.
+    """Samples with their targets: a micro-batch, or a whole logical batch before it is split.
 
     `inputs` is a tensor or a dictionary of tensors; the first dimension of every tensor counts samples.
     """
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def num_targets(self) -> Tensor:
-        """How many targets count (0-dim, int64, on the targets' device: asking waits for nothing)."""
+        """How many targets aren't `IGNORE` (0-dim, int64, on the targets' device, without waiting for it)."""
         return (self.targets != IGNORE).sum()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
@@ -57,7 +57,7 @@ class Update(NamedTuple):
     """What became of one update."""
 
     grad_norm: Tensor  # global, before clipping; 0-dim
-    applied: bool  # False: a gradient was not finite, and (unless the stepper says otherwise) nothing was changed
+    applied: bool  # False: a gradient was not finite; unless the stepper says otherwise, no weight was changed
     recoverable: bool = False  # not applied because a loss scale was too large; the next step tries a smaller one
 
 
@@ -66,15 +66,15 @@ class Stepper(ABC):
 
     @abstractmethod
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        """A step of `num_parts` backward calls starts; gradients will arrive `divisor` times too large.
+        """Begin a step of `num_parts` backward calls, whose gradients will be `divisor` times too large.
 
         A `divisor` that is a tensor (0-dim), whatever its value, is a loss scale: a step whose gradients are not finite
-        must change nothing. With the plain 1.0 such a step is the run's last one.
+        must change no weight. With the plain 1.0 such a step ends the run.
         """
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of one part."""
+        """Run the backward pass of one part."""
 
     @abstractmethod
     def update(self) -> Update:
@@ -82,11 +82,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the updates to come."""
+        """Set the learning rate of the updates to come."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, as tensors and plain values."""
+        """Everything that the next step depends on, as tensors and plain values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,11 +102,11 @@ class Task(ABC):
 
     @abstractmethod
     def values(self, model: nn.Module, seed: int) -> Fill:
-        """What fills the parameters and buffers of the model in place, one after another, each told by its dotted name:
-        a function of the seed and the name alone."""
+        """A function that fills one parameter or buffer in place, given its dotted name. What it writes depends on the
+        seed and the name alone."""
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
-        """What `model` makes of a part's inputs, as the criterion takes it."""
+        """Call `model` on a part's inputs; returns the outputs for the criterion."""
         return model(inputs)
 
     @abstractmethod
@@ -114,26 +114,26 @@ class Task(ABC):
         """The *sum* of the losses of the part's targets (0-dim, at least fp32)."""
 
     def num_targets(self, part: Part) -> Tensor:
-        """How many targets the criterion sums over (0-dim, on their device: asking waits for nothing)."""
+        """How many targets the criterion sums over (0-dim, on their device, without waiting for it)."""
         return part.num_targets
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated units of the model, in the order of the forward pass; none where nobody knows them."""
+        """The repeated units of the model, in the order of the forward pass; empty if they aren't known."""
 
     def head(self, model: nn.Module) -> nn.Linear | None:
-        """The layer that makes the logits, if the criterion is their cross-entropy summed over the targets; None where
-        there is no such layer, or the task doesn't know it."""
+        """The layer that makes the logits, if the criterion is their cross-entropy summed over the targets; None if
+        there is no such layer, or it isn't known."""
         del model
         return None
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
-        """Whether blocks are called with tensors alone, by place, and return one."""
+        """Whether blocks take only tensors, as positional arguments, and return one tensor."""
         del model
         return True
 
     def has_few_shapes(self) -> bool:
-        """Whether the batches have one shape, or one of a few, but for the number of their samples."""
+        """Whether batches have one shape, or one of a few, apart from the number of samples."""
         return True
 
     def is_random(self, model: nn.Module) -> bool:
@@ -166,14 +166,14 @@ class Rig:
     model: nn.Module
     forward: Callable[[Part], Any]  # calls the model
     criterion: Callable[[Any, Part], Tensor]  # outputs, part -> the sum over the part's targets
-    total: Callable[[list[Part]], Tensor]  # how many targets that are
+    total: Callable[[list[Part]], Tensor]  # the number of targets in all parts
     make_optimizer: MakeOptimizer = None  # pyright: ignore[reportAssignmentType] # until OPTIMIZER
     stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
-    rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 update lands in weights of fewer bits
+    rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 result is rounded into weights of fewer bits
     split: Callable[[Part], list[Part]] = lambda batch: [batch]
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
     run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another
-    finish: Callable[[], None] = lambda: None  # what is left to do after the update of a step
+    finish: Callable[[], None] = lambda: None  # called after the update of each step
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -181,5 +181,5 @@ class Rig:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether a 0-dim tensor is a number; waits for the device. One without memory counts as a number."""
+    """Whether a 0-dim tensor is finite; waits for the device. A fake tensor counts as finite."""
     return is_fake(value) or bool(torch.isfinite(value))

@@ -1,4 +1,4 @@
-"""Rounding to bf16 that is right on average: up or down, with odds given by what lies between.
+"""Stochastic rounding to bf16: up or down at random, so that the result is right on average.
 
 Rounding to the nearest loses every update below 1/512 of a weight; this one keeps it, on average (Gupta et al., "Deep
 Learning with Limited Numerical Precision", 2015). The bit arithmetic is that of torchao's optimizers.
@@ -22,8 +22,8 @@ LOW_BITS = 16  # of an fp32 number; those that bf16 drops
 def stochastically(target: Tensor, exact: Tensor) -> None:
     """Write `exact` into the bf16 tensor `target`, each number rounded to one of its two neighbours.
 
-    The noise comes from the default generator of the device of `exact`. What bf16 holds exactly stays, as do infinities
-    and nan.
+    The noise comes from the default generator of the device of `exact`. Numbers that bf16 holds exactly, infinities and
+    nan stay as they are.
     """
     exact = local(exact).float()
     noise = torch.randint_like(exact, 2**LOW_BITS, dtype=torch.int32).mul_(exact.isfinite())
@@ -33,8 +33,8 @@ def stochastically(target: Tensor, exact: Tensor) -> None:
 
 @contextmanager
 def noise_of(device: torch.device, *numbers: int) -> Iterator[None]:
-    """Inside it the device's default generator draws what belongs to these numbers, afterwards it goes on as if nothing
-    had been drawn. So ranks whose generators differ round the copies of a weight alike, and rounding changes no
+    """Inside it the device's default generator is seeded by `numbers`; afterwards it continues as if nothing had been
+    drawn. So ranks whose generators differ round their copies of a weight alike, and rounding doesn't change
     dropout."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     before = generator.get_state()

@@ -1,4 +1,4 @@
-"""Randomness that belongs to names."""
+"""A random generator for each name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """Randomness that belongs to one name, whatever else is drawn before or after."""
+    """A generator seeded by `seed` and `name`, so that its numbers don't depend on what else is drawn."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -16,32 +16,33 @@ from lowvram.compat.torch_ops import norms
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; writing into it writes into the tensor."""
+    """This rank's shard of a tensor, sharing its memory; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, detached. Of a sharded one the other ranks bring their shards: all must ask."""
-    found = on_mesh(tensor.detach())
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    """The whole tensor, detached. For a sharded one this is a collective: all ranks must call it."""
+    tensor = on_mesh(tensor.detach())
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def on_mesh(tensor: Tensor) -> Tensor:
-    """A sharded tensor where its ranks can exchange it: host memory doesn't travel between them. Any other: itself."""
+    """A sharded tensor on the device over which its ranks communicate: they can't exchange host memory. Others:
+    itself."""
     return tensor.to(tensor.device_mesh.device_type) if is_off_mesh(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_off_mesh(tensor: Tensor) -> bool:
-    """Whether a tensor's shards lie on another device than the one that its ranks talk over."""
+    """Whether a tensor's shards are on another device than the one over which its ranks communicate."""
     return isinstance(tensor, DTensor) and local(tensor).device.type != tensor.device_mesh.device_type
 
 
 def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """`whole` as `like` lies over the ranks: itself, or this rank's shard of it, in memory of its own. Nothing travels:
-    every rank brings the same `whole`.
+    """`whole` laid out over the ranks as `like` is: itself, or this rank's shard of it, in memory of its own. Nothing
+    is communicated: every rank passes the same `whole`.
 
     Args:
-        device: where the shard goes; None is where that of `like` is.
+        device: of the shard; None: that of the shard of `like`.
     """
     if not isinstance(like, DTensor):
         return whole
@@ -52,23 +53,23 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Lay out parameters as FSDP2 demands (torch 2.13). Values are the same; convolutions over channels_last images
-    reorder their weights when they use them."""
-    made: dict[Tensor, nn.Parameter] = {}  # tied ones stay tied
+    """Make all parameters contiguous, as FSDP2 demands (torch 2.13). Values stay; convolutions over channels_last
+    images reorder their weights when they use them."""
+    contiguous_of: dict[Tensor, nn.Parameter] = {}  # so that tied parameters stay tied
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_contiguous():
                 contiguous = nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
-                module.register_parameter(name, made.setdefault(parameter, contiguous))
+                module.register_parameter(name, contiguous_of.setdefault(parameter, contiguous))
 
 
 def class_name(module: nn.Module) -> str:
-    """Of the class that the model made: FSDP2 gives what it shards a class of its own on top."""
+    """The name of the module's class before sharding: FSDP2 gives what it shards a subclass."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
 def spread_as(like: Tensor, shard: Tensor) -> Tensor:
-    """This rank's `shard`, wherever it lies, as part of a tensor that is spread over the ranks as `like` is."""
+    """This rank's `shard`, on any device, as part of a DTensor that is laid out over the ranks as `like` is."""
     if not isinstance(like, DTensor):
         return shard
     stride = torch.empty(like.shape, device="meta").stride()
@@ -80,7 +81,7 @@ def spread_as(like: Tensor, shard: Tensor) -> Tensor:
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of all tensors as one vector (0-dim, at least fp32), over the shards of all ranks too.
 
-    Waits for nothing but, with shards, the other ranks: all must call it.
+    With shards it is a collective: all ranks must call it. Doesn't wait for a CUDA device.
     """
     return square_sum(tensors).sqrt()
 
@@ -89,37 +90,37 @@ def square_sum(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of all squares (0-dim, at least fp32), over the shards of all ranks too."""
     squares, tensors = SquareSum(), list(tensors)
     for norm, tensor in zip(norms_of([local(tensor) for tensor in tensors]), tensors, strict=True):
-        squares.take(norm, tensor)
+        squares.add_norm(norm, tensor)
     return squares.total()
 
 
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The Euclidean norm of each (0-dim, at least fp32). On a card it takes few kernels, however many tensors."""
+    """The Euclidean norm of each tensor (0-dim, at least fp32), in few CUDA kernels however many tensors there are."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return norms(tensors, dtype) if tensors else []
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether other ranks hold the rest of a tensor."""
+    """Whether this rank holds only a part of a tensor."""
     return isinstance(tensor, DTensor) and not all(isinstance(place, Replicate) for place in tensor.placements)
 
 
 @final
 class SquareSum:
-    """The sum of the squares of tensors that come one after another and need not stay."""
+    """The sum of the squares of tensors that are added one after another, and may be freed in between."""
 
     def __init__(self) -> None:
         self._norms: list[Tensor] = []  # of whole tensors
         self._norms_of_shards: list[Tensor] = []
-        self._like: Tensor | None = None  # the first sharded tensor: where its other shards are
+        self._like: Tensor | None = None  # the first sharded tensor, for its device mesh
 
     def add(self, values: Tensor, of: Tensor) -> None:
-        """Take in `values`: what this rank holds, on the device or on the host, of a tensor that is spread as `of`."""
+        """Add `values`, this rank's shard, on the device or on the host, of a tensor that is laid out as `of`."""
         norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
-        self.take(norm.to(local(of).device), of)
+        self.add_norm(norm.to(local(of).device), of)
 
-    def take(self, norm: Tensor, of: Tensor) -> None:
-        """The same of a norm that is known."""
+    def add_norm(self, norm: Tensor, of: Tensor) -> None:
+        """The same, if the norm of the values is known."""
         if is_sharded(of):
             self._like = of if self._like is None else self._like
             self._norms_of_shards.append(norm)
@@ -127,7 +128,8 @@ class SquareSum:
             self._norms.append(norm)
 
     def total(self) -> Tensor:
-        """0-dim, at least fp32. Waits for nothing but, with shards, the other ranks: all must call it."""
+        """0-dim, at least fp32. With shards it is a collective: all ranks must call it. Doesn't wait for a CUDA
+        device."""
         whole = torch.stack(self._norms).square().sum() if self._norms else None
         if self._like is None:
             return torch.zeros(()) if whole is None else whole

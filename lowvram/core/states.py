@@ -1,5 +1,5 @@
-"""States of models and optimizers that may lie in shards, as one process has them: what is saved fits any number of
-ranks."""
+"""States of models and optimizers that may be sharded, as one process would have them: so what is saved fits any number
+of ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowvram.core.ranks import rank
 from lowvram.core.shards import is_sharded, placed, whole
 from lowvram.core.values import own_tensors
 
-REACHED = ("params", "noise_step")  # the part of an optimizer's groups that is state
+STATE_ENTRIES = ("params", "noise_step")  # of an optimizer's param_groups; the other entries are settings
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
-    """A state of any nesting, for rank 0: every sharded tensor whole, and on the CPU. None for the others.
+    """On rank 0, a state of any nesting with every sharded tensor whole and on the CPU; None on the others.
 
-    All ranks must ask, with the same nesting.
+    A collective: all ranks must call it, with the same nesting.
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
@@ -34,7 +34,7 @@ def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state without what never changes: frozen parameters are again what they were when it is made again."""
+    """A model's state_dict without frozen parameters, which get the same values when the model is made again."""
     frozen = {name for name, _ in frozen_parameters(model)}
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
@@ -45,16 +45,17 @@ def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load whole tensors into a model that may be sharded. Frozen parameters may be missing, and stay."""
+    """Load whole tensors into a model that may be sharded. Frozen parameters may be missing and then stay as they
+    are."""
     like = model.state_dict()
     frozen = {name: like[name] for name, _ in frozen_parameters(model)}
-    given = {name: placed(value, like[name]) if name in like else value for name, value in state.items()}
-    model.load_state_dict({**frozen, **given})
+    loaded = {name: placed(value, like[name]) if name in like else value for name, value in state.items()}
+    model.load_state_dict({**frozen, **loaded})
 
 
 def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | None:
-    """A model as one process has it, for rank 0; None on the others. If it is sharded, `make` gives what holds its
-    values, on the CPU."""
+    """On rank 0, the model with whole tensors; None on the others. A sharded model is copied into one that `make`
+    returns, on the CPU."""
     if not any(map(is_sharded, model.parameters())):
         return model if rank() == 0 else None
     state = gathered(model.state_dict())
@@ -69,8 +70,8 @@ def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | 
 
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """A model without memory, given values by the names of its parameters and buffers, on the CPU. Tied ones stay
-    tied."""
+    """Give a model without memory these values, on the CPU, by the names of its parameters and buffers. Tied tensors
+    stay tied."""
     real: dict[Tensor, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in own_tensors(module):
@@ -82,13 +83,13 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """The same maker of optimizers; when they load a state they keep the numbers that they were made with, and those
-    over sharded parameters also load states that are whole."""
+def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """The same maker, whose optimizers keep their own settings when they load a state, load whole states into sharded
+    parameters, and mark the state of parameters in host memory."""
 
     def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
-        optimizer.register_load_state_dict_pre_hook(_with_own_numbers)
+        optimizer.register_load_state_dict_pre_hook(_with_own_settings)
         if any(map(is_sharded, parameters)):
             optimizer.register_load_state_dict_pre_hook(_placed_state)
         if any(map(host.holds, parameters)):
@@ -98,17 +99,17 @@ def loads_whole(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[li
     return make_loading
 
 
-def _with_own_numbers(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Weight decay and the like are chosen, not reached: torch would take those that were saved."""
+def _with_own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Keep weight decay and other settings as configured: torch would load those that were saved."""
     groups = [
-        {**saved, **{name: value for name, value in own.items() if name not in REACHED}}
+        {**saved, **{name: value for name, value in own.items() if name not in STATE_ENTRIES}}
         for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     return {**state, "param_groups": groups}
 
 
 def _mark_state(optimizer: Optimizer, *_: Any) -> None:
-    """The state of a parameter in host memory is there too."""
+    """Mark the state of parameters in host memory as host memory, too."""
     for parameter, state in optimizer.state.items():
         if host.holds(parameter):
             for value in state.values():
@@ -117,13 +118,12 @@ def _mark_state(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """What has the shape of its parameter lies as that does."""
+    """Shard the tensors that have the shape of their parameter as the parameter is."""
     placed_state = dict(state["state"])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
             if key in placed_state:
-                of_parameter = placed_state[key].items()
-                placed_state[key] = {name: _placed_value(value, parameter) for name, value in of_parameter}
+                placed_state[key] = {name: _placed_value(value, parameter) for name, value in placed_state[key].items()}
     return {**state, "state": placed_state}
 
 

@@ -14,7 +14,7 @@ def step(rig: Rig, batch: Part) -> tuple[Tensor, Update]:
     """One optimizer update on one logical batch.
 
     Returns:
-        The mean loss over the batch's targets (0-dim, on the device, detached) and what became of the update.
+        The mean loss over the batch's targets (0-dim, on the device, detached), and whether the update was applied.
     """
     parts = rig.split(batch)
     rig.stepper.begin(len(parts))

@@ -1,4 +1,4 @@
-"""The values that a model's tensors begin with, and the memory that they get."""
+"""Gives a model's tensors memory and their initial values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.shards import placed
 
-# Writes the initial value of the parameter or buffer of that name. One that takes memory of its own meanwhile has a
-# method `without_values`, called alike, that takes it without writing.
+# Writes the initial value of the parameter or buffer of that name into the tensor. A fill that allocates memory
+# meanwhile has a method `without_values`, with the same arguments, that allocates without writing, for plans.
 Fill = Callable[[str, Tensor], None]
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers that are a module's own, by all of their names. `setattr` replaces one."""
+    """A module's own parameters and buffers, under each of their names; `setattr(module, name, …)` replaces one."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 @torch.no_grad()
 def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
-    """Give every tensor of the model memory on the device and its initial value. Tied ones stay tied, strides stay."""
+    """Give every tensor of the model memory on the device and its initial value. Tied tensors stay
+    tied, strides stay."""
     real: dict[Tensor, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in own_tensors(module):
@@ -35,27 +36,27 @@ def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
             setattr(module, name, real[tensor])
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != device.type for tensor in here):
-        model.to(device)  # a task may build its model for real
+        model.to(device)  # a task may make its model with memory
 
 
 def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tensor:
-    """The initial value of one parameter or buffer on the device. Of a sharded one every rank draws the whole and keeps
-    its shard, so that values don't depend on the number of ranks."""
-    dtype = at_least_single(tensor.dtype)
+    """The initial value of one parameter or buffer, on the device. Of a sharded tensor every rank draws all values and
+    keeps its shard, so that they don't depend on the number of ranks."""
+    dtype = at_least_fp32(tensor.dtype)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    if is_fake(whole):  # a plan: there is nothing to write to
-        fill = getattr(fill, "without_values", leave)
+    if is_fake(whole):  # in a plan there is no memory to write to
+        fill = getattr(fill, "without_values", fill_nothing)
     fill(name, whole)
-    value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_kept(tensor) else device)
-    if host.is_kept(tensor):
+    value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_assigned(tensor) else device)
+    if host.is_assigned(tensor):
         host.mark(value)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def leave(name: str, tensor: Tensor) -> None:
-    """The fill that writes nothing."""
+def fill_nothing(name: str, tensor: Tensor) -> None:
+    """The fill for fake tensors: writes nothing."""
 
 
-def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    """Weights of fewer bits are drawn in fp32 and then rounded: the same numbers in every format."""
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Weights of fewer bits are drawn in fp32 and then rounded, so all formats begin with the same numbers."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

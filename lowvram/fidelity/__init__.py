@@ -1,5 +1,5 @@
 """measure.fidelity=true: how far a point's gradients and losses are from training without any saving.
 
-client.py is the parent's (no torch): it runs references and compares. worker.py is what their processes do;
-reference.py says what a reference is.
+client.py runs in the parent (no torch): it starts the reference runs and compares. worker.py is the mode of the
+processes that it starts; reference.py defines the reference.
 """

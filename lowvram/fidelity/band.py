@@ -1,4 +1,4 @@
-"""How far a loss history lies from those of references that differ in nothing but their seeds. Needs no torch."""
+"""How far a loss history is from those of reference runs that differ only in their seeds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-Losses = Sequence[float]  # of one step after another
+Losses = Sequence[float]  # by step
 
 
 class Bounds(NamedTuple):
-    """Between which losses a step of the point may lie, and their middle."""
+    """The range in which the point's loss at one step may lie, and its middle."""
 
     low: float
     mean: float
@@ -18,10 +18,10 @@ class Bounds(NamedTuple):
 
 
 def band(references: Sequence[Losses]) -> list[Bounds]:
-    """Of each step: the references' mean, less and more the distance between their largest and their smallest loss.
+    """For each step, the references' mean loss, plus and minus the difference of their largest and smallest loss.
 
-    So wide, because a point shares its seed with a reference: had it that one's losses but for rounding, it would often
-    lie at the very edge of what the references themselves span.
+    That is wider than their span, because the point shares its seed with one reference: with the same losses up to
+    rounding, it would often lie at the very edge of the span.
     """
     bounds = []
     for losses in zip(*references, strict=True):
@@ -31,10 +31,11 @@ def band(references: Sequence[Losses]) -> list[Bounds]:
 
 
 def loss_gap(losses: Losses, bounds: Sequence[Bounds]) -> float:
-    """The largest distance of any step from the band, as a share of the band's mean loss there; 0 inside all along."""
+    """The largest distance of any step's loss from the band, relative to the band's mean loss at that step; 0 if all
+    steps are inside."""
     gaps = (
-        max(each.low - loss, loss - each.high, 0.0) / abs(each.mean)
-        for loss, each in zip(losses, bounds, strict=True)
-        if each.mean
+        max(bound.low - loss, loss - bound.high, 0.0) / abs(bound.mean)
+        for loss, bound in zip(losses, bounds, strict=True)
+        if bound.mean
     )
     return max(gaps, default=0.0)

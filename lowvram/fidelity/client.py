@@ -1,6 +1,6 @@
 """measure.fidelity=true: how far a point's gradients and losses are from those without any technique that saves memory.
 
-After the point itself has ended, in children of their own, so that neither its peak nor its times know of it: first
+Runs after the point itself has ended, in child processes, so that neither its peak nor its times change: first
 references (reference.py) with three seeds, then the point's own configuration once more, from its initial weights.
 Imports no torch.
 """
@@ -33,29 +33,29 @@ from lowvram.results.terminal import Progress
 
 NUM_SEEDS = 3  # of the references: the point's own, and those that follow it
 GRADIENTS = "gradients.safetensors"
-REFERENCES = "references"  # the folder of a sweep that keeps their losses
+REFERENCES = "references"  # the folder in a sweep's folder that keeps the references' losses
 Request = dict[str, Any]
-Found = dict[str, Any]  # the section "fidelity" of a row
+Fields = dict[str, Any]  # the section "fidelity" of a row
 
 
-class Unknown(Exception):
-    """A child could not tell what it was asked."""
+class NotComparable(Exception):
+    """A run of the comparison failed; the message says which and why."""
 
 
 def check_fresh(config: Mapping[str, Any], launch: Launch | None) -> None:
-    """Raises Refused where there can be no processes beside those of the point."""
+    """Raises Refused if the point can't have further processes beside its own."""
     if config["measure"]["fidelity"] and (is_inline(config) or launch is not None):
         where = "with process=inline" if is_inline(config) else "under torchrun (sharding.ranks=2 or more needs none)"
         raise Refused(f"measure.fidelity=true: must be false {where}, for it takes processes of its own")
 
 
 @dataclass
-class Heard:
-    """What one child has told, and how it ended."""
+class ChildResult:
+    """The events that one child process sent, and how it ended."""
 
     on_step: Callable[[int], None]
-    told: dict[int, Told] = field(default_factory=dict)  # by rank
-    more_parts: int | None = None  # of the next attempt, if this one runs out of memory
+    rows: dict[int, Told] = field(default_factory=dict)  # by rank
+    more_parts: int | None = None  # for a retry, if this attempt runs out of memory
     compared: dict[str, float | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     status: Status = Status.OK
@@ -65,7 +65,7 @@ class Heard:
         kind = event.pop("event")
         if kind == "row":
             rank = event.pop("rank")
-            self.told[rank] = Told(**event)
+            self.rows[rank] = Told(**event)
         elif kind == "begin":
             self.more_parts = event["more_parts"]
         elif kind == "progress":
@@ -77,100 +77,101 @@ class Heard:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the row, as the first rank knows them."""
-        return self.told[0].fields
+        """The row's fields, as rank 0 sent them."""
+        return self.rows[0].fields
 
 
 @final
 class Comparison:
-    """The fidelity of one point."""
+    """Measures the fidelity of one point."""
 
     def __init__(
         self, point: Point, server: Server | Inline, progress: Progress, stop_signals: Callable[[], int]
     ) -> None:
         self.point, self.server, self.progress, self.stop_signals = point, server, progress, stop_signals
         self.num_steps: int = point.config["measure"]["fidelity_steps"]
-        self.folder = point.folder / "fidelity"  # of the children, while they run
-        self.num_done = 0  # steps of the children before
+        self.folder = point.folder / "fidelity"  # the children's files, while they run
+        self.num_done = 0  # steps of the runs before this one
 
-    def found(self) -> Found:
-        """What the row says; what isn't known is null, with the reason."""
+    def measure(self) -> Fields:
+        """The section "fidelity" of the row; what couldn't be measured is null, and `reason` says why."""
         unknown = ("gradient_error", "gradient_cosine", "loss_gap", "losses", "band", "reference", "reason")
-        found: Found = {**dict.fromkeys(unknown), "steps": self.num_steps}
+        fields: Fields = {**dict.fromkeys(unknown), "steps": self.num_steps}
         self.progress.start(f"{self.point.name}: fidelity", (NUM_SEEDS + 1) * self.num_steps)
         self.folder.mkdir(exist_ok=True)
         try:
-            self.fill(found)
-        except Unknown as why:
-            found["reason"] = str(why)
+            self.fill(fields)
+        except NotComparable as why:
+            fields["reason"] = str(why)
         finally:
             remove_files([self.folder / GRADIENTS, *self.folder.glob("native.log"), *self.folder.glob("native.*.log")])
             remove_leftovers(self.folder)  # of a child that was killed
             remove_empty([self.folder])
             self.progress.stop()
-        return found
+        return fields
 
-    def fill(self, found: Found) -> None:
-        """Raises Unknown when no more can be known."""
+    def fill(self, fields: Fields) -> None:
+        """Fill in the fields one after another. Raises NotComparable when a run fails."""
         gradients = self.folder / GRADIENTS
         reference = Reference(self, self.request_of_reference())
         reference.leave_gradients(gradients)
         bounds = band([reference.losses(number) for number in range(NUM_SEEDS)])
-        heard = self.run(self.point.request(), self.num_steps, gradients, is_reference=False)
-        found |= {**heard.compared, "reference": reference.told(), "band": bounds}
-        self.check(heard, "the point")
-        found |= {"losses": heard.losses, "loss_gap": loss_gap(heard.losses, bounds)}
+        child = self.run(self.point.request(), self.num_steps, gradients, is_reference=False)
+        fields |= {**child.compared, "reference": reference.described(), "band": bounds}
+        self.check(child, "the point")
+        fields |= {"losses": child.losses, "loss_gap": loss_gap(child.losses, bounds)}
 
     def request_of_reference(self) -> Request:
-        """What a child says that the reference is."""
+        """The request for a run of the reference, whose configuration a child works out."""
         request = self.point.request()
-        heard = self.hear({"reference": {name: request[name] for name in ("config", "choices")}})
-        self.check(heard, "the reference")
-        return request | heard.fields["reference"]
+        child = self.run_child({"reference": {name: request[name] for name in ("config", "choices")}})
+        self.check(child, "the reference")
+        return request | child.fields["reference"]
 
-    def run(self, request: Request, num_steps: int, gradients: Path | None, is_reference: bool) -> Heard:
-        """So many steps of what `request` describes, in a child that leaves or compares gradients."""
+    def run(self, request: Request, num_steps: int, gradients: Path | None, is_reference: bool) -> ChildResult:
+        """Run `num_steps` steps of the point in `request`, in a child that writes gradients (the reference) or compares
+        them with the written ones (the point)."""
         about = {"steps": num_steps, "file": gradients and str(gradients), "is_reference": is_reference}
-        return self.hear(request | {"folder": str(self.folder), "resume": False, "fidelity": about})
+        return self.run_child(request | {"folder": str(self.folder), "resume": False, "fidelity": about})
 
-    def hear(self, request: Request) -> Heard:
-        """What a child tells until its end; once more if it was killed, which says nothing of the training."""
-        heard = self.hear_once(request)
-        return self.hear_once(request) if heard.status == Status.KILLED and not self.stop_signals() else heard
+    def run_child(self, request: Request) -> ChildResult:
+        """Run a child to its end; once more if it was killed from outside."""
+        child = self.run_child_once(request)
+        return self.run_child_once(request) if child.status == Status.KILLED and not self.stop_signals() else child
 
-    def hear_once(self, request: Request) -> Heard:
-        heard = Heard(lambda step: self.progress.update(self.num_done + step, {}))
+    def run_child_once(self, request: Request) -> ChildResult:
+        child = ChildResult(lambda step: self.progress.update(self.num_done + step, {}))
         orders = Orders(self.point.config["timeout_s"], self.stop_signals)
         around = Circumstances(self.folder, orders, num_oom_kills(), self.point.config["vram"])
-        ended = self.server.run(request, heard.on_event, orders, self.point.locks)
-        end = outcome_of(ended, heard.told, around, self.point.config["sharding"]["timeout_s"])
-        heard.status, heard.reason = end.status, end.reason
-        return heard
+        ended = self.server.run(request, child.on_event, orders, self.point.locks)
+        end = outcome_of(ended, child.rows, around, self.point.config["sharding"]["timeout_s"])
+        child.status, child.reason = end.status, end.reason
+        return child
 
-    def check(self, heard: Heard, who: str, hint: str = "") -> None:
-        """Raises Unknown unless a child has ended well."""
-        if heard.status != Status.OK and self.stop_signals():
-            raise Unknown("stopped before it was known")
-        if heard.status != Status.OK:
-            raise Unknown(f"{who}, run for comparison, ended so: {heard.status}: {heard.reason}{hint}")
+    def check(self, child: ChildResult, who: str, hint: str = "") -> None:
+        """Raises NotComparable unless the child ended with status ok."""
+        if child.status != Status.OK and self.stop_signals():
+            raise NotComparable("stopped before the comparison was complete")
+        if child.status != Status.OK:
+            raise NotComparable(f"{who}, run again for the comparison, ended with {child.status}: {child.reason}{hint}")
 
 
 @final
 class Reference:
-    """The same training without any saving, in as few parts as fit: parts of a batch change no gradient.
-
-    Raises Unknown where it can't be had.
+    """The same training without any technique that saves memory, in as few parts as fit: parts of a batch change no
+    gradient. Methods raise NotComparable if a run fails.
     """
 
     def __init__(self, comparison: Comparison, request: Request) -> None:
         self.comparison, self.request = comparison, request
 
     def leave_gradients(self, file: Path) -> None:
-        """Of a first step, with the point's own seed."""
+        """Have the gradients of a first step written to `file`, with the point's own seed."""
         self.run(self.request["config"]["seed"], 1, file)
 
     def losses(self, number: int) -> list[float]:
-        """With the seed of that number. All points of a sweep that have the same reference share them."""
+        """The losses by step with the seed of that number. Points of a sweep that have the same reference share
+        them."""
         point, seed = self.comparison.point, (self.request["config"]["seed"] + number) % 2**63
         name = self.id(seed)
         file = point.folder.parent / REFERENCES / f"{name}.json"
@@ -184,11 +185,11 @@ class Reference:
         return losses
 
     def kept(self, file: Path) -> list[float] | None:
-        """What another point has left; None if none has, or the file is damaged."""
+        """The losses that another point of the sweep has written; None if there are none, or the file is damaged."""
         try:
-            told = json.loads(opened(file.read_text()))
-            if told["id"] == file.stem:
-                return told["losses"]
+            reference = json.loads(opened(file.read_text()))
+            if reference["id"] == file.stem:
+                return reference["losses"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError):
@@ -196,33 +197,35 @@ class Reference:
         self.comparison.progress.say(f"{file} is damaged, or another reference's: the reference is run again")
         return None
 
-    def run(self, seed: int, num_steps: int, gradients: Path | None) -> Heard:
-        """In more parts after it ran out of memory."""
+    def run(self, seed: int, num_steps: int, gradients: Path | None) -> ChildResult:
+        """Run the reference; after it ran out of memory again, in more parts."""
         while True:
             request = self.request | {"config": {**self.request["config"], "seed": seed}}
-            heard = self.comparison.run(request, num_steps, gradients, is_reference=True)
-            if heard.status != Status.OOM or heard.more_parts is None:
+            child = self.comparison.run(request, num_steps, gradients, is_reference=True)
+            if child.status != Status.OOM or child.more_parts is None:
                 break
-            self.request = self.request | {"config": with_parts(self.request["config"], heard.more_parts)}
-        hint = "; without vram it may fit" if heard.status == Status.OOM and self.request["config"]["vram"] else ""
-        self.comparison.check(heard, "the reference", hint)
-        if self.num_parts > 1 and heard.fields["semantics_changed"]:
-            raise Unknown(f"the reference fits in {self.num_parts} parts alone: {heard.fields['semantics_changed']}")
-        return heard
+            self.request = self.request | {"config": with_parts(self.request["config"], child.more_parts)}
+        hint = "; without vram it may fit" if child.status == Status.OOM and self.request["config"]["vram"] else ""
+        self.comparison.check(child, "the reference", hint)
+        if self.num_parts > 1 and child.fields["semantics_changed"]:
+            raise NotComparable(
+                f"the reference fits in {self.num_parts} parts only, and {child.fields['semantics_changed']}"
+            )
+        return child
 
     @property
     def num_parts(self) -> int:
         return self.request["config"]["accum"]["parts"]
 
     def id(self, seed: int) -> str:
-        """The same training on the same device with the same versions gets the same one."""
+        """A hash: the same for the same training on the same device with the same versions."""
         config = self.request["config"]
         groups = {group: config[group] for group in GROUPS if group not in ("mode", "accum")}
         about = [groups, config["train"]["batch_size"], config["device"], seed, self.comparison.num_steps]
         where = [__version__, installed_version("torch"), device_name()]
         return hashlib.sha256(json.dumps([about, where], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
-    def told(self) -> dict[str, Any]:
-        """What it is, where a reader may wonder."""
+    def described(self) -> dict[str, Any]:
+        """The reference's choices that a reader can't guess from the point's."""
         choices = self.request["choices"]
         return {"optimizer": choices["optimizer"], "adapter": choices["adapter"], "parts": self.num_parts}

@@ -1,14 +1,14 @@
 """What the fidelity of a point is measured against: the same training without any technique that saves memory.
 
-Model, data, loader, logical batch, seed and schedule stay. Of the knob groups the reference has the neutral options, in
-fp32, but for what says what is learnt rather than how: `Knob.reference`. So it has the same weights:
+Model, data, loader, logical batch, seed and schedule stay. Every knob group has its neutral option, in fp32, except
+where an option decides what is learnt rather than how: `Knob.reference`. So the reference begins with the same weights:
 
 - They are a function of the seed and of each parameter's name (core/seeds.py), drawn in fp32. precision=bf16_pure
   rounds these same numbers; adapter=qlora packs them into 4 bits. What that costs is part of the error.
-- Optimizers start without state, so those of few bits begin with the same weights and gradients as AdamW; what they
-  lose shows in the losses of later steps.
-- An adapter keeps the names and the initial values of its matrices: the gradients are those of what trains.
-- stepping=cpu_offload trains fp32 masters, which begin as the weights that the device has.
+- Optimizers start without state, so low-bit ones begin with the same weights and gradients as AdamW; what they lose
+  shows in the losses of later steps.
+- An adapter keeps the names and the initial values of its matrices; gradients are those of the trainable parameters.
+- stepping=cpu_offload trains fp32 copies, which begin as the device's weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowvram.core.knob import Knob
 
 
 def reference_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
-    """The reference of a point, as its configuration and the options that it names."""
+    """The reference's configuration and choices of options, for a point with these."""
     groups = settings(dict(config)).groups
     nodes, options = dict[str, Any](), dict(choices)
     for group in KNOB_GROUPS:
@@ -37,13 +37,13 @@ def reference_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[
 
 
 def option_like(group: str, in_use: str, knob: Knob) -> str:
-    """The name of a knob's option: the one in use, if it is of its kind."""
+    """The name of an option of the knob's class: the one in use, if it is of that class."""
     names = [in_use, *options_of(group)]
     return next(name for name in names if type(knob_of((group, name))) is type(knob))
 
 
 def as_node(knob: Knob) -> dict[str, Any]:
-    """A knob as the configuration names it; `build` makes it again."""
-    values = {each.name: getattr(knob, each.name) for each in fields(knob)}  # pyright: ignore[reportArgumentType]
+    """A knob as a node of the configuration, from which `build` makes it again."""
+    values = {item.name: getattr(knob, item.name) for item in fields(knob)}  # pyright: ignore[reportArgumentType]
     plain = {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
     return {"_target_": f"{type(knob).__module__}.{type(knob).__qualname__}", **plain}

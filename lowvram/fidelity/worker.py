@@ -1,5 +1,5 @@
-"""What is compared for a point's fidelity: the gradients of a first step and the losses of the first few. A mode that
-no configuration names: the parent (lowvram/fidelity/client.py) asks for it in processes that are not measured.
+"""The mode that fidelity runs: the gradients of a first step, and the losses of the first few. No configuration names
+it: the parent (lowvram/fidelity/client.py) asks for it, in processes that are not measured.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lowvram.loops.fields import common
 from lowvram.loops.session import Session
 from lowvram.results.files.durable import unfinished_folder
 
-PIECE_ELEMENTS = 2**22  # that are widened to fp64 at once
+PIECE_ELEMENTS = 2**22  # converted to fp64 at once
 
 
 @final
 @dataclass(frozen=True)
-class GradientWatch(Knob):
-    """Keeps the gradients that the optimizers are given, whoever steps them and when: summed over parts and ranks, free
-    of a loss scale, whole, in fp32 on the host of rank 0."""
+class KeepGradients(Knob):
+    """Copies the gradients that each optimizer step uses: summed over parts and ranks, without a loss scale, unsharded,
+    in fp32, on the host of rank 0."""
 
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # of each parameter of the model
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)  # by parameter of the model
     hooks: list[Any] = field(default_factory=list)
 
     stage = Stage.OPTIMIZER
@@ -52,12 +52,12 @@ class GradientWatch(Knob):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                gradient = whole(parameter.grad)  # all ranks must ask
+                gradient = whole(parameter.grad)  # a collective, so on all ranks
                 if rank() == 0:
                     self.gradients[original(parameter)] = gradient.to("cpu", torch.float32, copy=True)
 
     def end(self) -> None:
-        """The first step is over: nothing is kept any more."""
+        """Copy no gradients any more, after the first step."""
         for hook in self.hooks:
             hook.remove()
 
@@ -68,21 +68,21 @@ class Fidelity:
     """A few steps of training from the initial weights.
 
     Args:
-        file: where the reference leaves its gradients, and where a point finds them; None: gradients don't matter.
+        file: where the reference writes its gradients, and the point reads them; None: only losses are compared.
     """
 
     steps: int
     file: Path | None
     is_reference: bool
-    watch: GradientWatch = field(default_factory=GradientWatch)
+    watch: KeepGradients = field(default_factory=KeepGradients)
 
     @classmethod
     def asked(cls, steps: int, file: str | None, is_reference: bool) -> Self:
-        """From a request."""
+        """From the entries of a request."""
         return cls(steps, None if file is None else Path(file), is_reference)
 
     def run(self, session: Session) -> dict[str, Any]:
-        """Tells "compared" and "history"."""
+        """Train for a few steps; send the events "compared" (unless a reference) and "history"."""
         batches = session.batches(0)
         session.begin(0, self.steps)
         loss, update = first_step(session, self.steps, next(batches))
@@ -113,22 +113,23 @@ class Fidelity:
 
 
 def save_whole(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """In a folder first: safetensors writes beside, and leaves a file whose name nobody knows when it is killed."""
+    """Write into a temporary folder first: if killed, safetensors leaves a partial file of unknown name beside
+    `file`."""
     with unfinished_folder(file) as fresh:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(fresh / file.name))
         (fresh / file.name).replace(file)
 
 
 def first_step(session: Session, num_steps: int, batch: Any) -> tuple[Tensor, Update]:
-    """On the first batch, again until it is applied: a loss scale that was too large has changed no weight."""
+    """One step on the first batch, repeated until it is applied: with too large a loss scale it changed no weight."""
     while True:
         loss, update = session.update(batch, 0, num_steps)
         if update.applied:
             return loss, update
 
 
-def named_gradients(session: Session, watch: GradientWatch, update: Update) -> dict[str, Tensor]:
-    """By the names of the model, and as they were before they were clipped: that would hide how large they are."""
+def named_gradients(session: Session, watch: KeepGradients, update: Update) -> dict[str, Tensor]:
+    """The gradients by parameter name, as they were before clipping, which would hide their size."""
     clip = session.settings.groups["stepping"].clip
     by = 1.0 if clip is None else max(1.0, (float(update.grad_norm) + 1e-6) / clip)
     names: dict[Tensor, str] = {parameter: name for name, parameter in session.rig.model.named_parameters()}
@@ -136,32 +137,31 @@ def named_gradients(session: Session, watch: GradientWatch, update: Update) -> d
 
 
 class Compared(NamedTuple):
-    """Gradients beside those of the reference, all parameters as one vector; null where the reference's is zero."""
+    """The gradients against the reference's, all parameters as one vector; None if the reference's are zero."""
 
     gradient_error: float | None  # norm of the difference, relative to the reference's norm
-    gradient_cosine: float | None  # of the angle between them
+    gradient_cosine: float | None  # cosine of the angle between the two vectors
 
 
 def compared(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> Compared:
-    """Of (found, wanted) for each parameter, of one shape each, on the CPU; None: that one has no gradient, as good as
-    zero. Sums are in fp64."""
-    difference = found_square = wanted_square = product = 0.0
-    for found, wanted in pairs:
-        for one, other in pieces(found, wanted):
-            difference += float((one - other).square().sum())
-            found_square += float(one.square().sum())
-            wanted_square += float(other.square().sum())
-            product += float((one * other).sum())
-    if not wanted_square:
+    """Compare (gradient, reference) of each parameter, on the CPU; None counts as zero. Sums are in fp64."""
+    difference = square = reference_square = product = 0.0
+    for gradient, reference in pairs:
+        for values, wanted in pieces(gradient, reference):
+            difference += float((values - wanted).square().sum())
+            square += float(values.square().sum())
+            reference_square += float(wanted.square().sum())
+            product += float((values * wanted).sum())
+    if not reference_square:
         return Compared(None if difference else 0.0, None)
-    lengths = (found_square * wanted_square) ** 0.5
-    return Compared((difference / wanted_square) ** 0.5, product / lengths if lengths else None)
+    lengths = (square * reference_square) ** 0.5
+    return Compared((difference / reference_square) ** 0.5, product / lengths if lengths else None)
 
 
-def pieces(found: Tensor | None, wanted: Tensor | None) -> Iterable[tuple[Tensor, Tensor]]:
-    """Both in fp64, some elements at a time."""
-    like = found if found is not None else wanted
+def pieces(gradient: Tensor | None, reference: Tensor | None) -> Iterable[tuple[Tensor, Tensor]]:
+    """Both in fp64, some elements at a time. At least one is a tensor; None counts as zero."""
+    like = gradient if gradient is not None else reference
     assert like is not None
-    flat = [torch.zeros_like(like).flatten() if one is None else one.flatten() for one in (found, wanted)]
-    for one, other in zip(*(each.split(PIECE_ELEMENTS) for each in flat), strict=True):
-        yield one.double(), other.double()
+    both = [torch.zeros_like(like) if tensor is None else tensor for tensor in (gradient, reference)]
+    for values, wanted in zip(*(tensor.flatten().split(PIECE_ELEMENTS) for tensor in both), strict=True):
+        yield values.double(), wanted.double()

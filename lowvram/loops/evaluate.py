@@ -22,7 +22,7 @@ class Evaluation:
     scores: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """By W&B's names."""
+        """By the names that metrics.jsonl and W&B use."""
         return {"loss/eval": self.loss} | {f"eval/{name}": value for name, value in self.scores.items()}
 
 
@@ -38,7 +38,9 @@ def evaluate(session: Session) -> Evaluation:
         rig.model.train()
     loss, correct, num_targets = sums.tolist()
     if not num_targets:
-        raise NonFinite(f"no target counts in the held-out samples, all are {IGNORE}: there is no mean loss")
+        raise NonFinite(
+            f"no target counts in the held-out samples, all are {IGNORE}: leave such samples out of the data"
+        )
     return Evaluation(loss / num_targets, session.problem.scores(loss / num_targets, correct / num_targets))
 
 

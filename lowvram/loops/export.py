@@ -1,4 +1,4 @@
-"""`model/` in a run's folder: what was trained, and what it takes to build the plain model."""
+"""`model/` in a run's folder: the trained weights, and the configuration to build the plain model again."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.tasks import Auto, ModelConfig
 
-APART = "lowvram.json"  # beside an adapter: what it is to be put into
+APART = "lowvram.json"  # beside an adapter: the model that it belongs to
 USUAL = (CONFIG, WEIGHTS, APART, "adapter_config.json", "adapter_model.safetensors")
-CLASSES = {  # that an exported folder may name
+CLASSES = {  # the classes that an exported folder may name
     "model": (
         "lowvram.models.transformer.TransformerConfig",
         "lowvram.models.resnet.ResNetConfig",
@@ -51,13 +51,13 @@ class Origin(NamedTuple):
 
 
 def export(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
-    """Write a whole model, or what an adapter has learnt alone, in place of what an earlier call has written there.
+    """Write the whole model, or only the adapter's weights, and replace what an earlier call wrote there.
 
     Args:
-        merge: write a whole model in any case.
+        merge: write the whole model even if the adapter could be saved alone.
 
     Raises:
-        FileExistsError: a file of somebody else is in the way; nothing was changed.
+        FileExistsError: the folder holds a file that lowvram didn't write; nothing was changed.
     """
     with unfinished_folder(folder) as fresh:
         write(fresh, model, origin, merge)
@@ -75,18 +75,17 @@ def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raises FileExistsError if a file of somebody else will be in the way of an export."""
+    """Raises FileExistsError if the folder holds a file that lowvram didn't write and an export would replace."""
     manifest.ours_in(folder, USUAL)
 
 
 def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: Collection[str] = ()) -> Any:
-    """The plain model of a run's `model` folder with its trained weights, on the CPU: no knob, no framework. What was
-    trained apart is merged into what it was trained beside. No code runs but that of lowvram and of transformers, and
-    what the caller names.
+    """Load the plain model from a run's `model` folder, with its trained weights, on the CPU. An adapter is merged into
+    its model. Only code of lowvram and of transformers runs, and what the caller names.
 
     Args:
-        model: the class or function that has made the model, where it is the user's own (model=external).
-        trust: dotted names of such classes or functions; the module of the one that the folder names is imported.
+        model: for model=external, the class or function that makes the model.
+        trust: or dotted names of such classes and functions; the one that the folder names is imported.
 
     Raises:
         BadInput: the folder is damaged, or names code that the caller didn't.
@@ -101,24 +100,24 @@ def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: 
         allowed.check_unused()
         return from_transformers(folder, described)
     config, spec = described_problem(described, allowed)
-    found = (config.build if isinstance(config, ExternalConfig) else config.make)(spec)
-    load_model(found, str(folder / WEIGHTS))
-    return found
+    loaded = (config.build if isinstance(config, ExternalConfig) else config.make)(spec)
+    load_model(loaded, str(folder / WEIGHTS))
+    return loaded
 
 
 @final
 @dataclass(frozen=True)
 class Allowed:
-    """Whose code may run."""
+    """The code outside lowvram and transformers that may run."""
 
     maker: Callable[..., Any] | None
     names: Collection[str]
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The same, if its model may be made.
+        """The same configuration, if its model's code may run.
 
         Raises:
-            BadInput: it needs code that the caller hasn't named.
+            BadInput: the caller hasn't named that code, or its arguments were secrets, which an export leaves out.
         """
         if not isinstance(config, ExternalConfig):
             self.check_unused()
@@ -128,21 +127,21 @@ class Allowed:
         if self.maker is not None:
             return HandedOver(**vars(replace(config, args=args)), maker=self.maker)
         secrets = [arg for arg in config.args or {} if arg not in args]
-        whole = f"load(folder, model=functools.partial({name}, {', '.join(f'{arg}=…' for arg in secrets)}))"
-        allowed = f"handed over, since it held secrets, which are kept nowhere: {whole}"
+        call = f"load(folder, model=functools.partial({name}, {', '.join(f'{arg}=…' for arg in secrets)}))"
+        allowed = f"passed again, since secrets aren't saved with a model: {call}"
         require(not secrets, "model.args", config.args, allowed)
         ways = f"load(folder, model={name}), or load(folder, trust={{{config.target!r}}})"
         is_trusted = config.target in self.names
-        require(is_trusted, "model.target", config.target, f"named by you, since its code will run: {ways}")
+        require(is_trusted, "model.target", config.target, f"named by you, since loading runs its code: {ways}")
         return config
 
     def check_unused(self) -> None:
-        """Raises BadInput if the caller has handed over what isn't needed."""
+        """Raises BadInput if the caller has passed a class or function that isn't needed."""
         require(self.maker is None, "model", self.maker, "left out: this model isn't made by code of your own")
 
 
 def with_adapter(folder: Path, allowed: Allowed) -> nn.Module:
-    """The model that was adapted, made again, and what it has learnt."""
+    """The adapted model, made again, with the adapter's trained weights merged in."""
     described = read_json(folder, APART)
     adapter = built(described, "adapter")
     task = Auto().pose(*described_problem(described, allowed))
@@ -152,12 +151,13 @@ def with_adapter(folder: Path, allowed: Allowed) -> nn.Module:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """What a file of an export says. Raises BadInput if it isn't there or isn't JSON, or asks to be filled in."""
+    """The contents of a file of an export. Raises BadInput if it is missing, isn't JSON, or has OmegaConf
+    interpolations."""
     try:
         described = json.loads((folder / name).read_bytes())
     except (OSError, ValueError) as error:
         raise BadInput("folder", str(folder), f"an exported model, whose {name} can be read ({error})") from None
-    is_plain = isinstance(described, dict) and "${" not in json.dumps(described)  # OmegaConf would work that out
+    is_plain = isinstance(described, dict) and "${" not in json.dumps(described)  # OmegaConf would resolve that
     require(is_plain, "folder", str(folder), f"an exported model: its {name} isn't one's")
     return described
 
@@ -171,19 +171,19 @@ def described_problem(described: dict[str, Any], allowed: Allowed) -> tuple[Mode
 
 
 def built(described: dict[str, Any], part: str) -> Any:
-    """One of our own objects. Raises BadInput for any other."""
+    """An object of one of the `CLASSES`. Raises BadInput for any other class."""
     named = described[part].get("_target_")
     require(named in CLASSES[part], f"{part}._target_", named, f"one of {', '.join(CLASSES[part])}")
     return build(DictConfig(described[part]), part)
 
 
 def from_transformers(folder: Path, described: dict[str, Any]) -> nn.Module:
-    """One of the library's models, by the name of its class. Raises BadInput for all else that the library has."""
+    """A model of transformers, by the name of its class. Raises BadInput if transformers has no such model."""
     from lowvram.models.hf_source import check_brings_no_code, transformers
 
     check_brings_no_code(str(folder), described)
     name = (described.get("architectures") or [None])[0]
-    found: Any = getattr(transformers, str(name), None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    model_class: Any = getattr(transformers, str(name), None)
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     require(is_model, "architectures", name, "the name of a model's class in transformers")
-    return found.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+    return model_class.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)

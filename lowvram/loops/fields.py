@@ -1,4 +1,4 @@
-"""The fields of a row, as the child knows them."""
+"""The fields of a row that the child process computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Fields = dict[str, Any]
 
 
 def merged(*fragments: Fields) -> Fields:
-    """Fragments of a row as one; what two of them say of the same section is put together."""
+    """Fragments of a row as one; sections that several of them have are merged."""
     whole: Fields = {}
     for fragment in fragments:
         for name, value in fragment.items():
@@ -34,7 +34,7 @@ def merged(*fragments: Fields) -> Fields:
 
 
 def common(session: Session) -> Fields:
-    """The model, and what the knobs did to the numbers."""
+    """The fields that all modes have: the model, changed semantics, and the loss scale."""
     state = session.rig.stepper.state_dict()
     return {
         **about_model(session.problem, session.rig.model, session.knobs.values()),
@@ -43,7 +43,7 @@ def common(session: Session) -> Fields:
 
 
 def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
-    """The model, as far as it is known before it runs, and what knobs change of what it computes."""
+    """The fields about the model that are known before it runs, and how knobs change what it computes."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return {
         "model": {
@@ -56,7 +56,7 @@ def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
 
 
 def described_blocks(blocks: Iterable[nn.Module]) -> str:
-    """Such as "4 Block"."""
+    """How many blocks there are of each class, such as "4 Block"."""
     counted = Counter(map(class_name, blocks))
     return ", ".join(f"{count} {name}" for name, count in counted.items())
 
@@ -66,10 +66,10 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
 
 
 def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[str, float]:
-    """Throughput of all ranks over steps, by W&B's names. Padding is no throughput.
+    """Throughput of all ranks, without padding, by the names that metrics.jsonl and W&B use.
 
     Args:
-        fillings: of each step on this rank, see `Problem.filling`.
+        token_counts: of each step on this rank, see `Problem.token_counts`.
     """
     num_steps = len(token_counts)
     values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
@@ -80,7 +80,7 @@ def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[s
 
 
 def times(session: Session, step_ms: list[float], waits_s: list[float], token_counts: list[Tensor]) -> Fields:
-    """Throughput and the spread of the step's time over the timed steps; null when there were none."""
+    """Throughput, and median and spread of the step's time, over the timed steps; no such fields if there were none."""
     if not step_ms:
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
@@ -103,13 +103,13 @@ def times(session: Session, step_ms: list[float], waits_s: list[float], token_co
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 5th, the median and the 95th, of one value or more."""
+    """The 5th percentile, the median and the 95th percentile of one value or more."""
     p05, *_, p95 = quantiles(values, n=20, method="inclusive") if len(values) > 1 else (values[0], values[0])
     return p05, median(values), p95
 
 
 def memory_now(session: Session) -> dict[str, float]:
-    """What can be read while training without disturbing it, by W&B's names."""
+    """Memory that can be read without disturbing the training, by the names that metrics.jsonl and W&B use."""
     if session.rig.device.type == "cuda":
         return {"memory/peak_gib": torch.cuda.max_memory_allocated() / GIB}
     return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB}

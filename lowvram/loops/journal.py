@@ -1,4 +1,4 @@
-"""The rows of `metrics.jsonl` on their way to the parent, so that no snapshot is ahead of them."""
+"""Sends rows of `metrics.jsonl` to the parent, so that no snapshot is ahead of the rows on disk."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any, final
 
 from lowvram.loops.session import Events
 
-MOST_UNCONFIRMED = 256  # a run without snapshots doesn't keep them all
+MOST_UNCONFIRMED = 256  # rows; then they are committed, also in a run without snapshots
 
 
 @final
 class Journal:
-    """Tells rows, and keeps those that the parent hasn't confirmed to be on the disk: a snapshot carries them."""
+    """Sends rows, and keeps those that the parent hasn't confirmed to be on disk: a snapshot carries them."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self.unconfirmed: list[dict[str, Any]] = []
 
     def restore(self, carried: Sequence[dict[str, Any]]) -> None:
-        """What a snapshot has carried: told when the run begins, and confirmed like any other."""
+        """Take over the rows that a snapshot carried: they are sent when the run begins."""
         self.unconfirmed = list(carried)
 
     def tell(self, step: int, values: dict[str, float]) -> None:
-        """One row."""
+        """Send one row."""
         self.unconfirmed.append({"step": step, **values})
         self._events("metrics", step=step, values=values)
         if len(self.unconfirmed) % MOST_UNCONFIRMED == 0:
             self.commit()
 
     def commit(self) -> list[dict[str, Any]]:
-        """Have all rows brought to the disk; returns those of which that is uncertain: the parent is gone, or slow."""
+        """Wait until all rows are on disk; returns those that may not be, because the parent is gone or slow."""
         if self._events.commit():
             self.unconfirmed = []
         return self.unconfirmed

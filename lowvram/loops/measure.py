@@ -29,11 +29,11 @@ class Measure:
     """conf/mode/measure.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
-        require(not session.is_resumed, "mode", "measure", "train: a run that has snapshots can go on, nothing else")
+        require(not session.is_resumed, "mode", "measure", "train: only a run with snapshots can be resumed")
         limits, device = session.settings.measure, session.rig.device
         batches, clock, history = session.batches(0), clock_for(device), History(session)
         session.begin(0, limits.warmup_steps + limits.steps)
-        for _ in range(limits.warmup_steps):  # optimizer state is born here
+        for _ in range(limits.warmup_steps):  # the first step makes the optimizer's state
             history.step(batches)
         synchronise(device)
         watch = watch_for(device)
@@ -56,14 +56,14 @@ class Measure:
 
 
 class History:
-    """The losses of a measurement, left on the device until it is over."""
+    """The steps of a measurement; losses stay on the device until it is over."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._steps: list[tuple[Tensor, Update]] = []
         self._num_applied = 0
         self._num_targets: list[Tensor] = []
-        self._fillings: list[Tensor] = []
+        self._token_counts: list[Tensor] = []
         self._compiling = CompileTimes()
 
     @property
@@ -74,7 +74,7 @@ class History:
         limits = self._session.settings.measure
         batch = next(batches)
         self._num_targets.append(self._session.problem.num_targets(batch))
-        self._fillings.append(self._session.problem.filling(batch))
+        self._token_counts.append(self._session.problem.token_counts(batch))
         with self._compiling.step():
             loss, update = self._session.update(batch, self._num_applied, limits.warmup_steps + limits.steps)
         self._num_applied += update.applied
@@ -82,14 +82,18 @@ class History:
         self._session.events("progress", step=self.num_steps, values={})
 
     def timed(self, window_ms: list[float], waits_s: list[float]) -> tuple[list[float], list[float], list[Tensor]]:
-        """Milliseconds, waits and fillings of the steps that count: in the window, and nothing was compiled."""
+        """Times, waits for data and token counts of the steps in the window that compiled nothing."""
         warmup = self._session.settings.measure.warmup_steps
         steady = self._compiling.steady(warmup)
         step_ms = [window_ms[index - warmup] for index in steady]
-        return step_ms, chosen(waits_s, steady), chosen(self._fillings, steady)
+        return step_ms, chosen(waits_s, steady), chosen(self._token_counts, steady)
 
     def tell(self) -> Sequence[float]:
-        """A line of metrics.jsonl for every step; returns the losses."""
+        """Send a line of metrics.jsonl for every step; returns the losses.
+
+        Raises:
+            NonFinite: a loss is not finite.
+        """
         losses = torch.stack([loss for loss, _ in self._steps]).tolist()
         for number, (loss, (_, update)) in enumerate(zip(losses, self._steps, strict=True), start=1):
             if not math.isfinite(loss):

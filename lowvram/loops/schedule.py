@@ -10,7 +10,7 @@ from lowvram.config.errors import require
 
 
 class Schedule(ABC):
-    """Multiplies `optimizer.lr`."""
+    """A factor that multiplies `optimizer.lr`."""
 
     @abstractmethod
     def factor(self, step: int, num_steps: int) -> float:

@@ -1,4 +1,4 @@
-"""All that a mode works with."""
+"""Everything that a mode works with: one point, assembled."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Interrupted(BaseException):
 
 
 class NonFinite(ArithmeticError):
-    """The loss or the gradients are no numbers any more."""
+    """The loss or the gradients are not finite."""
 
 
 class Events(Protocol):
-    """The way to the parent."""
+    """Sends events to the parent process."""
 
     def __call__(self, event: str, **fields: Any) -> None: ...
 
     def commit(self) -> bool:
-        """Wait until the rows that were told are on the disk; False if the parent is gone, or slow."""
+        """Wait until all rows sent so far are on disk; False if the parent is gone, or slow."""
         ...
 
 
@@ -63,9 +63,9 @@ class Session:
     folder: Path
     is_resumed: bool
     started: float  # time.monotonic() when the child began
-    resident_bytes: int  # of the process, before it did anything
+    resident_bytes: int  # resident memory of the process before it did anything
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
-    run: str | None = None  # what its snapshots are known by
+    run: str | None = None  # the run's id, which its snapshots carry
 
     def begin(
         self,
@@ -74,11 +74,11 @@ class Session:
         untold: Sequence[Mapping[str, Any]] = (),
         known: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """All is set up, and nothing can be refused any more: the steps come.
+        """Tell the parent that the set-up is done and the steps begin.
 
         Args:
             untold: rows of `metrics.jsonl` up to `step` that may be missing there.
-            known: of some rows up to `step` what they say, if they are there.
+            known: values of some rows up to `step`, for the parent to check against the file.
         """
         print(f"data: {self.data.description}")
         accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // num_ranks()
@@ -94,13 +94,13 @@ class Session:
         )
 
     def batches(self, first_step: int) -> Waited:
-        """The logical batches from `first_step` on, without end; of several ranks each gets its slice."""
+        """The logical batches from `first_step` on, without end; each rank gets its slice."""
         loader: Loader = self.settings.groups["loader"]
         batch_size, seed = self.settings.train.batch_size, self.settings.root.seed
         return Waited(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device), first_step)
 
     def largest(self, batches: Waited, last: Part) -> Part:
-        """The largest of some batches, made again; or the last one where all are of one size."""
+        """The largest of the batches so far, made again; or `last`, if all have one size."""
         if len(set(batches.sizes)) == 1:
             return last
         again = self.batches(batches.first_step + batches.sizes.index(max(batches.sizes)))
@@ -123,16 +123,18 @@ class Session:
         return loss, update
 
     def lr(self, num_applied: int, num_steps: int) -> float:
-        """The learning rate after `num_applied` updates: a skipped one doesn't move the schedule."""
+        """The learning rate after `num_applied` updates: a skipped update doesn't advance the schedule."""
         schedule: Schedule = self.settings.groups["schedule"]
         return self.settings.groups["optimizer"].lr * schedule.factor(num_applied, num_steps)
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank says yes, so that none takes a step more than another; all must ask."""
+        """Whether `flag` is true on any rank, so that all end at the same step. A collective: all ranks must call
+        it."""
         return agree(flag)
 
     def remedy(self, num_targets: Tensor) -> str:
-        """What helps against a loss that is no number, after a batch with so many targets. All ranks must ask."""
+        """Advice against a loss that isn't finite, after a batch with so many targets. A collective: all ranks must
+        call it."""
         if not summed(num_targets):
             return f"no target counts in this batch, all are {IGNORE}: leave such samples out of the data"
         smaller_lr = self.settings.groups["optimizer"].lr / 10

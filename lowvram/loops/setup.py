@@ -1,4 +1,4 @@
-"""What planning and running a point share of its set-up: ranks, the data, the logical batch."""
+"""The set-up that planning and running a point share: ranks, the data, the logical batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowvram.knobs.allocator import Allocator
 
 
 class Sharding(Protocol):
-    """The part of the group's options that is read here."""
+    """The part of `sharding` options that is used here."""
 
     @property
     def ranks(self) -> str: ...
@@ -28,8 +28,8 @@ class Sharding(Protocol):
 
 
 def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> int:
-    """How many ranks a point asks for: with `auto` one for each CUDA device, if it is spread at all, and if the user
-    named no card."""
+    """How many ranks a point asks for: with `sharding.ranks=auto` one for each CUDA device, unless `sharding` takes one
+    rank or the user named a card."""
     if sharding.ranks != "auto":
         return int(sharding.ranks)
     is_spread = device.type == "cuda" and not names_card and Fact.ONE_RANK not in sharding.needs()
@@ -39,34 +39,35 @@ def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> 
 def can_replace(
     settings: Settings, choices: Mapping[str, str], absent: Mapping[Fact, str], num_ranks: int
 ) -> Callable[[str, str], bool]:
-    """Tells whether an option can take the place of the one that its group has, and makes a difference, on a device
-    that lacks the facts `absent`."""
+    """A function that says whether an option can replace the one that its group has now, and would make a difference,
+    on a device that lacks the facts `absent`."""
 
-    def answer(group: str, option: str) -> bool:
+    def can_be(group: str, option: str) -> bool:
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
         knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
         is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
-        helps = Fact.CUDA not in absent or not groups[group].moves_to_host  # a CPU is its own host
+        helps = Fact.CUDA not in absent or not groups[group].moves_to_host
         return helps and is_whole and not conflicts(knobs, absent)
 
-    return answer
+    return can_be
 
 
 def acting_allocator(settings: Settings, choices: Mapping[str, str], device: torch.device) -> tuple[str, Allocator]:
-    """The option that acts where the point runs, with its name: a cap on a CPU may take another one."""
+    """The allocator option that applies on `device`, with its name: under `vram` on a CPU it may be another than the
+    configured one."""
     allocator: Allocator = settings.groups["allocator"]
     is_capped = settings.vram_bytes is not None and device.type == "cpu"
     return (is_capped and allocator.under_cap()) or (choices["allocator"], allocator)
 
 
 def open_data(settings: Settings) -> Data:
-    """The data as the loader has them, scanned and checked against the rest of the configuration."""
+    """Open the data for the loader: scan them and check them against the rest of the configuration."""
     model = settings.groups["model"]
     return settings.groups["loader"].fit(resolve_source(settings.groups["data"], model).open(settings.root.seed), model)
 
 
 def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
-    """Each rank takes an equal slice of the logical batch, in equal parts."""
+    """Raises BadInput unless the logical batch divides into equal slices for the ranks and equal parts of those."""
     unit, name = num_ranks * parts, f"accum.parts={parts}"
     if num_ranks > 1:
         name = f"{unit} (ranks x accum.parts = {num_ranks} x {parts})"

@@ -1,4 +1,5 @@
-"""Snapshots: all that a run needs to go on as if nothing had happened. One file each, hashed, never half there."""
+"""Snapshots: all that a run needs to go on as if it hadn't been interrupted. One file each, hashed, never half
+written."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
 from lowvram.config.secret import REFUSED
-from lowvram.core.ranks import first_goes_first, rank
+from lowvram.core.ranks import rank, rank_0_first
 from lowvram.results.files.durable import remove_leftovers, settle, unfinished
 from lowvram.results.files.marker import MARKER
 from lowvram.results.files.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
 
-FORMED_BY = {  # the groups that give a part of a snapshot its form
+FORMED_BY = {  # by part of a snapshot, the groups that determine its names and shapes
     "model": ("model", "task", "data", "adapter"),
     "stepper": ("optimizer", "stepping", "precision", "adapter", "model"),
 }
@@ -30,14 +31,14 @@ class Snapshots:
     """The snapshots of one run, in `folder`. A file's name carries its step and the hash of its bytes.
 
     Args:
-        run: what the run is called in each of them; None: it isn't known, and all count.
+        run: the run's id, which each snapshot carries; None: not known, so snapshots of any run are accepted.
     """
 
     def __init__(self, folder: Path, keep: int, run: str | None = None) -> None:
         self.folder, self.keep, self.run = folder, keep, run
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write beside, hash, and move to its place, all on the disk; then forget all but the newest `keep`."""
+        """Write a temporary file, hash it and rename it, all synced to disk; then delete all but the newest `keep`."""
         made_folders(self.folder)
         remove_leftovers(self.folder)
         with unfinished(self.folder / f"step_{step:08d}.pt") as beside:
@@ -49,66 +50,68 @@ class Snapshots:
         return path
 
     def forget_older(self, newest: Path | None = None) -> None:
-        """All but the newest `keep`: also what a program that was killed before that has left.
+        """Delete all but the newest `keep`, also those that a killed program left.
 
         Args:
-            newest: one that counts as such, whatever its step.
+            newest: a snapshot that counts as the newest, whatever its step.
         """
         others = [old for old in snapshots_in(self.folder) if old != newest]
         for old in others[self.keep - (newest is not None) :]:
             old.unlink()
 
     def load(self, check: Check = lambda state: None) -> dict[str, Any] | None:
-        """The newest sound snapshot, on the CPU; damaged ones, and another run's, are named aloud. None if there is
-        none at all.
+        """The newest sound snapshot, on the CPU; None if there is no snapshot. Damaged ones and those of other runs are
+        renamed, with a message.
 
-        All ranks load it, and must.
+        A collective: all ranks must call it, and each loads the snapshot.
 
         Args:
-            check: raises what is wrong with a state, before anything is said or done.
+            check: raises an error for a state that doesn't fit, before anything is printed or renamed.
 
         Raises:
             BadInput: all of them are damaged, or another run's.
         """
-        with first_goes_first():
+        with rank_0_first():
             return self._load(check)
 
     def _load(self, check: Check) -> dict[str, Any] | None:
         paths = snapshots_in(self.folder)
-        for foreign in sorted(set(self.folder.glob("step_*.pt")) - set(paths)):
-            print(f"{foreign} is passed over: it is no file, or has no hash in its name, so no snapshot of this run")
-        aside: dict[Path, str] = {}  # and what is wrong with it
+        for path in sorted(set(self.folder.glob("step_*.pt")) - set(paths)):
+            print(
+                f"{path} is passed over: it is not a snapshot of this run, for it is no file or has no hash in its name"
+            )
+        unusable: dict[Path, str] = {}  # and what is wrong with each
         for path in paths:
             state = torch.load(path, map_location="cpu", weights_only=True) if is_sound(path) else None
             if state is not None and self._is_ours(state):
                 check(state)
-                put_aside(aside)
+                put_aside(unusable)
                 print(f"continuing from {path}")
                 return state
-            aside[path] = "damaged (its bytes don't match its hash)" if state is None else "another run's"
-        if aside:
-            raise self._nothing_left(list(aside.values()))
+            unusable[path] = "damaged (its bytes don't match its hash)" if state is None else "another run's"
+        if unusable:
+            raise self._no_sound_one(list(unusable.values()))
         return None
 
     def _is_ours(self, state: dict[str, Any]) -> bool:
-        """An early version of lowvram has noted no run."""
+        """A snapshot of an early version of lowvram carries no run id, and is accepted."""
         return self.run is None or state.get("run") in (None, self.run)
 
-    def _nothing_left(self, wrong: list[str]) -> BadInput:
-        """Of all snapshots something is wrong."""
+    def _no_sound_one(self, wrong: list[str]) -> BadInput:
+        """The error if no snapshot can be used."""
         allowed = f"a run with a sound snapshot: all {len(wrong)} of this one are damaged, their bytes don't match"
         mend = "start again without resume= (a point of a sweep: remove its folder)"
         if num_foreign := wrong.count("another run's"):
             allowed = (
                 f"a run with a sound snapshot of its own: {num_foreign} of {len(wrong)} here are another run's, as"
             )
-            allowed += f" {MARKER} beside them says, and the others damaged; remove that file if you have put them here"
+            allowed += f" {MARKER} beside them says, and the others damaged; remove that file if you put them here"
             return BadInput("resume", str(self.folder.parent), f"{allowed}, or {mend}")
         return BadInput("resume", str(self.folder.parent), f"{allowed} their hashes; {mend}")
 
 
 def put_aside(paths: dict[Path, str]) -> None:
-    """They are no snapshots any more: they must not count among those that are kept.
+    """Rename snapshots that can't be used, so that they don't count among the newest `keep`.
 
     Args:
         paths: each with what is wrong with it.
@@ -125,7 +128,7 @@ def is_sound(path: Path) -> bool:
     try:
         return match is not None and fingerprint(path) == match[2]
     except OSError as error:
-        if error.errno == errno.EIO:  # they can't be had any more
+        if error.errno == errno.EIO:  # the disk can't read them any more
             return False
         raise
 
@@ -137,10 +140,10 @@ def fingerprint(path: Path) -> str:
 
 
 def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a snapshot that doesn't fit what was changed since.
+    """Refuse a snapshot that doesn't fit the configuration as it was changed since.
 
     Args:
-        now, saved: the states of model and stepper, and what was `chosen`: a value for every dotted key.
+        now, saved: the states of model and stepper, and under "chosen" a value for every dotted key.
 
     Raises:
         Incompatible: each key that was changed, and what it must be.
@@ -149,15 +152,15 @@ def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     was = saved.get("chosen", chosen)  # an early version of lowvram saved none
     for part, groups in FORMED_BY.items():
         changed = [key for key in chosen if key.partition(".")[0] in groups and was.get(key) != chosen[key]]
-        # The fields of another option are others: the option tells it all.
+        # If a group has another option, naming the option is enough: its fields differ anyway.
         named = [key for key in changed if key.partition(".")[0] not in changed or "." not in key]
         if named and not has_form(saved[part], now[part]):
-            told = "; ".join(f"{key}={word(chosen[key])}: must be {word(was.get(key))}" for key in named)
-            raise Incompatible(f"{told} (as when the snapshot was saved: its {part} doesn't fit what was changed)")
+            changes = "; ".join(f"{key}={word(chosen[key])}: must be {word(was.get(key))}" for key in named)
+            raise Incompatible(f"{changes} (as when the snapshot was saved: its {part} doesn't fit what was changed)")
 
 
 def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Each value that isn't what it was when a snapshot was saved, as a user types it; secrets are not compared.
+    """The values that have changed since a snapshot was saved, as a user types them; secrets are not compared.
 
     Args:
         now, saved: values by dotted key, and the option of each group.
@@ -168,7 +171,8 @@ def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
 
 
 def has_form(saved: Any, fresh: Any) -> bool:
-    """Whether a state has the names and shapes of another one. What isn't born yet in that has every form."""
+    """Whether a saved state has the names and shapes of a fresh one. Entries that are still empty there match
+    anything."""
     if isinstance(fresh, Tensor):
         return isinstance(saved, Tensor) and saved.shape == fresh.shape
     if isinstance(fresh, Mapping) and fresh:
@@ -181,7 +185,7 @@ def has_form(saved: Any, fresh: Any) -> bool:
 
 
 def word(value: Any) -> str:
-    """As a user types it."""
+    """A value as a user types it."""
     return CONSTANTS.get(repr(value), str(value))
 
 
@@ -194,7 +198,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def my_random_state(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
-    """This rank's part of what `random_state` told on each; None where there were fewer ranks."""
+    """This rank's entry of the `random_state` of all ranks; None if there were fewer ranks then."""
     return states[rank()] if rank() < len(states) else None
 
 

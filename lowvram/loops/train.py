@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lowvram.core.ranks import of_all, rank
+from lowvram.core.ranks import gather_from_all, rank
 from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import Waited
@@ -27,7 +27,7 @@ from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random
 from lowvram.results.files.run_folder import SNAPSHOTS
 
 EXPORTED = "model"
-SETTLING_STEPS = 2  # optimizer state is born in the first; they are not timed
+SETTLING_STEPS = 2  # that aren't timed: the first makes the optimizer's state
 
 
 @final
@@ -62,7 +62,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 class TrainingRun:
-    """Where a run stands: what is counted, logged and saved between the steps."""
+    """The state of a run: what is counted, logged and saved between the steps."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -74,7 +74,7 @@ class TrainingRun:
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
         self.num_targets = torch.tensor(0)  # of the last step
-        self.token_counts: list[Tensor] = []  # of each step of this process: tokens, and the places for some
+        self.token_counts: list[Tensor] = []  # `Problem.token_counts` of each step of this process
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         check = partial(check_form, self.formed_state())
@@ -83,7 +83,7 @@ class TrainingRun:
             self.restore(state)
 
     def begin(self) -> None:
-        """The last thing before the first step, after all that draws random numbers."""
+        """Called right before the first step, after everything else that draws random numbers."""
         if self.random is not None:
             set_random_state(self.random)
         known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
@@ -92,20 +92,20 @@ class TrainingRun:
         self.logged_at = time.monotonic()
 
     def count(self, loss: Tensor, update: Update, batch: Part) -> None:
-        """One more step was made; log it when it is due."""
+        """Count one more step, and log it if that is due."""
         settings = self.session.settings.train
         lr = self.session.lr(self.num_applied, settings.steps)
         self.step += 1
         self.num_applied += update.applied
         self.num_targets = self.session.problem.num_targets(batch)
-        self.token_counts.append(self.session.problem.filling(batch))
+        self.token_counts.append(self.session.problem.token_counts(batch))
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
             self.last_loss, self.last_loss_step = loss.item(), self.step
             self.first_loss = self.last_loss if self.step == 1 else self.first_loss
             self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
 
     def log(self, values: dict[str, float]) -> None:
-        """One line of metrics.jsonl, with the pace since the last one; compiling is no part of it."""
+        """Send one line of metrics.jsonl, with the pace since the last line, without the time to compile."""
         if not math.isfinite(self.last_loss):
             remedy = self.session.remedy(self.num_targets)
             raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {remedy}")
@@ -118,14 +118,15 @@ class TrainingRun:
         self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
     def evaluate(self) -> Evaluation:
-        """The evaluation after the last step; made once."""
+        """Evaluate after the last step, unless that was done."""
         if self.evaluation is None or self.evaluation[0] != self.step:
             self.evaluation = (self.step, evaluate(self.session))
             self.journal.tell(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
     def save(self) -> None:
-        """A snapshot of the run as it stands; made once, by rank 0, when the rows of its steps are on the disk."""
+        """Save a snapshot after the last step, unless that was done. Rank 0 writes it, once the rows of its steps are
+        on disk."""
         if self.saved_step != self.step:
             state = gathered(self.state())
             if state is not None:
@@ -135,19 +136,20 @@ class TrainingRun:
             self.snapshots.forget_older()
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on. The data's position is the step: its order is a function of the seed."""
+        """Everything that the next step depends on. The step tells the position in the data, whose order follows from
+        the seed."""
         return {
             "step": self.step,
             "num_applied": self.num_applied,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "last_loss_step": self.last_loss_step,
-            "random": of_all(random_state()),
+            "random": gather_from_all(random_state()),
             **self.formed_state(),
         }
 
     def formed_state(self) -> dict[str, Any]:
-        """The part whose form depends on what was chosen."""
+        """The part of `state` whose names and shapes depend on the configuration."""
         rig = self.session.rig
         return {
             "chosen": dict(self.session.chosen),
@@ -156,7 +158,7 @@ class TrainingRun:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; the random state is set when the run begins."""
+        """The inverse of `state`; `begin` sets the random state."""
         if changed := differences(self.session.chosen, state.get("chosen", {})):
             print(f"going on with other values: {', '.join(changed)}")
         load_whole(self.session.rig.model, state["model"])
@@ -168,7 +170,7 @@ class TrainingRun:
         self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
 
     def export(self) -> None:
-        """Write what has trained, from rank 0."""
+        """Write the trained model, from rank 0."""
         session, settings = self.session, self.session.settings
         model = whole_model(session.rig.model, session.rig.task.make_model)
         if model is not None:
@@ -176,10 +178,10 @@ class TrainingRun:
             export(session.folder / EXPORTED, model, made_from, settings.export.merge)
 
     def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
-        """The last evaluation, snapshot and export; then the row. What measures memory by kind comes last."""
+        """Make the last snapshot, evaluation and export; return the row. `post_run` comes last, since it disturbs."""
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
-        self.save()  # first: whoever interrupts the evaluation loses nothing
+        self.save()  # first, so that interrupting the evaluation loses nothing
         evaluation = self.evaluate()
         self.export()
         return fields.merged(

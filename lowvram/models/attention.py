@@ -1,4 +1,4 @@
-"""Causal attention, in rows of one sequence or of several that don't see each other.
+"""Causal attention, in rows of one sequence, or of several packed sequences that don't see each other.
 
 Shapes: b rows, t tokens of a row, d width of the model, c width of one head, n heads: those of queries, of keys, of
 values, or all of them side by side.
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROTARY_BASE = 10_000.0  # positions that the slowest pair of features tells apart, as in RoFormer
+ROTARY_BASE = 10_000.0  # the ratio of the highest to (almost) the lowest frequency, as in RoFormer
 
 
 def grouped_attention(
@@ -20,9 +20,9 @@ def grouped_attention(
 ) -> Tensor:
     """Causal attention, like the queries (b, n, t, c). Keys and values may have fewer heads.
 
-    torch's fused kernels take fewer on a CPU, and on cards in 16 bits from compute capability 8.0 on: those that have
-    bf16. Elsewhere, and with a mask on a card, torch would fall back, in silence, to a kernel that keeps a (t, t)
-    matrix of each head (pytorch#154363).
+    torch's fused kernels accept fewer on a CPU, and in bf16 on cards that have it (compute capability 8.0 on).
+    Elsewhere, and with a mask on a card, torch would silently fall back to a kernel that keeps a (t, t) matrix for each
+    head (pytorch#154363), so heads of keys and values are repeated instead.
 
     Args:
         mask_b1tt: see `mask_of`; None: each row is one sequence.
@@ -31,16 +31,16 @@ def grouped_attention(
     is_flash = q_bntc.dtype is torch.bfloat16 and width <= 256 and mask_b1tt is None
     takes_fewer = is_on_cpu(q_bntc) or is_flash
     if group > 1 and not takes_fewer:
-        k_bntc, v_bntc = (each_bntc.repeat_interleave(group, dim=1) for each_bntc in (k_bntc, v_bntc))
+        k_bntc, v_bntc = (x_bntc.repeat_interleave(group, dim=1) for x_bntc in (k_bntc, v_bntc))
     order = {"is_causal": True} if mask_b1tt is None else {"attn_mask": mask_b1tt.to(q_bntc.dtype)}
     options = {"dropout_p": dropout, "enable_gqa": group > 1 and takes_fewer, **order}
     return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, **options)
 
 
 def mask_of(positions_bt: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of attention, (b, 1, t, t): 0 where a token sees another, of its own sequence and not
-    after it, else -inf. A sequence begins where the positions are 0. It is made once for all layers, in the format of
-    their scores: torch would make such a one of each layer's booleans, and keep it."""
+    """The mask that is added to attention scores, (b, 1, t, t): 0 where the other token is in the same sequence and not
+    later, else -inf. A sequence begins where the positions are 0. The mask is made once for all layers, in the format
+    of their scores: given booleans, torch would make and keep such a mask in each layer."""
     sequences_bt = (positions_bt == 0).cumsum(1)
     is_seen_btt = (sequences_bt[:, :, None] == sequences_bt[:, None]).tril()
     mask_btt = torch.zeros(is_seen_btt.shape, dtype=dtype, device=positions_bt.device)
@@ -48,13 +48,13 @@ def mask_of(positions_bt: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_of_scores(x: Tensor) -> torch.dtype:
-    """The format of what a layer makes of `x` here: autocast's, or its own."""
+    """The number format of attention scores computed from `x`: autocast's, if it is on, else that of `x`."""
     is_cast = torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether a CPU's kernels will take it; a plan for a card answers otherwise."""
+    """Whether CPU kernels will run on the tensor. A plan for a card replaces this function."""
     return tensor.device.type == "cpu"
 
 
@@ -93,7 +93,7 @@ def rotary_angles(qkv_btnc: Tensor, positions_bt: Tensor | None = None) -> tuple
 
 @final
 class Unplaced(nn.Module):
-    """Leaves tokens as they are, wherever they stand."""
+    """Encodes no positions: returns its input."""
 
     def forward(self, x: Tensor, positions_bt: Tensor | None = None) -> Tensor:
         return x

@@ -1,7 +1,7 @@
-"""A survey of a model that somebody else wrote: which of its modules are repeated blocks, and which is its head.
+"""Finds the repeated blocks and the head of a model that somebody else wrote.
 
-It is read off one forward pass on tensors without memory: what a module keeps for the backward pass is what there is to
-gain in it.
+Runs one forward pass on fake tensors, and compares how much memory the modules save for the backward pass: that is what
+checkpointing them can free.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lowvram.compat.torch_modes import modes_lifted
 from lowvram.compat.torch_trees import tree_map_only
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
-AS_MUCH = 0.9  # of what a class keeps: classes that keep less are parts of it
-WORTH = 0.1  # of all that is kept: a second class of blocks holds at least so much
+AS_MUCH = 0.9  # classes that keep at least this share of the most keep as much
+WORTH = 0.1  # a class of blocks keeps more than this share of what the model keeps
 
 
 class FoundBlocks(NamedTuple):
@@ -30,52 +30,52 @@ class FoundBlocks(NamedTuple):
 
     blocks: tuple[str, ...]  # in the order in which the forward pass first meets them
     head: str | None  # the linear layer whose outputs are the model's
-    has_plain_blocks: bool  # blocks are called with tensors alone, by place, and return one
+    has_plain_blocks: bool  # blocks take only tensors, as positional arguments, and return one tensor
 
 
 def find_blocks(
     model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, named: str | None = None
 ) -> FoundBlocks:
-    """Of a model on any device, whose own tensors stay as they are. Of one that can't run without values only the
-    blocks are known whose class is named.
+    """Find the blocks and the head of a model on any device, without changing it. If the model can't run on fake
+    tensors, only the blocks are found, and only if `named` names their class.
 
     Args:
-        call: what makes the model's outputs of inputs.
+        call: calls the model on inputs and returns its outputs.
         inputs: of two samples or more, on the CPU.
-        named: the class of the blocks, if somebody knows it better.
+        named: the class name of the blocks, if the user gave it.
     """
     try:
         with modes_lifted(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            notes = Notes(without_memory(model))
-            outputs = notes.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
+            record = ForwardRecord(without_memory(model))
+            outputs = record.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
     except Exception:
         names = {module: name for name, module in model.named_modules()}
         return FoundBlocks(tuple(names[module] for module in outermost(model, named)), None, False)
-    kinds = [named] if named is not None else classes_of_blocks(notes)
-    blocks = {module for kind in kinds for module in outermost(notes.model, kind)}
-    order = [module for module in notes.order if module in blocks]
-    heads = (notes.names[module] for module, output in notes.linear.items() if output is outputs)
-    is_plain = all(notes.is_plain[module] for module in order)
-    return FoundBlocks(tuple(notes.names[module] for module in order), next(heads, None), is_plain)
+    kinds = [named] if named is not None else classes_of_blocks(record)
+    blocks = {module for kind in kinds for module in outermost(record.model, kind)}
+    order = [module for module in record.order if module in blocks]
+    heads = (record.names[module] for module, output in record.linear.items() if output is outputs)
+    is_plain = all(record.is_plain[module] for module in order)
+    return FoundBlocks(tuple(record.names[module] for module in order), next(heads, None), is_plain)
 
 
 def outermost(model: nn.Module, kind: str | None) -> list[nn.Module]:
-    """The modules of a class that lie in no other of that class."""
+    """The modules of a class that aren't inside another module of that class."""
     if type(model).__name__ == kind:
         return [model]
-    found = [module for child in model.children() for module in outermost(child, kind)]
-    return list(dict.fromkeys(found))  # a module may have two parents
+    modules = [module for child in model.children() for module in outermost(child, kind)]
+    return list(dict.fromkeys(modules))  # without duplicates: a module may have two parents
 
 
 def repeated_classes(model: nn.Module) -> dict[str, int]:
-    """The classes with several outermost members that are made of other modules, and how many they have."""
+    """The classes of which the model has several outermost modules with children, and how many."""
     names = {type(module).__name__ for module in model.modules() if is_composed(module)}
     counts = {name: len(outermost(model, name)) for name in sorted(names)}
     return {name: count for name, count in counts.items() if count > 1}
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy in training mode whose tensors are made anew where it is called."""
+    """A copy in training mode, whose tensors are made under the modes active at the call: without memory, if fake."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -85,8 +85,8 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 @final
 @dataclass
-class Notes:
-    """What is seen of a forward pass."""
+class ForwardRecord:
+    """What one forward pass shows about the modules of a model."""
 
     model: nn.Module
     running: list[nn.Module] = field(default_factory=list)  # the innermost last
@@ -94,13 +94,13 @@ class Notes:
     kept_bytes: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
     is_plain: dict[nn.Module, bool] = field(default_factory=lambda: defaultdict(lambda: True))
     linear: dict[nn.Linear, Any] = field(default_factory=dict)  # the last output of each
-    kept: dict[int, Tensor] = field(default_factory=dict)  # by their storage, which so can't become another's
+    kept: dict[int, Tensor] = field(default_factory=dict)  # by id of the storage; kept alive so that no id is reused
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
 
     def watched(self, call: Callable[[nn.Module, Any], Any], inputs: Any) -> Any:
-        """The outputs of the model."""
+        """Run the model, recording; returns its outputs."""
         self.kept = {storage(parameter): parameter for parameter in self.model.parameters()}
         for module in self.names:
             module.register_forward_pre_hook(self.begin, with_kwargs=True)
@@ -133,32 +133,33 @@ def storage(tensor: Tensor) -> int:
 
 
 class Candidate(NamedTuple):
-    """A class of which there are several."""
+    """A class of repeated modules."""
 
     name: str
     modules: frozenset[nn.Module]
     kept_bytes: int
 
 
-def classes_of_blocks(notes: Notes) -> list[str]:
-    """The class that keeps most, and others beside it that keep much: encoder and decoder may have blocks of their own.
-    Of classes that keep the same the one with more members: a stage keeps what its blocks do."""
-    candidates = [candidate(notes, name) for name in repeated_classes(notes.model)]
+def classes_of_blocks(record: ForwardRecord) -> list[str]:
+    """The class whose modules keep the most memory, then further ones that don't overlap it and keep much: encoder and
+    decoder may have different blocks. Of classes that keep as much, the one with most modules wins: a stage keeps what
+    its blocks keep."""
+    candidates = [make_candidate(record, name) for name in repeated_classes(record.model)]
     chosen: list[Candidate] = []
     while candidates:
-        most_bytes = max(each.kept_bytes for each in candidates)
-        if most_bytes <= WORTH * notes.kept_bytes[notes.model]:
+        most_bytes = max(candidate.kept_bytes for candidate in candidates)
+        if most_bytes <= WORTH * record.kept_bytes[record.model]:
             break
-        equals = [each for each in candidates if each.kept_bytes >= AS_MUCH * most_bytes]
-        best = max(equals, key=lambda each: len(each.modules))
+        equals = [candidate for candidate in candidates if candidate.kept_bytes >= AS_MUCH * most_bytes]
+        best = max(equals, key=lambda candidate: len(candidate.modules))
         chosen.append(best)
-        candidates = [each for each in candidates if not overlap(each, best)]
-    return [each.name for each in chosen]
+        candidates = [candidate for candidate in candidates if not overlap(candidate, best)]
+    return [candidate.name for candidate in chosen]
 
 
-def candidate(notes: Notes, name: str) -> Candidate:
-    modules = frozenset(outermost(notes.model, name))
-    return Candidate(name, modules, sum(notes.kept_bytes[module] for module in modules))
+def make_candidate(record: ForwardRecord, name: str) -> Candidate:
+    modules = frozenset(outermost(record.model, name))
+    return Candidate(name, modules, sum(record.kept_bytes[module] for module in modules))
 
 
 def is_composed(module: nn.Module) -> bool:
@@ -166,10 +167,10 @@ def is_composed(module: nn.Module) -> bool:
 
 
 def overlap(one: Candidate, other: Candidate) -> bool:
-    """Whether a module of one lies in a module of the other."""
+    """Whether a module of one candidate is inside a module of the other."""
 
     def lies_in(inner: Candidate, outer: Candidate) -> bool:
-        within = {module for each in outer.modules for module in each.modules()}
+        within = {module for root in outer.modules for module in root.modules()}
         return not within.isdisjoint(inner.modules)
 
     return lies_in(one, other) or lies_in(other, one)

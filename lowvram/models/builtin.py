@@ -1,4 +1,4 @@
-"""What the configurations of our own models share: such a model knows itself."""
+"""The base of the configurations of lowvram's own models, which know their blocks and head."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lowvram.models import layout
 
 
 class OwnModel:
-    """A model that names its repeated blocks and its head, and whose tensors are each filled from randomness of its
-    own."""
+    """The configuration of a model that names its repeated blocks and its head, and fills each tensor from a random
+    generator of its own."""
 
     dropout: float
 
     @property
     def description(self) -> str:
-        """All that the model is made of: two of one description are the same."""
+        """Everything that defines the model, as text: models with the same description are the same."""
         return repr(self)
 
     @property
     def text_rules(self) -> TextRules:
-        """What it asks of texts: nothing in particular."""
+        """What the model requires of texts: nothing."""
         return TextRules()
 
     def check_packed(self) -> None:
-        """Those of tokens keep sequences of one row apart."""
+        """Raises nothing: these models keep packed sequences of a row apart."""
 
     def reading(self, modality: Modality) -> Self:
-        """Itself: it reads what it reads."""
+        """This configuration, as its kind of data is fixed."""
         return self
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -53,7 +53,7 @@ class OwnModel:
 
     @property
     def base(self) -> str | None:
-        """Where others find the weights that it starts with: nowhere."""
+        """None: no pretrained weights."""
         return None
 
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:

@@ -18,7 +18,7 @@ from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
 
-# What the words in model.args stand for: what the data have.
+# The words that model.args may contain, each with the figure of the data that replaces it.
 FROM_DATA: dict[str, Callable[[DataSpec], Any]] = {
     "data.num_classes": lambda spec: spec.num_classes,
     "data.vocab_size": lambda spec: spec.num_tokens,
@@ -30,7 +30,7 @@ FROM_DATA: dict[str, Callable[[DataSpec], Any]] = {
 
 @dataclass(frozen=True)
 class ExternalConfig(ForeignModel):
-    """A class or function that makes the model, and what it is called with.
+    """A class or function that makes the model, and its arguments.
 
     Raises:
         BadInput: a value out of range; it names `model.<field>`.
@@ -61,16 +61,16 @@ class ExternalConfig(ForeignModel):
 
     @property
     def text_rules(self) -> TextRules:
-        """What it asks of texts: nothing that could be known."""
+        """What the model requires of texts: not known, so nothing."""
         return TextRules()
 
     def check_packed(self) -> None:
         raise BadInput(
-            "loader", "packed", "bucketed: nobody knows whether model=external keeps sequences of one row apart"
+            "loader", "packed", "bucketed: it isn't known whether model=external keeps sequences of one row apart"
         )
 
     def reading(self, modality: Modality) -> ExternalConfig:
-        """The same, if nobody has said what it reads, for such data."""
+        """The configuration for this kind of data, unless `model.reads` is set."""
         return self if self.reads else replace(self, reads=modality)
 
     def natural_shape(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class ExternalConfig(ForeignModel):
         return (self.sequence_length,)
 
     def import_object(self) -> Callable[..., Any]:
-        """What `target` names. Its module is imported, because the user named it."""
+        """Import the class or function that `model.target` names."""
         return import_object(self.target, "model.target")
 
     def make(self, spec: DataSpec) -> nn.Module:
@@ -105,7 +105,7 @@ class ExternalConfig(ForeignModel):
 @final
 @dataclass(frozen=True)
 class HandedOver(ExternalConfig):
-    """The same with a class or function that the caller has, so that nothing is looked for."""
+    """The same, with a class or function that the caller passes, so that nothing is imported by name."""
 
     maker: Callable[..., Any] = nn.Module
 
@@ -117,5 +117,5 @@ SKELETONS: dict[str, nn.Module] = {}  # models without values
 
 
 def with_data(value: Any, spec: DataSpec) -> Any:
-    """What an argument stands for."""
+    """The argument, with a word of `FROM_DATA` replaced."""
     return FROM_DATA[value](spec) if isinstance(value, str) and value in FROM_DATA else value

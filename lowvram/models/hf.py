@@ -33,8 +33,8 @@ from lowvram.models.hf_source import (
 )
 from lowvram.models.third_party import ForeignModel
 
-LONGEST = 1024  # tokens of a sample when neither data nor model ask for fewer
-USUAL_IMAGE_SIZE = 224  # pixels, of models that take any
+LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
+USUAL_IMAGE_SIZE = 224  # pixels, for models that accept any size
 
 
 class Weights(Enum):
@@ -75,7 +75,7 @@ SUFFIXES = {
 @final
 @dataclass(frozen=True)
 class HfConfig(ForeignModel):
-    """A model of transformers, and what is changed of its configuration.
+    """A model of transformers, with changes to its configuration.
 
     Raises:
         BadInput: a value out of range; it names `model.<field>`.
@@ -107,34 +107,34 @@ class HfConfig(ForeignModel):
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens that it knows."""
+        """The size of the model's vocabulary; None: not known."""
         return getattr(self.config().get_text_config(), "vocab_size", None)
 
     @property
     def num_classes(self) -> int | None:
-        """Classes that it knows, where it was trained on some."""
+        """The classes of a trained head; None if the head starts anew."""
         return self.config().num_labels if self.has_trained_head() else None
 
     @property
     def pad_id(self) -> int:
-        """The token that short texts are filled up with."""
+        """The token that pads short texts."""
         config = self.config()
         ids = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-        return next((each for each in ids if isinstance(each, int)), 0)
+        return next((token for token in ids if isinstance(token, int)), 0)
 
     @property
     def end_id(self) -> int | None:
-        """The token that must end each text, if the model looks for it."""
+        """The token that must end each text; None if the model doesn't need one."""
         config = self.config()
         return config.eos_token_id if config.is_encoder_decoder else None
 
     @property
     def text_rules(self) -> TextRules:
-        """What it asks of texts."""
+        """What the model requires of texts."""
         return TextRules(self.pad_id, self.end_id, self.name, self.revision)
 
     def reading(self, modality: Modality) -> HfConfig:
-        """Itself: it reads what its head is for."""
+        """This configuration, as its head fixes the kind of data."""
         return self
 
     def natural_shape(self) -> tuple[int, ...]:
@@ -147,33 +147,33 @@ class HfConfig(ForeignModel):
         return (min(LONGEST, self.longest() or LONGEST),)
 
     def longest(self) -> int | None:
-        """The most tokens that it has positions for."""
+        """The most tokens for which the model has positions; None: not known."""
         return getattr(self.config().get_text_config(), "max_position_embeddings", None)
 
     def config(self) -> Any:
-        """The configuration, with what is changed of it."""
+        """The model's own configuration with the changes of `model.args` and of `forced`."""
         config = deepcopy(read_config(self.name, self.revision))
         for name, value in {**(self.args or {}), **self.forced(config.to_dict())}.items():
             setattr(config, name, value)
         return config
 
-    def forced(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What is changed of a configuration for the training alone."""
-        dropped = {name for name, value in given.items() if "drop" in name and isinstance(value, float)}
+    def forced(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a configuration that are changed only for the training, and not when the model is saved."""
+        dropped = {name for name, value in values.items() if "drop" in name and isinstance(value, float)}
         return {"use_cache": False} | ({} if self.dropout is None else dict.fromkeys(dropped, self.dropout))
 
     def chosen_head(self) -> Head:
         if self.head is not Head.auto:
             return self.head
         names = self.config().architectures or ["nothing"]
-        found = next((head for suffix, head in SUFFIXES.items() if names[0].endswith(suffix)), None)
+        chosen = next((head for suffix, head in SUFFIXES.items() if names[0].endswith(suffix)), None)
         options = ", ".join(head.name for head in CLASSES)
-        if found is None:
+        if chosen is None:
             raise BadInput("model.head", "auto", f"one of {options}: the model's configuration names {names[0]}")
-        return found
+        return chosen
 
     def model_class(self) -> Any:
-        """The class of transformers."""
+        """The model's class in transformers."""
         head, config = self.chosen_head(), self.config()
         try:
             return class_of(CLASSES[head], config)
@@ -182,17 +182,14 @@ class HfConfig(ForeignModel):
             raise BadInput("model.head", head.name, allowed) from None
 
     def check_packed(self) -> None:
-        """Positions that begin anew tell transformers where sequences of one row begin; but not in all models.
-
-        Raises:
-            BadInput: it isn't known to be right for this kind.
-        """
+        """Raises BadInput unless this model_type is known to keep packed sequences apart: positions that restart at 0
+        tell most models of transformers, but not all, where a sequence begins."""
         kind = self.config().model_type
         allowed = f"bucketed for a model of the kind {kind}: only {', '.join(sorted(PACKED_KINDS))} are known"
         require(kind in PACKED_KINDS, "loader", "packed", f"{allowed} to keep sequences of one row apart")
 
     def has_trained_head(self) -> bool:
-        """Whether the weights come with this head."""
+        """Whether the pretrained weights include this head."""
         saved = self.config().architectures or []
         return self.is_pretrained() and not self.reset_head and self.model_class().__name__ in saved
 
@@ -205,7 +202,7 @@ class HfConfig(ForeignModel):
         """The configuration for these data.
 
         Raises:
-            BadInput: the data are of another kind, or larger than what the model knows.
+            BadInput: the data are of another kind, or exceed the model's sizes.
         """
         config, is_image = self.config(), spec.modality is Modality.IMAGES
         if spec.modality is not self.modality:
@@ -219,7 +216,7 @@ class HfConfig(ForeignModel):
         return config
 
     def fit_tokens(self, config: Any, spec: DataSpec) -> None:
-        """Raises BadInput unless the model has room for such texts."""
+        """Raises BadInput if the texts are too long for the model, or have too large a vocabulary."""
         longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
         most = f"at most {longest}, the model's positions"
         require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
@@ -228,10 +225,10 @@ class HfConfig(ForeignModel):
         config.pad_token_id = self.pad_id
 
     def fit_images(self, config: Any, spec: DataSpec) -> None:
-        """Random weights take the size of the images; those that were trained have one of their own.
+        """Set the image size to that of the data.
 
         Raises:
-            BadInput: the images have another.
+            BadInput: the weights were trained for another size or number of channels.
         """
         channels, *size = self.natural_shape()
         require(spec.shape[0] == channels, "the images' channels", spec.shape[0], f"{channels}, which the model reads")
@@ -273,7 +270,7 @@ class HfConfig(ForeignModel):
         return str(folder(self.name).resolve()) if is_folder(self.name) else self.name
 
     def save(self, model: Any, spec: DataSpec, folder: Path) -> None:
-        """In transformers' own layout, with the tokenizer's files where the model came from a folder."""
+        """Save in transformers' own layout, with the tokenizer's files if the model came from a folder."""
         unchanged = read_config(self.name, self.revision).to_dict()
         source = Path(self.name).expanduser()
         hf_layout.save(model, {name: unchanged[name] for name in self.forced(unchanged)}, source, folder)
@@ -284,9 +281,9 @@ class HfConfig(ForeignModel):
 
 
 def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """What an encoder and decoder with a classifier make of texts (b, t): the classes (b, k) of the decoder's state at
-    each text's last end-of-sequence token. The model's own forward pass picks it by a mask, which waits for the device,
-    and which no plan can follow."""
+    """The forward pass of an encoder-decoder classifier: texts (b, t) to logits (b, k), from the decoder's state at
+    each text's last end-of-sequence token. The model's own forward pass selects that by a boolean mask, which waits for
+    the device and can't run on fake tensors."""
     shifted = input_ids.roll(1, dims=1)
     shifted[:, 0] = model.config.decoder_start_token_id
     states = model.base_model(input_ids, attention_mask=attention_mask, decoder_input_ids=shifted, use_cache=False)[0]

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: what transformers saves, and finds again with `from_pretrained`."""
+"""Hugging Face's layout of a model's folder, which `from_pretrained` can load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from lowvram.core.quiet import quiet
 
-BESIDE = (  # what a folder holds that belongs to the model and isn't its own: tokenizers, how images are prepared
+BESIDE = (  # files that belong to a model, but that its `save_pretrained` doesn't write: tokenizers, image processors
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -27,7 +27,7 @@ def save(model: Any, restored: Mapping[str, Any], source: Path, folder: Path) ->
     """Write a model of transformers.
 
     Args:
-        restored: values of its configuration that were others for the training.
+        restored: original values of configuration entries that were changed for the training.
         source: where the model came from, if that is a folder.
     """
     with quiet():

@@ -1,7 +1,7 @@
-"""Models of transformers that keep sequences of one row apart, told by positions that begin anew.
+"""Models of transformers that keep packed sequences of a row apart when their positions restart at 0.
 
-Not all do that take such positions: opt, falcon and xglm see the sequence before, and so do those that carry a state
-from token to token. tests/models/test_hf_packed.py tries each kind of the list, and the three.
+Not all models that take positions do: opt, falcon and xglm attend to the sequence before, and so do models with a state
+that passes from token to token. tests/models/test_hf_packed.py tries each kind of the list, and these three.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.quiet import quiet
 
 try:
-    with quiet():  # torchao, which it imports, talks
+    with quiet():  # transformers imports torchao, which logs
         import transformers
         import transformers.modeling_utils
 except ModuleNotFoundError as missing:
@@ -27,10 +27,10 @@ transformers.logging.disable_progress_bar()
 
 @lru_cache(maxsize=16)
 def read_config(name: str, revision: str | None) -> Any:
-    """The configuration of a local folder or, where there is none of this name, of a model of the hub.
+    """The configuration of a local folder or, if there is none of this name, of a model on the hub.
 
     Raises:
-        BadInput: neither is there.
+        BadInput: there is neither, or it can't be read, or it asks for code that isn't transformers' own.
     """
     if is_folder(name):
         where = "a folder with a model of transformers"
@@ -54,10 +54,10 @@ def check_brings_no_code(name: str, values: Mapping[str, Any]) -> None:
     """Raises BadInput if a config.json asks for code that isn't transformers' own."""
     for key in code_in(values):
         allowed = (
-            f"a model that transformers has the code of: this one brings its own ({key} in its config.json), which"
+            f"a model whose code is part of transformers: this one brings its own ({key} in its config.json), which"
         )
-        mend = f"lowvram never runs; where transformers has the same model, remove {key} in a copy of the folder"
-        raise BadInput("model.name", name, f"{allowed} {mend}")
+        remedy = f"lowvram never runs; if transformers has the same model, remove {key} in a copy of the folder"
+        raise BadInput("model.name", name, f"{allowed} {remedy}")
 
 
 def code_in(values: Mapping[str, Any]) -> Iterator[str]:

@@ -28,6 +28,6 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A frozen dataclass as JSON has it, with its class."""
+    """A frozen dataclass as plain values for JSON, with its class under `_target_`."""
     values = {name: value.name if isinstance(value, Enum) else value for name, value in asdict(config).items()}
     return {"_target_": f"{type(config).__module__}.{type(config).__qualname__}", **values}

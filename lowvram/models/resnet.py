@@ -161,7 +161,7 @@ class ResNet(nn.Module):
             case ["head", "weight"]:
                 tensor.normal_(0.0, HEAD_STD, generator=generator)
             case [*_, "conv", "weight"]:
-                # Drawn in one order and then copied: the same values whatever the strides of the tensor.
+                # Drawn into a contiguous tensor and then copied, so that values don't depend on the strides.
                 drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
                 tensor.copy_(self.fill(drawn, generator=generator))
             case _:

@@ -1,4 +1,5 @@
-"""Models that somebody else wrote: what is known of them is read off a survey, and their author's code builds them."""
+"""The base of the configurations of models that somebody else wrote: their code builds them, block_finder.py finds
+their blocks."""
 
 from __future__ import annotations
 
@@ -17,26 +18,26 @@ from lowvram.core.values import own_tensors
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
 
-SURVEYS: dict[str, FoundBlocks] = {}  # by the descriptions of model and data
+FOUND_BLOCKS: dict[str, FoundBlocks] = {}  # by the descriptions of model and data
 Fill = Callable[[str, Tensor], None]
 
 
 class ForeignModel(ABC):
-    """The configuration of such a model."""
+    """The configuration of a model that somebody else wrote."""
 
     blocks: str | None  # the class of the repeated blocks, if the user names it
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """All that the model is made of: two of one description are the same."""
+        """Everything that defines the model, as text: models with the same description are the same."""
 
     @abstractmethod
     def make(self, spec: DataSpec) -> nn.Module:
         """The model without values.
 
         Raises:
-            BadInput: it can't be made, or not for such data.
+            BadInput: the model can't be made, or not for such data.
         """
 
     @abstractmethod
@@ -45,27 +46,27 @@ class ForeignModel(ABC):
 
     @property
     def base(self) -> str | None:
-        """Where others find the weights that it starts with; None where nobody else can."""
+        """The folder or hub name of the pretrained weights that the model starts with; None if there are none."""
         return None
 
     @abstractmethod
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
-        """Write the model so that it can be loaded without this run."""
+        """Write the model so that it can be loaded without lowvram's run."""
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-        """Its logits. Tensors by name become keywords."""
+        """The model's logits. A dictionary of inputs is passed as keyword arguments."""
         return logits_of(model(**inputs) if isinstance(inputs, Mapping) else model(inputs))
 
     def find_blocks(self, model: nn.Module, spec: DataSpec) -> FoundBlocks:
-        """Made once for each model and kind of data."""
+        """Find the model's blocks; done once for each model and kind of data."""
         key = repr((self.description, spec, self.blocks))
-        if key not in SURVEYS:
+        if key not in FOUND_BLOCKS:
             if self.blocks is not None and not outermost(model, self.blocks):
                 repeated = ", ".join(f"{name} ({count})" for name, count in repeated_classes(model).items())
                 allowed = f"the class of some of the model's modules: {repeated or 'none is repeated'}"
                 raise BadInput("model.blocks", self.blocks, allowed)
-            SURVEYS[key] = find_blocks(model, self.call, spec.example(2)[0], self.blocks)
-        return SURVEYS[key]
+            FOUND_BLOCKS[key] = find_blocks(model, self.call, spec.example(2)[0], self.blocks)
+        return FOUND_BLOCKS[key]
 
     def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.find_blocks(model, spec).blocks]
@@ -82,7 +83,8 @@ class ForeignModel(ABC):
         return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
-        """Each value is handed out once, and forgotten: there is never much more than one model in memory."""
+        """A fill that builds the model once and hands out each of its tensors once, so that hardly more than one model
+        is in memory."""
         names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
         built: dict[str, Tensor] = {}
 
@@ -95,7 +97,7 @@ class ForeignModel(ABC):
 
 
 def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) -> dict[str, Tensor]:
-    """The tensors of these names of a model that is built now."""
+    """Build a model on the CPU under this seed; returns its tensors of these names."""
     with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = build()
@@ -104,8 +106,8 @@ def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) ->
 
 
 def without_values(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model that is built for real, on the CPU, and then left without memory. Not all can be built without: some
-    look at numbers on the way."""
+    """Build a model with values on the CPU, then replace its tensors by ones without memory. Some models can't be built
+    without memory, because their code reads values."""
     with modes_lifted(), torch.random.fork_rng([]), torch.device("cpu"):
         model = build()
     bare: dict[Tensor, Tensor] = {}
@@ -121,7 +123,7 @@ def meta_like(tensor: Tensor) -> Tensor:
 
 
 def logits_of(outputs: Any) -> Any:
-    """A tensor as it is; of several outputs those that are called logits, or else the first."""
+    """The logits among a model's outputs: the entry "logits", else the first output; a tensor itself."""
     if isinstance(outputs, Mapping):
         return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
     return outputs[0] if isinstance(outputs, tuple | list) else outputs

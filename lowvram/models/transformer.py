@@ -149,8 +149,8 @@ class Transformer(nn.Module):
         """Fill one tensor in place with its initial value, as GPT-2 does.
 
         Weights are N(0, 0.02); those that write into the residual stream are N(0, 0.02 / sqrt(2 layers)),
-        so that the stream's variance does not grow with depth. Norms start at one, biases at zero. The factor
-        of the embeddings keeps the variance of what goes through it, in and out.
+        so that the stream's variance does not grow with depth. Norms start at one, biases at zero. The embeddings'
+        factor preserves the variance of its input, in both directions.
 
         Args:
             name: the dotted name in `named_parameters()`, or another name of a tied one.
@@ -199,8 +199,8 @@ def make_factor(config: TransformerConfig) -> tuple[nn.Module, nn.Module]:
 
 @final
 class Narrow(nn.Module):
-    """The factor of the embeddings on the way out: (b, t, d) to (b, t, e). Its weight (d, e) is that of the way in when
-    the two are tied, so that the head sees the same matrix of all tokens as the input did."""
+    """The embeddings' factor before the head: (b, t, d) to (b, t, e). With tied embeddings its weight (d, e) is that of
+    `widen`, so that the head applies the same embedding matrix as the input."""
 
     def __init__(self, width: int, embedding_width: int) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Narrow(nn.Module):
 @final
 class Block(nn.Module):
     """Attention, then a feed-forward network; each reads a normalised input and is added to it: (b, t, d).
-    What tells sequences of a row apart are their positions and the mask of attention."""
+    Positions and the attention mask keep packed sequences of a row apart."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""mode=plan: what a point would hold and how fast it would be, without running it.
+"""mode=plan: predicts a point's memory and speed without running it.
 
-client.py is the parent's (no torch). worker.py plans: trace/ records a step on tensors without memory, scaling.py makes
-a trace of another batch size of it, memory/ replays its allocations, time/ adds up what its operators take, and
-estimate.py puts memory and time together.
+client.py runs in the parent (no torch). worker.py makes plans in a child: trace/ records a step on tensors without
+memory, scaling.py computes the traces of other batch sizes, memory/ replays the allocations, time/ adds up the times of
+the operators, and estimate.py puts memory and time together.
 """

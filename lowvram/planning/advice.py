@@ -1,4 +1,4 @@
-"""One line of advice for a point that runs out of memory, from what its options and all others say of themselves."""
+"""One line of advice for a point that runs out of memory: the options whose `Knob.remedies` fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowvram.config.registry import Option, all_options, knob_of, neutral_option
 from lowvram.core.knob import Kind, Knob
 from lowvram.results.row import size_text
 
-_SENTENCE = {  # in the order in which kinds are looked at that are equally large, or not measured
+_SENTENCE = {  # in the order in which kinds of equal or unknown size are considered
     Kind.ACTIVATIONS: "activations are",
     Kind.INPUTS: "inputs are",
     Kind.OPTIMIZER: "the optimizer's state is",
@@ -17,7 +17,7 @@ _SENTENCE = {  # in the order in which kinds are looked at that are equally larg
     Kind.OTHER: "other memory is",
 }
 _NUM_OFFERED = 2
-_SMALL_SHARE = 0.5  # of the room: if the tensors of a step take less, they aren't to blame
+_SMALL_SHARE = 0.5  # of the limit: if the tensors of a step take less, other memory filled it
 
 
 def out_of_memory_advice(
@@ -26,11 +26,11 @@ def out_of_memory_advice(
     is_possible: Callable[[str, str], bool] = lambda group, option: True,
     room_bytes: int | None = None,
 ) -> str:
-    """What to try next, from the bytes of each kind at the peak and the knobs in use, by group.
+    """What to try next, given the bytes of each kind at the peak and the knobs in use, by group.
 
     Args:
         is_possible: whether an option can take the place of the one in use in its group.
-        room_bytes: what the point was allowed to hold, if it was limited.
+        room_bytes: the memory limit of the point, if it had one.
 
     >>> out_of_memory_advice({"activations": 71, "parameters": 29}, {"ckpt": KeepAll(), "accum": Whole()})
     'activations are 71 % of the peak: try ckpt=every1 or accum=x8'
@@ -56,6 +56,7 @@ def out_of_memory_advice(
 
 
 def remedies_against(kind: Kind) -> Sequence[Option]:
-    """The options that make a kind of memory smaller, in the order in which they are offered."""
-    turns = {option: knob_of(option).remedies().get(kind) for option in all_options()}
-    return sorted((option for option in turns if turns[option] is not None), key=lambda option: turns[option] or 0)
+    """The options that reduce a kind of memory, in the order in which they are offered."""
+    priorities = {option: knob_of(option).remedies().get(kind) for option in all_options()}
+    remedies = (option for option, priority in priorities.items() if priority is not None)
+    return sorted(remedies, key=lambda option: priorities[option] or 0)

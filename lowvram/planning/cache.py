@@ -1,4 +1,4 @@
-"""Traces on disk, so that nobody waits for the same one twice: one file for each, found by what it depends on."""
+"""Keeps traces on disk, so that none is made twice: one file each, named by a hash of all that it depends on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lowvram.results.files.durable import write
 from lowvram.tasks import Problem
 
 PLACE = "LOWVRAM_CACHE"  # an environment variable
-NAMELESS = " at 0x"  # in what Python says of an object that has no description of its own
+NAMELESS = " at 0x"  # part of the default repr of an object, which tells nothing about its contents
 
 
 def cache_folder() -> Path:
-    """Of all that this program keeps on a machine."""
+    """The folder of everything that lowvram caches on this machine."""
     return Path(os.environ.get(PLACE) or Path.home() / ".cache" / "lowvram")
 
 
@@ -33,7 +33,7 @@ def default_folder() -> Path:
 
 
 def written_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """A file that other processes see whole or not at all. Where it can't be written, there is none."""
+    """Write a file that other processes see whole or not at all. If that fails, there is no file, and no error."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, fill)
@@ -41,7 +41,7 @@ def written_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 @final
 class Store:
-    """A folder of traces. What can't be read is traced anew; what can't be written is not kept."""
+    """A folder of traces. One that can't be read is traced again; one that can't be written isn't kept."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_folder()
@@ -52,11 +52,11 @@ class Store:
         try:
             columns: dict[str, Any] = torch.load(self.folder / key, weights_only=True)
             return Trace(**columns) if columns.pop("key") == key else None
-        except Exception:  # it isn't there, was cut short, or is of another kind
+        except Exception:  # the file is missing, cut short, or no trace
             return None
 
     def put(self, key: str | None, trace: Trace) -> None:
-        """Other processes see it whole or not at all."""
+        """Keep a trace, if it has a key."""
         if key is None:
             return
         columns = {field.name: getattr(trace, field.name) for field in fields(trace)}
@@ -64,14 +64,15 @@ class Store:
 
 
 def key_of(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> str | None:
-    """The name of a trace: a hash of all that it depends on. None: something has no description."""
+    """The name of a trace: a hash of all that it depends on. None if something that it depends on has no
+    description."""
     about = repr((problem.description, list(knobs.values()), batch_size, target, torch.__version__, sources()))
     return None if NAMELESS in about else hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
 
 
 @cache
 def sources() -> str:
-    """A hash of this program."""
+    """A hash of lowvram's own source files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

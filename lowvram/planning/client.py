@@ -1,5 +1,5 @@
-"""Plans, in the parent: those of the next points of a sweep come from one child, which makes them faster than one child
-each would. Imports no torch."""
+"""Asks a child process for plans. One child plans several points of a sweep, which is faster than one child for each.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import Progress
 
 MODE = "plan"  # conf/mode/plan.yaml
-FIRST_AHEAD, MOST_AHEAD = 8, 64  # points that are planned at once: few at first, so that a sweep starts soon
-FAR_OFF = 1.25  # what needs so many times its budget is told before it runs, and can be skipped
-Planned = dict[str, Any]  # the part of a row that the child knows
+FIRST_AHEAD, MOST_AHEAD = 8, 64  # points planned at once: few at first, so that a sweep starts soon
+FAR_OFF = 1.25  # points that need this many times their budget are announced before they run, and can be skipped
+Planned = dict[str, Any]  # the fields of a row that the child plans
 Request = dict[str, Any]
 
 
 def request_for(config: Mapping[str, Any], choices: dict[str, str], launch: Launch | None = None) -> Request:
-    """What the child is told of a point."""
+    """A point as the child gets it."""
     about = {"is_real": not is_plan(choices), "launch": as_request(launch)}
     return {"config": {key: config[key] for key in CHILDS_OWN}, "choices": choices, **about}
 
 
 def request_of(config: DictConfig) -> Request:
-    """The same, of what Hydra has composed."""
+    """The same, from a configuration that Hydra has composed."""
     return request_for(plain(config), chosen(config.hydra.runtime.choices))
 
 
 class Coming(Protocol):
-    """The points of a sweep before their turn."""
+    """The points of a sweep that haven't run yet."""
 
     def next(self, index: int, num: int) -> Iterator[tuple[int, DictConfig]]:
-        """Up to `num` points from `index` on, each with its index. Raises what Hydra can't compose."""
+        """Up to `num` points from `index` on, each with its index. Raises Hydra's error for one that can't be
+        composed."""
         ...
 
     def name(self, index: int) -> str: ...
@@ -59,10 +60,10 @@ class Plans:
     stop_signals: Callable[[], int]
     coming: Coming | None = None  # points of a sweep
     num_ahead: int = FIRST_AHEAD
-    told: dict[int, Planned] = field(default_factory=dict)  # by the point's index
+    planned: dict[int, Planned] = field(default_factory=dict)  # by the point's index
 
     def row(self, point: Point) -> Row | None:
-        """Leave the row of a point that is only planned. None: somebody asked to stop before it was known."""
+        """Plan a point and write its row. None: the user asked to stop before the plan was made."""
         planned = self.of(point)
         if planned is None:
             return None
@@ -72,7 +73,7 @@ class Plans:
         return row
 
     def skipped(self, point: Point) -> Row | None:
-        """Leave the row of a point that is not worth running: `plan.skip` says so."""
+        """Write the row of a point that `plan.skip=true` skips. None: the point is to run."""
         if not point.config["plan"]["skip"] or not is_far_off(point.plan):
             return None
         assert point.plan is not None
@@ -82,18 +83,20 @@ class Plans:
         return row
 
     def of(self, point: Point) -> Planned | None:
-        """What is planned of a point, with the next ones of a sweep. None: somebody asked to stop before."""
-        if point.index not in self.told:
+        """Plan a point, together with the next ones of a sweep. None: the user asked to stop before the plan was
+        made."""
+        if point.index not in self.planned:
             asked = {point.index: request_for(point.config, point.choices, point.launch)}
             if self.coming is not None:
                 asked |= self._next(self.coming, point.index)
-            self.told.clear()
+            self.planned.clear()
             self.ask(asked)
-            self._warn([place for place, point in asked.items() if point["is_real"] and place in self.told])
-        return self.told.get(point.index)
+            self._warn([index for index, point in asked.items() if point["is_real"] and index in self.planned])
+        return self.planned.get(point.index)
 
     def _next(self, coming: Coming, index: int) -> dict[int, Request]:
-        """What to ask of the points after the one with `index`, up to one with a mistake: that is told at its turn."""
+        """Requests for the points after the one with `index`, up to one with an error, which is reported when its turn
+        comes."""
         asked: dict[int, Request] = {}
         with suppress(*MISTAKES):
             for later, config in coming.next(index + 1, self.num_ahead - 1):
@@ -103,19 +106,19 @@ class Plans:
         return asked
 
     def again(self, point: Point) -> Mapping[str, Any] | None:
-        """The plan of a point whose configuration isn't what it was when it was planned."""
-        self.told.pop(point.index, None)
+        """Plan a point anew, after its configuration has changed."""
+        self.planned.pop(point.index, None)
         self.ask({point.index: request_for(point.config, point.choices, point.launch)})
-        return beside(self.told.get(point.index))
+        return beside(self.planned.get(point.index))
 
     def ask(self, points: Mapping[int, Request], is_again: bool = False) -> None:
-        """Have all of them planned; once more if somebody has ended the process that plans."""
-        places, ending = list(points), Planned()
+        """Have all points planned, by index; once more if the process that plans was killed from outside."""
+        indices, ending = list(points), Planned()
 
         def on_event(event: Event) -> None:
             kind = event.pop("event")
             if kind == "planned":
-                self.told[places[event["index"]]] = event["fields"]
+                self.planned[indices[event["index"]]] = event["fields"]
                 if len(points) > 1:
                     self.progress.update(event["index"] + 1, {})
             elif kind == "say":
@@ -128,19 +131,19 @@ class Plans:
         orders = Orders(time_for(points.values()), self.stop_signals)
         self.server.run({"plan": list(points.values())}, on_event, orders)
         self.progress.stop()
-        left = {place: point for place, point in points.items() if place not in self.told}
+        left = {index: point for index, point in points.items() if index not in self.planned}
         if left and not (ending or is_again or self.stop_signals() or orders.is_timed_out):
             self.ask(left, is_again=True)
         elif not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}
-            self.told = dict.fromkeys(places, unknown) | self.told
+            self.planned = dict.fromkeys(indices, unknown) | self.planned
 
-    def _warn(self, places: Sequence[int]) -> None:
-        """Of points that are to run and can't fit by far."""
-        plans = {place: self.told[place].get("plan") for place in places}
+    def _warn(self, indices: Sequence[int]) -> None:
+        """Announce the points that need far more than their budget."""
+        plans = {index: self.planned[index].get("plan") for index in indices}
         texts = [
-            f"{self.coming.name(place) if self.coming else 'it'} needs {needed_text(plan)}"
-            for place, plan in plans.items()
+            f"{self.coming.name(index) if self.coming else 'it'} needs {needed_text(plan)}"
+            for index, plan in plans.items()
             if plan and is_far_off(plan)
         ]
         if texts:
@@ -148,13 +151,13 @@ class Plans:
 
 
 def time_for(points: Iterable[Request]) -> float | None:
-    """Planning takes no longer than running may; what is only planned takes as long as it likes."""
+    """The time limit in seconds: the sum of `timeout_s` of the points that will run; None for points only planned."""
     limits = [point["config"]["timeout_s"] for point in points if point["is_real"]]
     return sum(limits) if limits and None not in limits else None
 
 
 def beside(planned: Planned | None) -> Mapping[str, Any] | None:
-    """A plan as the row of a point holds it that runs as well. What can't run is told by the point itself."""
+    """The plan in the row of a point that also runs. None if the point is incompatible: its own run reports that."""
     if planned is None or planned["status"] == Status.INCOMPATIBLE:
         return None
     if planned["status"] == Status.OK:

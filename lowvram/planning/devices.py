@@ -1,4 +1,4 @@
-"""The devices that can be planned for: what each can hold and how fast it is, from conf/devices. Imports no torch."""
+"""The devices that can be planned for, with their memory and rates, from conf/devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ AMPERE, ADA = (8, 0), (8, 9)  # compute capabilities
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device, by its data sheet. null: not known, or there is none. Rates are peaks of dense products: no
-    sparsity."""
+    """A device by its data sheet. null: not known, or there is none. FLOP rates are peaks without sparsity."""
 
     names: list[str] = field(default_factory=list)  # as its driver calls it (torch.cuda.get_device_name)
     compute_capability: str | None = None  # of CUDA, such as "8.6"; null: no CUDA device
@@ -59,7 +58,7 @@ class DeviceSpec:
 
     @property
     def error(self) -> dict[str, Any] | None:
-        """How far plans for it were off, and where that was measured; None: not known."""
+        """The relative error of plans for it, and where that was measured; None: not known."""
         if self.error_median is None:
             return None
         return {"median": self.error_median, "p95": self.error_p95, "where": self.error_where}
@@ -74,12 +73,12 @@ class DeviceSpec:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it computes in it; older ones emulate it."""
+        """Whether its hardware computes in bf16; older cards emulate it."""
         return self._has(AMPERE)
 
     @property
     def has_flash_attention(self) -> bool:
-        """torch's flash attention; without it, its memory-efficient attention, which keeps as little."""
+        """Whether torch's flash attention runs on it; without it, memory-efficient attention saves as little."""
         return self._has(AMPERE)
 
     @property
@@ -88,7 +87,7 @@ class DeviceSpec:
 
     @property
     def peak_flops_per_s(self) -> dict[str, float | None]:
-        """By the format of the factors; formats of 16 bits and fewer accumulate in fp32."""
+        """By the number format of the factors; 16-bit and narrower formats accumulate in fp32."""
         return {
             "fp32": self.fp32_flops_per_s,
             "tf32": self.tf32_flops_per_s,
@@ -111,7 +110,7 @@ def load_device(name: str) -> DeviceSpec:
     """A device of conf/devices by its name, or one of the user's by the path of its YAML.
 
     Raises:
-        BadInput: there is none of that name, or its file holds what a device can't have.
+        BadInput: there is no such device, or its file has a wrong key or value.
     """
     path = FOLDER / f"{name}.yaml" if name in device_names() else Path(name)
     is_there = path.suffix in (".yaml", ".yml") and path.is_file()
@@ -120,7 +119,7 @@ def load_device(name: str) -> DeviceSpec:
 
 
 def find_device(driver_name: str) -> DeviceSpec | None:
-    """The device that its driver calls so; None if none of conf/devices is."""
+    """The device of conf/devices with this driver name; None if there is none."""
     return _by_driver_name().get(driver_name)
 
 

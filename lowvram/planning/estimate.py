@@ -1,4 +1,4 @@
-"""What a trace means on a device: the memory that it needs there, by kind and phase, and the time of a step."""
+"""Estimates from a trace the memory that a point needs on a device, by kind and phase, and the time of a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planning.devices import DeviceSpec
-from lowvram.planning.memory.overheads import Overhead, convolution_lines, hidden_lines
-from lowvram.planning.memory.replay import Event, garbage_later, needs_of
+from lowvram.planning.memory.overheads import Overhead, convolution_overheads, process_overheads
+from lowvram.planning.memory.replay import Event, gc_off, needs_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
 from lowvram.planning.time.op_cost import Column
@@ -20,7 +20,7 @@ from lowvram.planning.time.roofline import DataSheet, Rates, step_time
 from lowvram.planning.trace.events import Phase, Trace
 
 NUM_LARGEST = 10  # tensors that a plan names
-TOLERANCE = 1 / 256  # of the least memory: a small part of what plans err by, and it saves most trials
+TOLERANCE = 1 / 256  # of the least memory: far below the error of plans, and it saves most trials
 Fields = dict[str, Any]
 
 
@@ -32,8 +32,8 @@ class PlanDevice:
     name: str
     device: DeviceSpec
     num_ranks: int = 1
-    here: torch.device | None = None  # the same as torch calls it, where it is one of this machine
-    rates: Rates | None = None  # None: those of its data sheet
+    here: torch.device | None = None  # torch's device, if it is one of this machine
+    rates: Rates | None = None  # measured ones; None: those of its data sheet
     host_bytes: int | None = None  # free memory of its host; None: not known
 
     @property
@@ -43,68 +43,69 @@ class PlanDevice:
 
 
 def needs(trace: Trace, place: PlanDevice, is_expandable: bool) -> Fields:
-    """The part of a plan that depends on no budget. On a CPU it is that of a step whose optimizer has its state, as the
-    ledger measures it; on a card that of the whole run, as its allocator does."""
+    """The fields of a plan that depend on no budget. For a CPU they describe a step after the first, as the ledger
+    measures it; for a card the whole run, as its allocator does."""
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
-    lines = hidden_lines(device, torch.__version__, place.num_ranks)
-    lines = lines if device.is_cuda else [*convolution_lines(num_convolutions(trace), torch.__version__), *lines]
+    overheads = process_overheads(device, torch.__version__, place.num_ranks)
+    if not device.is_cuda:
+        overheads = [*convolution_overheads(num_convolutions(trace), torch.__version__), *overheads]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
-        **(on_card(trace, lines, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, lines)),
+        **(on_card(trace, overheads, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, overheads)),
         "host_bytes": sums.host_bytes or None,
         "by_kind": named(sums.by_kind),
         "by_kind_max": named(sums.by_kind_max),
         "by_phase": named(sums.by_phase),
-        "largest": [{"name": one.maker, "kind": one.kind.value, "bytes": one.num_bytes} for one in largest],
-        "lines": [{"name": line.name, "bytes": line.num_bytes, "source": line.source} for line in lines],
+        "largest": [{"name": item.maker, "kind": item.kind.value, "bytes": item.num_bytes} for item in largest],
+        "lines": [{"name": item.name, "bytes": item.num_bytes, "source": item.source} for item in overheads],
         **times(trace, place),
     }
 
 
 def times(trace: Trace, place: PlanDevice) -> Fields:
-    """Null where the device's rates are not known, and for several ranks: nothing is known of the way between them."""
+    """The time of a step; None if a rate isn't known, and for several ranks, as the rate between ranks isn't known."""
     rates = place.rates or DataSheet(place.device)
-    found = step_time(trace.work, rates) if place.num_ranks == 1 else None
-    if found is None:
+    time = step_time(trace.work, rates) if place.num_ranks == 1 else None
+    if time is None:
         return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
-    return {"step_ms": found.step_ms, "step_ms_source": rates.source, "step_ms_of": found.by_name()}
+    return {"step_ms": time.step_ms, "step_ms_source": rates.source, "step_ms_of": time.by_name()}
 
 
-def on_cpu(trace: Trace, lines: list[Overhead]) -> Fields:
-    """A CPU is its own host, and its process holds what tensors hold at any time in the whole run, and more."""
+def on_cpu(trace: Trace, overheads: list[Overhead]) -> Fields:
+    """Memory on a CPU: the process holds the peak of all tensors over the whole run, host memory too, and overheads."""
     tensors = trace.sums().with_host_bytes
     return {
         "allocated_bytes": trace.sums(is_steady=True).peak_bytes,
         "reserved_bytes": None,
-        "process_bytes": tensors + sum(line.num_bytes or 0 for line in lines if line.is_resident),
-        "least_vram_bytes": tensors + sum(line.num_bytes or 0 for line in lines if line.is_capped),
+        "process_bytes": tensors + sum(item.num_bytes or 0 for item in overheads if item.is_resident),
+        "least_vram_bytes": tensors + sum(item.num_bytes or 0 for item in overheads if item.is_capped),
     }
 
 
 def num_convolutions(trace: Trace) -> int:
-    """That differ in shape or format."""
+    """The number of convolutions that differ in shape or format."""
     work = trace.work[trace.work[:, Column.FAMILY] == FAMILIES.index(Family.CONVOLUTION)]
     return len(work[:, [Column.FORMAT, Column.FLOPS, Column.BYTES, Column.NEW]].unique(dim=0))
 
 
-@garbage_later()
-def on_card(trace: Trace, lines: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
-    """As the caching allocator plays it."""
-    events = [*workspaces(lines), *trace.requests()]
-    found = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
-    outside = sum(line.num_bytes or 0 for line in lines if not line.is_in_allocator)
+@gc_off()
+def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
+    """Memory on a card, from a replay through the caching allocator."""
+    events = [*workspaces(overheads), *trace.requests()]
+    needed = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
+    outside = sum(item.num_bytes or 0 for item in overheads if not item.is_in_allocator)
     return {
-        "allocated_bytes": found.free.allocated_peak_bytes,
-        "reserved_bytes": found.free.reserved_peak_bytes,
+        "allocated_bytes": needed.free.allocated_peak_bytes,
+        "reserved_bytes": needed.free.reserved_peak_bytes,
         "process_bytes": None,
-        "least_vram_bytes": found.least_limit_bytes + outside,
+        "least_vram_bytes": needed.least_limit_bytes + outside,
     }
 
 
-def workspaces(lines: list[Overhead]) -> list[Event]:
-    """What libraries take from the allocator and keep."""
-    sizes = [line.num_bytes for line in lines if line.is_in_allocator and line.num_bytes]
+def workspaces(overheads: list[Overhead]) -> list[Event]:
+    """The allocations of libraries that the allocator serves and that stay."""
+    sizes = [item.num_bytes for item in overheads if item.is_in_allocator and item.num_bytes]
     return [Event(-1 - number, size) for number, size in enumerate(sizes)]
 
 

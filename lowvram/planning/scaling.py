@@ -1,12 +1,12 @@
-"""Two traces price every batch size and accumulation of a structure.
+"""Computes traces for all batch sizes and accumulations of one combination of knobs from two traces.
 
-Mostly the order of events doesn't depend on the batch size, and the bytes of each are affine in it: two traces give the
-line. Prices are taken between them, never beyond: a choice that hangs on a comparison of two such sizes, as offload's
-and chunks' do, and that is made alike at both ends, is made alike everywhere between. Where the ends differ, every
-batch size is traced for itself, and the price says so.
+The order of events seldom depends on the batch size, and the bytes of each event are affine in it, so two traces define
+a line. Traces are computed between these two, never beyond: where code compares two such sizes, as offload and chunks
+do, and decides alike at both ends, it decides alike everywhere between. Where the two traces differ in their events,
+every batch size is traced itself, and the result says why.
 
-A step of more than three parts goes through the same memory as one of three: the first part gives birth to gradients,
-the last one sends them to other ranks, and those between are alike. Only the batch is larger, and each part has a loss.
+A step of more than three parts uses memory as one of three does: the first part makes gradients, the last one sends
+them to other ranks, and those between are alike. Only the batch is larger, and each part has a loss.
 """
 
 from __future__ import annotations
@@ -28,45 +28,47 @@ from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import fake_tensors
-from lowvram.planning.trace.tracer import is_played, trace
+from lowvram.planning.trace.tracer import affects_trace, trace
 from lowvram.tasks import Problem
 
 MOST_PARTS = 3  # that are traced
 MIDDLE_PART = 2  # of three; parts are counted from 1
-FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless something beyond was asked for
-REACHES = 16, 4  # how far beyond, from what was asked for; the nearer where there is no line to the farther
+FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size was asked for
+REACHES = 16, 4  # a larger end is so many times the size asked for; the second is tried if the first gives no line
 LOSS_BYTES = 4  # of a part: an fp32 number
 
 
-class Priced(NamedTuple):
-    """What a point would hold, and how that is known."""
+class ScaledTrace(NamedTuple):
+    """A point's trace, and how it was obtained."""
 
     trace: Trace
-    is_direct: bool  # it was traced just so; else its sizes were computed from other traces
-    why_direct: str | None = None  # where computing them was not possible
+    is_direct: bool  # the point itself was traced; else its sizes were computed from other traces
+    why_direct: str | None = None  # why they couldn't be computed
 
 
-Structure = tuple[tuple[str, ...], int]  # the knobs that are played, and the parts that are traced
+Structure = tuple[tuple[str, ...], int]  # the knobs that a trace depends on, and the number of parts traced
 
 
 @dataclass
-class Known:
-    """The traces of one structure, and what became of looking for lines between them."""
+class KnownTraces:
+    """The traces of one structure, and the lines between them."""
 
     traces: dict[int, Trace] = field(default_factory=dict)  # by samples of a part
-    lines: dict[tuple[int, int], Line | str] = field(default_factory=dict)  # by both ends; or why there is none
+    lines: dict[tuple[int, int], Line | str] = field(
+        default_factory=dict
+    )  # by the samples at both ends; a string says why there is no line
 
 
 @final
-class Pricer:
-    """Prices the points of one problem on one target."""
+class TraceScaler:
+    """Gives the traces of the points of one problem on one target."""
 
     def __init__(self, problem: Problem, target: Target, store: Store | None = None) -> None:
         self.problem, self.target, self.store = problem, target, store
-        self.known: dict[Structure, Known] = defaultdict(Known)
+        self.known: dict[Structure, KnownTraces] = defaultdict(KnownTraces)
 
-    def price(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> Priced:
-        """A point whose logical batch is split into so many parts on each rank.
+    def trace(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> ScaledTrace:
+        """The trace of a point whose logical batch is split into `parts` parts on each rank.
 
         Args:
             knobs: by the names that messages use, without that of accumulation.
@@ -78,26 +80,29 @@ class Pricer:
         samples, left = divmod(batch_size, parts * self.target.num_ranks)
         if left or not samples:
             direct = trace(self.problem, {**knobs, "accum": Parts(parts)}, batch_size, self.target)
-            return Priced(direct, True, "the batch doesn't divide into equal parts")
+            return ScaledTrace(direct, True, "the batch doesn't divide into equal parts")
         num_traced = min(parts, MOST_PARTS)
-        # Before anything known is looked up: what conflicts may look like what was traced.
+        # Before known traces are looked up: a point with a conflict may have the same structure as one without.
         self.check({**knobs, "accum": Parts(num_traced)})
-        knobs = {name: knob for name, knob in knobs.items() if is_played(knob)}
+        knobs = {name: knob for name, knob in knobs.items() if affects_trace(knob)}
         known = self.known[tuple(repr(knob) for knob in knobs.values()), num_traced]
-        why = None
+        why_no_line = None
         if known.traces and samples not in known.traces:
             line = self.line(known, knobs, num_traced, samples)
             if isinstance(line, Line):
-                return Priced(with_parts(line.at(samples), parts), False)
-            why = line
-        return Priced(with_parts(self.traced(known, knobs, num_traced, samples), parts), parts == num_traced, why)
+                return ScaledTrace(with_parts(line.at(samples), parts), False)
+            why_no_line = line
+        return ScaledTrace(
+            with_parts(self.traced(known, knobs, num_traced, samples), parts), parts == num_traced, why_no_line
+        )
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raises `Incompatible` where `trace` would, in the same words."""
-        if found := conflicts(knobs, self.target.absent()):
-            raise Incompatible("; ".join(found))
-        if any(knob.needs() & TASK_FACTS for knob in knobs.values()) and (found := conflicts(knobs, self.absent)):
-            raise Incompatible("; ".join(found))
+        reasons = conflicts(knobs, self.target.absent())
+        if not reasons and any(knob.needs() & TASK_FACTS for knob in knobs.values()):
+            reasons = conflicts(knobs, self.absent)
+        if reasons:
+            raise Incompatible("; ".join(reasons))
 
     @cached_property
     def absent(self) -> dict[Fact, str]:
@@ -106,49 +111,51 @@ class Pricer:
             model = self.problem.make_model()
         return {**self.target.absent(), **absent_of(self.problem, model)}
 
-    def line(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
-        """A line that passes over so many samples, between what was traced; or why there is none."""
+    def line(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
+        """A line between two traces that covers `samples` samples of a part; or why there is none."""
         if samples < FEWEST_SAMPLES:
-            return "dimensions of one are treated otherwise"
-        below = max((each for each in known.traces if FEWEST_SAMPLES <= each < samples), default=FEWEST_SAMPLES)
+            return "torch treats dimensions of one element differently"
+        below = max((size for size in known.traces if FEWEST_SAMPLES <= size < samples), default=FEWEST_SAMPLES)
         if below == samples:
             return "it is the smallest"
-        beyond = [each for each in known.traces if each > samples]
-        if beyond:
-            return self.line_between(known, knobs, parts, below, min(beyond))
+        larger = [size for size in known.traces if size > samples]
+        if larger:
+            return self.line_between(known, knobs, parts, below, min(larger))
         farther, nearer = (max(MOST_SAMPLES, reach * samples) for reach in REACHES)
-        found = self.line_between(known, knobs, parts, below, farther)
-        return found if isinstance(found, Line) else self.line_between(known, knobs, parts, below, nearer)
+        line = self.line_between(known, knobs, parts, below, farther)
+        return line if isinstance(line, Line) else self.line_between(known, knobs, parts, below, nearer)
 
-    def line_between(self, known: Known, knobs: Mapping[str, Knob], parts: int, below: int, above: int) -> Line | str:
-        """The line through the traces of two numbers of samples, looked for once."""
+    def line_between(
+        self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, below: int, above: int
+    ) -> Line | str:
+        """The line through the traces of two numbers of samples; computed once."""
         if (below, above) not in known.lines:
             ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
             known.lines[below, above] = line_through(ends)
         return known.lines[below, above]
 
-    def traced(self, known: Known, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
-        """A direct trace, made once: in this process, and where there is a store, on this machine."""
+    def traced(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
+        """The trace of this number of samples, made once in this process, and with a store once on this machine."""
         if samples not in known.traces:
             all_knobs, batch_size = {**knobs, "accum": Parts(parts)}, samples * parts * self.target.num_ranks
             key = key_of(self.problem, all_knobs, batch_size, self.target)
-            found = self.store.get(key) if self.store else None
-            if found is None:
-                found = trace(self.problem, all_knobs, batch_size, self.target)
+            traced = self.store.get(key) if self.store else None
+            if traced is None:
+                traced = trace(self.problem, all_knobs, batch_size, self.target)
                 if self.store:
-                    self.store.put(key, found)
-            known.traces[samples] = found
+                    self.store.put(key, traced)
+            known.traces[samples] = traced
         return known.traces[samples]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A structure whose sizes are affine in the samples of a part."""
+    """The traces of a structure whose sizes are affine in the samples of a part."""
 
     trace: Trace
     samples: int  # of `trace`
-    slope: torch.Tensor  # (events,) int64: bytes for each sample more
-    work_slope: torch.Tensor  # (operators, columns) int64: the same of their work
+    slope: torch.Tensor  # (events,) int64: bytes per further sample
+    work_slope: torch.Tensor  # (operators, columns) int64: the same for `Trace.work`
 
     def at(self, samples: int) -> Trace:
         more = samples - self.samples
@@ -173,14 +180,14 @@ def line_through(traced: Mapping[int, Trace]) -> Line | str:
 
 
 def even_slope(one: torch.Tensor, other: torch.Tensor, distance: int) -> torch.Tensor | None:
-    """By how much each number grows with every sample; None where that is no whole number."""
+    """By how much each number grows per sample; None if that is no whole number for one of them."""
     growth = other - one
     slope = growth.div(distance, rounding_mode="floor")
     return slope if torch.equal(slope * distance, growth) else None
 
 
 def with_parts(trace: Trace, parts: int) -> Trace:
-    """The trace of a step of `parts` parts, from one of three (or as many as there are)."""
+    """The trace of a step of `parts` parts, from the trace of `min(parts, 3)`."""
     more = parts - MOST_PARTS
     if more <= 0:
         return trace
@@ -195,20 +202,20 @@ def with_parts(trace: Trace, parts: int) -> Trace:
 
 
 def last_parts(trace: Trace) -> list[tuple[int, int]]:
-    """Where the forward pass of the last part begins and where its update does, in each step."""
+    """In each step, the event at which the forward pass of the last part begins, and that at which its update does."""
     changes = torch.cat([torch.tensor([0]), (trace.phases[1:] != trace.phases[:-1]).nonzero()[:, 0] + 1]).tolist()
     forward = 0
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for at in changes:
         phase = PHASES[trace.phases[at]]
         forward = at if phase is Phase.FORWARD else forward
         if phase is Phase.UPDATE:
-            found.append((forward, at))
-    return found
+            ranges.append((forward, at))
+    return ranges
 
 
 def with_losses(trace: Trace, start: int, end: int, num: int) -> Trace:
-    """The trace with the losses of `num` more parts, from one event to before another."""
+    """The trace with the losses of `num` more parts, alive from event `start` to before event `end`."""
     serials = torch.arange(num) + len(trace.kinds)
     born, gone = torch.full((num,), LOSS_BYTES), torch.zeros(num, dtype=torch.int64)
 

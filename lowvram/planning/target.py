@@ -1,4 +1,4 @@
-"""The device that a plan is for: what it can do, told without asking it."""
+"""The device that a plan is for, described so that this machine need not have it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lowvram.core.knob import Fact
 @final
 @dataclass(frozen=True)
 class Target:
-    """So many CUDA cards of a kind, or CPUs, with one rank each."""
+    """`num_ranks` CUDA cards of one kind, or CPUs, with one rank each."""
 
     card: Card | None = None  # None: a CPU
     num_ranks: int = 1
 
     def absent(self) -> dict[Fact, str]:
-        """The facts that it lacks. Compilers are taken to be installed there."""
+        """The facts that it lacks, each with what the user can do about it. Assumes that compilers are installed."""
         return absent_from(self.card, self.num_ranks, "the CPU" if self.card is None else self.card.name)

@@ -1,4 +1,4 @@
-"""Plans: what points would hold, before they run. Many of them in one process, which computes nothing."""
+"""Plans points before they run: many of them in one process, which computes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.assemble import skeleton
 from lowvram.core.device import card_of, choose_device
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
 from lowvram.loops.setup import acting_allocator, can_replace, check_batch_size, open_data, wanted_ranks
@@ -22,49 +22,50 @@ from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import Store
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
-from lowvram.planning.scaling import Pricer
+from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.trace.tracer import is_equivalent
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
-MARGIN = 0.1  # until it is known how wrong plans for a device are
-GENERIC = "generic"  # what plans are for where there is no card
+MARGIN = 0.1  # for devices for which the error of plans isn't known
+GENERIC = "generic"  # the device that plans are for if this machine has no card
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """conf/mode/plan.yaml. The parent has plans made by a `Planner`: no point runs."""
+    """conf/mode/plan.yaml. No point runs: a `Planner` plans them all."""
 
 
 @final
 class Planner:
-    """Plans points one after another; what they share is done once."""
+    """Plans points one after another; what several points share is computed once."""
 
     def __init__(self, store: Store | None = None, calibrations: Calibrations | None = None) -> None:
         self.store, self.calibrations = store, calibrations
         self.opened: dict[str, Data] = {}  # by the configuration of the data
-        self.pricers: dict[tuple[str, Target], Pricer] = {}
+        self.scalers: dict[tuple[str, Target], TraceScaler] = {}
         self.models: dict[str, nn.Module] = {}  # on the meta device
-        self.about: dict[str, Fields] = {}  # what is known of them before they run
+        self.about: dict[str, Fields] = {}  # the fields about the models
 
     def fields(self, settings: Settings, choices: Mapping[str, str]) -> Fields:
-        """What the row of a point says that is only planned, for what `plan.device` says."""
-        return self.told(settings, choices, lambda: place_of(settings))
+        """The fields of the row of a point that is only planned, for the device `plan.device`."""
+        return self.plan_or_reason(settings, choices, lambda: place_of(settings))
 
     def fields_here(self, settings: Settings, choices: Mapping[str, str], num_launched: int | None = None) -> Fields:
-        """The same of a point that runs on this machine.
+        """The same for a point that will run on this machine.
 
         Args:
             num_launched: ranks that torchrun has started; None: it hasn't.
         """
-        return self.told(settings, choices, lambda: place_here(settings, num_launched))
+        return self.plan_or_reason(settings, choices, lambda: place_here(settings, num_launched))
 
-    def told(self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], PlanDevice]) -> Fields:
-        """A plan, or why there is none, and still what to try should memory run out."""
+    def plan_or_reason(
+        self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], PlanDevice]
+    ) -> Fields:
+        """A plan; or the reason why there is none, with advice for the case that memory runs out."""
         try:
             place = find_place()
             try:
@@ -76,10 +77,10 @@ class Planner:
             return {"status": "incompatible", "reason": str(error)}
 
     def planned(self, settings: Settings, choices: Mapping[str, str], place: PlanDevice) -> Fields:
-        """The model and its plan.
+        """The fields about the model and its plan.
 
         Raises:
-            BadInput: a value that no point can have.
+            BadInput: a value out of range.
             Incompatible: the knobs conflict, with each other or with the device that the plan is for.
             CantPlan: the model can't be traced.
         """
@@ -87,12 +88,12 @@ class Planner:
         check_batch_size(settings.train.batch_size, parts, target.num_ranks)
         knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
         problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
-        priced = self.pricer(problem, target).price(without_parts(knobs), parts, num_rows)
+        scaled = self.scaler(problem, target).trace(without_parts(knobs), parts, num_rows)
         place = self.with_rates(place, settings, choices)
-        plan = needs(priced.trace, place, settings.groups["allocator"].expandable_segments)
+        plan = needs(scaled.trace, place, settings.groups["allocator"].expandable_segments)
         advice = advice_for(plan["by_kind"], settings, choices, target)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
-        about = {"device": place.name, "is_eager_equivalent": is_equivalent(knobs), "grows": grows}
+        about = {"device": place.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
         fit = fit_of(plan, settings, place)
         return {
             **self.about_model(problem, knobs),
@@ -100,7 +101,7 @@ class Planner:
         }
 
     def with_rates(self, place: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
-        """With the rates that were measured before, where it is a device of this machine; nothing is measured now."""
+        """The device with rates that were measured before, if it is one of this machine; nothing is measured now."""
         if place.here is None or self.calibrations is None:
             return place
         name, _ = acting_allocator(settings, choices, place.here)
@@ -111,26 +112,27 @@ class Planner:
         return settings.groups["task"].pose(settings.groups["model"], self.data(settings).spec)
 
     def data(self, settings: Settings) -> Data:
-        """The data of a point; opened once."""
+        """The data of a point; opened once for each configuration."""
         key = repr(([settings.groups[name] for name in ("data", "loader", "model")], settings.root.seed))
         if key not in self.opened:
             self.opened[key] = open_data(settings)
         return self.opened[key]
 
     def most_rows(self, settings: Settings, unit: int) -> int:
-        """How many rows a batch takes at most: a multiple of `unit`, as that of its samples is."""
+        """The most rows that a batch can have, rounded up to a multiple of `unit`, which the number of samples also
+        is."""
         batch_size = settings.train.batch_size
-        found = settings.groups["loader"].most_rows(self.data(settings).train, batch_size)
-        return min(batch_size, -(-found // unit) * unit)
+        num_rows = settings.groups["loader"].most_rows(self.data(settings).train, batch_size)
+        return min(batch_size, -(-num_rows // unit) * unit)
 
-    def pricer(self, problem: Problem, target: Target) -> Pricer:
+    def scaler(self, problem: Problem, target: Target) -> TraceScaler:
         key = (problem.description, target)
-        if key not in self.pricers:
-            self.pricers[key] = Pricer(problem, target, self.store)
-        return self.pricers[key]
+        if key not in self.scalers:
+            self.scalers[key] = TraceScaler(problem, target, self.store)
+        return self.scalers[key]
 
     def about_model(self, problem: Problem, knobs: Mapping[str, Knob]) -> Fields:
-        """Of the model, as the knobs build it and change what it computes."""
+        """The fields about the model, as the knobs build it and change what it computes."""
         key = repr((problem.description, list(knobs.values())))
         if key not in self.about:
             self.about[key] = about_model(problem, self.model(problem, knobs), list(knobs.values()))
@@ -147,7 +149,7 @@ class Planner:
 def advice_for(
     by_kind: Mapping[str, float] | None, settings: Settings, choices: Mapping[str, str], target: Target
 ) -> str:
-    """What a point could try that runs out of memory on `target`."""
+    """What to try if the point runs out of memory on `target`."""
     is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
     in_use = {group: settings.groups[group] for group in KNOB_GROUPS}
     return out_of_memory_advice(by_kind, in_use, is_possible, settings.vram_bytes)
@@ -158,7 +160,8 @@ def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
 
 
 def place_of(settings: Settings) -> PlanDevice:
-    """What `plan.device` says. `sharding.ranks=auto` is one: nobody knows how many devices there will be."""
+    """The device that `plan.device` names. `sharding.ranks=auto` counts as one rank, as the number of devices isn't
+    known."""
     sharding = settings.groups["sharding"]
     num_ranks = 1 if sharding.ranks == "auto" else int(sharding.ranks)
     if settings.plan.device != "auto":
@@ -173,7 +176,7 @@ def place_of(settings: Settings) -> PlanDevice:
 
 
 def place_here(settings: Settings, num_launched: int | None = None) -> PlanDevice:
-    """Where a point runs.
+    """The device of this machine on which a point runs.
 
     Args:
         num_launched: ranks that torchrun has started; None: it hasn't.
@@ -193,7 +196,7 @@ def place_here(settings: Settings, num_launched: int | None = None) -> PlanDevic
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
-    """A card of this machine, by its name and with the memory that its driver reports."""
+    """The name of a card of this machine, and its data sheet with the memory that its driver reports."""
     card, num_bytes = card_of(device), torch.cuda.get_device_properties(device).total_memory
     major, minor = card.capability
     unknown = DeviceSpec(names=[card.name], compute_capability=f"{major}.{minor}")
@@ -201,22 +204,22 @@ def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
 
 
 def free_host_bytes() -> int:
-    """What the kernel could give to a process."""
+    """The memory that the kernel could give to a process (MemAvailable)."""
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
     return int(line.split()[1]) * 1024
 
 
 def margin_of(settings: Settings, place: PlanDevice) -> float:
-    """By how much more than is planned must fit, to be safe: what 95 % of the plans for such a device were off, at
-    most."""
+    """The share of the planned memory that must fit in addition, to be safe: the 95th percentile of the error of plans
+    for this device."""
     if settings.plan.margin is not None:
         return settings.plan.margin
     return MARGIN if place.device.error_p95 is None else place.device.error_p95
 
 
 def fit_of(plan: Fields, settings: Settings, place: PlanDevice) -> Fields:
-    """Whether it fits, with a margin, into `vram` or else into all that the device has, and into the host's memory
-    where that is known; null where no budget of the device is known."""
+    """Whether the plan fits, with a margin, into `vram` or else the device's memory, and into the host's memory, if
+    that is known. `fits` is None if the device's memory isn't known."""
     budget, host_budget = settings.vram_bytes or place.device.memory_bytes, settings.host_bytes or place.host_bytes
     margin = margin_of(settings, place)
     share = 1 + margin

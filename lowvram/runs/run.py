@@ -69,7 +69,7 @@ def add_fidelity(recording: Recording, server: Server | Inline, stop_signals: Ca
     point = recording.point
     if recording.row["status"] != Status.OK or not point.config["measure"]["fidelity"]:
         return
-    found = Comparison(point, server, recording.progress, stop_signals).found()
+    found = Comparison(point, server, recording.progress, stop_signals).measure()
     if stop_signals() and found["reason"] is not None:
         recording.end(Status.INTERRUPTED, "stopped while its fidelity was measured")
     recording.add({"fidelity": found})

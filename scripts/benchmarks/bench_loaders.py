@@ -71,7 +71,7 @@ class Contestant:
         loss, _ = step(self.rig, batch)
         self.losses.append(loss.item())
         self.seconds.append(time.perf_counter() - began)
-        num_tokens, num_places = self.problem.filling(batch).tolist()
+        num_tokens, num_places = self.problem.token_counts(batch).tolist()
         self.token_counts.append((num_tokens, num_places))
 
     def loss(self, batch: Part) -> float:

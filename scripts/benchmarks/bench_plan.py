@@ -98,7 +98,7 @@ def time_sweep() -> Iterator[str]:
         times_ms = [plan_ms(planner, point) for point in points]
         per_minute = len(points) / (sum(times_ms) / 60e3)
         yield f"{shown(f'sweep, {name} pass, a point', times_ms)}: {per_minute:,.0f} points a minute"
-    num_traces = sum(len(known.traces) for pricer in planner.pricers.values() for known in pricer.known.values())
+    num_traces = sum(len(known.traces) for scaler in planner.scalers.values() for known in scaler.known.values())
     yield f"{num_traces} traces of {len(points)} points"
 
 

@@ -132,5 +132,5 @@ def test_what_was_planned_by_a_process_that_was_killed_is_planned_once_more(
         {place: {"of": name, "is_real": False, "config": {"timeout_s": None}} for place, name in enumerate("abc")}
     )
     assert server.asked == asked
-    assert "".join(told["plan"]["of"] for _, told in sorted(plans.told.items()) if told["status"] == "ok") == known
-    assert {told["status"] for told in plans.told.values()} == ({"ok"} if known == "abc" else {"ok", "killed"})
+    assert "".join(told["plan"]["of"] for _, told in sorted(plans.planned.items()) if told["status"] == "ok") == known
+    assert {told["status"] for told in plans.planned.values()} == ({"ok"} if known == "abc" else {"ok", "killed"})

@@ -18,13 +18,13 @@ from tests.laboratory import CPU, needs_gpu
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without any card, whatever it really has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device_module, "nvidia_card_here", lambda: False)
+    monkeypatch.setattr(device_module, "has_nvidia_card", lambda: False)
     return monkeypatch
 
 
 def with_cards(machine: pytest.MonkeyPatch, *, num_usable: int) -> None:
     """An NVIDIA card is there; torch can use this many."""
-    machine.setattr(device_module, "nvidia_card_here", lambda: True)
+    machine.setattr(device_module, "has_nvidia_card", lambda: True)
     machine.setattr(torch.cuda, "is_available", lambda: num_usable > 0)
     machine.setattr(torch.cuda, "device_count", lambda: num_usable)
 
@@ -63,7 +63,7 @@ def test_a_card_that_is_not_there_is_refused(machine: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_cards_are_not_meant_to_be_used(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert not device_module.nvidia_card_here()
+    assert not device_module.has_nvidia_card()
 
 
 def test_a_cpu_lacks_what_only_cards_have() -> None:

@@ -152,7 +152,9 @@ def test_other_samples_are_refused(source: Source, said: str) -> None:
 
 def test_a_model_that_nobody_knows_is_refused() -> None:
     data = Data(SPEC, TEXTS, TEXTS, "")
-    with pytest.raises(BadInput, match="loader='packed': must be bucketed: nobody knows whether model=external keeps"):
+    with pytest.raises(
+        BadInput, match="loader='packed': must be bucketed: it isn't known whether model=external keeps"
+    ):
         Packed().fit(data, ExternalConfig("torch.nn.Linear"))
 
 

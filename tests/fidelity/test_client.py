@@ -139,11 +139,11 @@ def test_a_reference_that_was_killed_is_run_again(monkeypatch: pytest.MonkeyPatc
     statuses = ["killed", "ok"]
     comparison = Comparison.__new__(Comparison)
     comparison.stop_signals = lambda: 0
-    monkeypatch.setattr(Comparison, "hear_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
-    assert comparison.hear({}).status == "ok"
+    monkeypatch.setattr(Comparison, "run_child_once", lambda *_: SimpleNamespace(status=statuses.pop(0)))
+    assert comparison.run_child({}).status == "ok"
     statuses += ["killed", "ok"]
     comparison.stop_signals = lambda: 1
-    assert comparison.hear({}).status == "killed"
+    assert comparison.run_child({}).status == "killed"
 
 
 def test_torchrun_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core.assemble import assemble
-from lowvram.core.copies import stands_for
+from lowvram.core.copies import register_copy
 from lowvram.core.knob import Knob
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rounding import stochastically
@@ -79,7 +79,7 @@ def test_copies_are_updated_as_what_they_stand_for() -> None:
     copy = nn.Parameter(weight.detach().clone())
     with pytest.raises(KeyError):
         Muon().make([copy], rules)
-    (group,) = Muon().make([stands_for(copy, weight)], rules).param_groups
+    (group,) = Muon().make([register_copy(copy, weight)], rules).param_groups
     assert group["rule"] == "muon"
 
 

@@ -25,28 +25,28 @@ def test_fragments_of_a_section_are_put_together() -> None:
     }
 
 
-def filling(num_tokens: int, num_places: int) -> torch.Tensor:
+def counts(num_tokens: int, num_places: int) -> torch.Tensor:
     return torch.tensor([num_tokens, num_places])
 
 
 def test_throughput_counts_tokens_not_padding(make_session: MakeSession) -> None:
     session = make_session(batch_size=4)
-    found = pace(session, [filling(10, 20), filling(20, 20)], seconds=2.0)
+    found = pace(session, [counts(10, 20), counts(20, 20)], seconds=2.0)
     assert found == {
         "throughput/samples_per_s": 4.0,
         "throughput/tokens_per_s": 15.0,
         "data/padding": 0.25,
         "time/step_ms": 1000.0,
     }
-    images = pace(make_session("resnet"), [filling(10, 10)], seconds=2.0)
+    images = pace(make_session("resnet"), [counts(10, 10)], seconds=2.0)
     assert images.keys() == {"throughput/samples_per_s", "time/step_ms"}
     texts = replace(session.data, spec=DataSpec(Modality.LABELLED_TOKENS, 2, (8,), 256))
-    assert pace(replace(session, data=texts), [filling(10, 32)], 2.0)["throughput/tokens_per_s"] == 5.0
+    assert pace(replace(session, data=texts), [counts(10, 32)], 2.0)["throughput/tokens_per_s"] == 5.0
 
 
 def test_times_are_of_the_timed_steps(make_session: MakeSession) -> None:
     step_ms = [float(ms) for ms in range(1, 22)]
-    found = times(make_session(), step_ms, [0.001] * 21, [filling(8, 10)] * 21)
+    found = times(make_session(), step_ms, [0.001] * 21, [counts(8, 10)] * 21)
     assert found["time"] == {
         "steps": 21,
         "step_ms_p50": 11.0,
@@ -59,7 +59,7 @@ def test_times_are_of_the_timed_steps(make_session: MakeSession) -> None:
 
 
 def test_a_single_step_is_all_percentiles_and_none_is_nothing(make_session: MakeSession) -> None:
-    found = times(make_session(), [5.0], [0.1], [filling(8, 10)])
+    found = times(make_session(), [5.0], [0.1], [counts(8, 10)])
     assert {found["time"][name] for name in ("step_ms_p05", "step_ms_p50", "step_ms_p95")} == {5.0}
     assert found["time"]["data_wait_frac"] == 1.0
     assert times(make_session(), [], [], []) == {"time": {"steps": 0}}

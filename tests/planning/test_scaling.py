@@ -15,7 +15,7 @@ from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.planning import scaling as repricing
 from lowvram.planning.cache import Store, default_folder, key_of
-from lowvram.planning.scaling import Line, Pricer, line_through
+from lowvram.planning.scaling import Line, TraceScaler, line_through
 from lowvram.planning.target import Target
 from lowvram.planning.trace.events import Trace
 from lowvram.planning.trace.tracer import trace
@@ -36,7 +36,7 @@ def traced(problem: Any, knobs: dict[str, Knob], parts: int, batch_size: int, ta
 
 @pytest.fixture
 def num_traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many traces were made so far by a pricer."""
+    """How many traces were made so far by a scaler."""
     calls: list[int] = []
 
     def counted(*args: Any) -> Trace:
@@ -60,29 +60,29 @@ def test_prices_are_those_of_direct_traces(
 ) -> None:
     """By kind, by phase and on the host, to the byte; two traces for each number of parts up to three."""
     knobs, target = without_accum(**choices), Target(H100.card, 2 if "sharding" in choices else 1)
-    pricer = Pricer(PROBLEMS[problem], target)
+    scaler = TraceScaler(PROBLEMS[problem], target)
     for parts, sizes in ((1, (8, 24)), (5, (40, 120))):
-        priced, *_ = [pricer.price(knobs, parts, batch_size) for batch_size in (sizes[0], 2 * sizes[0], sizes[1])][::-1]
-        assert not priced.is_direct
-        assert priced.why_direct is None
-        assert priced.trace.sums() == traced(PROBLEMS[problem], knobs, parts, sizes[1], target).sums()
+        scaled, *_ = [scaler.trace(knobs, parts, batch_size) for batch_size in (sizes[0], 2 * sizes[0], sizes[1])][::-1]
+        assert not scaled.is_direct
+        assert scaled.why_direct is None
+        assert scaled.trace.sums() == traced(PROBLEMS[problem], knobs, parts, sizes[1], target).sums()
     assert num_traced() == 4
 
 
 def test_the_first_batch_size_takes_one_trace(num_traced: Callable[[], int]) -> None:
-    pricer = Pricer(PROBLEMS["resnet"], H100)
-    priced = [pricer.price(without_accum(), 1, 8) for _ in range(2)][-1]
-    assert priced.is_direct
+    scaler = TraceScaler(PROBLEMS["resnet"], H100)
+    scaled = [scaler.trace(without_accum(), 1, 8) for _ in range(2)][-1]
+    assert scaled.is_direct
     assert num_traced() == 1
-    assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 8).sums()
+    assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 8).sums()
 
 
 def test_a_much_larger_batch_takes_no_further_trace(num_traced: Callable[[], int]) -> None:
-    pricer = Pricer(PROBLEMS["resnet"], H100)
-    *_, priced = [pricer.price(without_accum(), 1, batch_size) for batch_size in (8, 16, 200)]
-    assert not priced.is_direct
+    scaler = TraceScaler(PROBLEMS["resnet"], H100)
+    *_, scaled = [scaler.trace(without_accum(), 1, batch_size) for batch_size in (8, 16, 200)]
+    assert not scaled.is_direct
     assert num_traced() == 2
-    assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 200).sums()
+    assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 200).sums()
 
 
 def test_where_there_is_no_line_to_the_farther_end_there_may_be_one_to_the_nearer(
@@ -92,54 +92,54 @@ def test_where_there_is_no_line_to_the_farther_end_there_may_be_one_to_the_neare
         return line_through(ends) if max(ends) < 100 else "too far"
 
     monkeypatch.setattr(repricing, "line_through", near)
-    pricer = Pricer(PROBLEMS["resnet"], H100)
-    *_, priced = [pricer.price(without_accum(), 1, batch_size) for batch_size in (8, 16)]
-    assert not priced.is_direct
+    scaler = TraceScaler(PROBLEMS["resnet"], H100)
+    *_, scaled = [scaler.trace(without_accum(), 1, batch_size) for batch_size in (8, 16)]
+    assert not scaled.is_direct
     assert num_traced() == 3
-    assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 16).sums()
+    assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), 1, 16).sums()
 
 
 def test_what_changes_with_the_batch_is_traced_for_itself() -> None:
     """Chunks of logits: more of them in a larger batch. The price says why."""
     knobs = without_accum(logits=ChunkedLogits(chunk_tokens=256))
-    pricer = Pricer(PROBLEMS["transformer"], H100)
-    assert pricer.price(knobs, 1, 2).why_direct is None
-    priced = pricer.price(knobs, 1, 34)
-    assert priced.is_direct
-    assert priced.why_direct == "other tensors are made at another batch size"
-    assert priced.trace.sums() == traced(PROBLEMS["transformer"], knobs, 1, 34).sums()
+    scaler = TraceScaler(PROBLEMS["transformer"], H100)
+    assert scaler.trace(knobs, 1, 2).why_direct is None
+    scaled = scaler.trace(knobs, 1, 34)
+    assert scaled.is_direct
+    assert scaled.why_direct == "other tensors are made at another batch size"
+    assert scaled.trace.sums() == traced(PROBLEMS["transformer"], knobs, 1, 34).sums()
 
 
 @pytest.mark.parametrize(("parts", "batch_size", "why"), [(1, 1, "dimensions of one"), (3, 10, "equal parts")])
 def test_small_and_uneven_batches_are_traced_for_themselves(parts: int, batch_size: int, why: str) -> None:
-    pricer = Pricer(PROBLEMS["resnet"], H100)
-    pricer.price(without_accum(), 1, 8)
-    priced = pricer.price(without_accum(), parts, batch_size)
-    assert priced.is_direct
-    assert why in (priced.why_direct or "")
-    assert priced.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), parts, batch_size).sums()
+    scaler = TraceScaler(PROBLEMS["resnet"], H100)
+    scaler.trace(without_accum(), 1, 8)
+    scaled = scaler.trace(without_accum(), parts, batch_size)
+    assert scaled.is_direct
+    assert why in (scaled.why_direct or "")
+    assert scaled.trace.sums() == traced(PROBLEMS["resnet"], without_accum(), parts, batch_size).sums()
 
 
 def test_many_prices_take_no_more_traces_than_two(num_traced: Callable[[], int]) -> None:
     """Of one number of parts: one of the first size, one of the other end of a line."""
-    pricer, knobs = Pricer(PROBLEMS["resnet"], H100), without_accum()
+    scaler, knobs = TraceScaler(PROBLEMS["resnet"], H100), without_accum()
     for batch_size in range(64, 8, -1):
-        assert pricer.price(knobs, 1, batch_size).is_direct is (batch_size == 64)
+        assert scaler.trace(knobs, 1, batch_size).is_direct is (batch_size == 64)
     assert num_traced() == 2
 
 
 def test_what_is_alike_on_paper_shares_a_trace(num_traced: Callable[[], int], tmp_path: Path) -> None:
     alike: list[dict[str, str | Knob]] = [{}, {"compile": "blocks"}, {"compile": "model"}, {"allocator": "expandable"}]
-    pricer = Pricer(PROBLEMS["resnet"], H100)
+    scaler = TraceScaler(PROBLEMS["resnet"], H100)
     for choices in alike:
-        found = pricer.price(without_accum(**choices), 1, 8)
+        found = scaler.trace(without_accum(**choices), 1, 8)
         assert found.is_direct
         assert found.trace.sums() == traced(PROBLEMS["resnet"], without_accum(**choices), 1, 8).sums()
     assert num_traced() == 1
     for choices in alike:
-        Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(**choices), 1, 8)
+        TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(**choices), 1, 8)
     assert num_traced() == 2
-    pricer.price(without_accum(ckpt="every1"), 1, 8)
+    scaler.trace(without_accum(ckpt="every1"), 1, 8)
     assert num_traced() == 3
 
 
@@ -148,23 +148,23 @@ def test_what_is_alike_on_paper_shares_a_trace(num_traced: Callable[[], int], tm
     [
         ("transformer", {"compile": "none", "ckpt": "compiler"}, "compile=none ends that"),  # with each other
         ("transformer", {"allocator": "tight"}, "the device is the CPU"),  # with the target
-        ("transformer_dropout", {"compile": "model", "ckpt": "compiler"}, "this one has dropout"),  # with the problem
+        ("transformer_dropout", {"compile": "model", "ckpt": "compiler"}, "this model has dropout"),  # with the problem
     ],
     ids=str,
 )
 def test_a_trace_that_is_shared_hides_no_conflict(
     problem: str, choices: dict[str, str | Knob], why: str, num_traced: Callable[[], int]
 ) -> None:
-    pricer = Pricer(PROBLEMS[problem], H100)
-    pricer.price(without_accum(), 1, 8)
+    scaler = TraceScaler(PROBLEMS[problem], H100)
+    scaler.trace(without_accum(), 1, 8)
     with pytest.raises(Incompatible, match=why):
-        pricer.price(without_accum(**choices), 1, 8)
+        scaler.trace(without_accum(**choices), 1, 8)
     assert num_traced() == 1
 
 
 def test_a_store_spares_the_next_process_the_trace(tmp_path: Path, num_traced: Callable[[], int]) -> None:
-    first, second = (Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)) for _ in range(2))
-    found = [pricer.price(without_accum(), 1, 8).trace for pricer in (first, second)]
+    first, second = (TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)) for _ in range(2))
+    found = [scaler.trace(without_accum(), 1, 8).trace for scaler in (first, second)]
     assert num_traced() == 1
     assert found[0].sums() == found[1].sums()
     assert found[0].largest(9) == found[1].largest(9)
@@ -172,29 +172,31 @@ def test_a_store_spares_the_next_process_the_trace(tmp_path: Path, num_traced: C
 
 
 def test_what_was_cut_short_is_traced_anew(tmp_path: Path, num_traced: Callable[[], int]) -> None:
-    whole = Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 8).trace
+    whole = TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:1000])
     for _ in range(2):
-        again = Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 8).trace
+        again = TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace
         assert again.sums() == whole.sums()
         assert num_traced() == 2
 
 
 def test_a_trace_of_something_else_does_not_count(tmp_path: Path, num_traced: Callable[[], int]) -> None:
-    whole = Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 8).trace
+    whole = TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace
     (file,) = tmp_path.iterdir()
-    Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 4)
+    TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 4)
     (other,) = set(tmp_path.iterdir()) - {file}
     other.replace(file)
-    assert Pricer(PROBLEMS["resnet"], H100, Store(tmp_path)).price(without_accum(), 1, 8).trace.sums() == whole.sums()
+    assert (
+        TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace.sums() == whole.sums()
+    )
     assert num_traced() == 3
 
 
 def test_a_store_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file" / "folder")
-    assert Pricer(PROBLEMS["resnet"], H100, store).price(without_accum(), 1, 8).is_direct
+    assert TraceScaler(PROBLEMS["resnet"], H100, store).trace(without_accum(), 1, 8).is_direct
 
 
 def test_a_key_knows_all_that_matters() -> None:

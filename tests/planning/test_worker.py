@@ -14,7 +14,7 @@ from lowvram.config.defaults import CONF
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import Settings, settings
 from lowvram.planning.cache import Store
-from lowvram.planning.memory.overheads import OBJECTS, PAGES, convolution_lines
+from lowvram.planning.memory.overheads import OBJECTS, PAGES, convolution_overheads
 from lowvram.planning.worker import Fields, Planner
 from lowvram.results.planned import plan_lines
 from tests.calls import TINY, TINY_RESNET
@@ -66,7 +66,7 @@ def test_a_cpu_is_planned_as_its_ledger_counts() -> None:
     assert plan["process_bytes"] == least + libraries[PAGES] > least  # which the cap leaves out
     assert plan["fits"] is None  # nobody has named a budget
     resnet = planned("model=resnet", "data=synthetic", "train.batch_size=4", "plan.device=cpu")
-    convolving = [line.name for line in convolution_lines(1, "2.13.0+cpu")]
+    convolving = [line.name for line in convolution_overheads(1, "2.13.0+cpu")]
     assert [line["name"] for line in resnet["lines"]] == [*convolving, *libraries]
     assert planned(*TINY, "device=cpu")["device"] == "cpu"
 
@@ -76,11 +76,11 @@ def test_a_price_is_that_of_a_direct_trace() -> None:
     planner = Planner()
     for batch_size in (4, 32):
         planned(*TINY, CARD, f"train.batch_size={batch_size}", planner=planner)
-    (pricer,) = planner.pricers.values()
-    num_traces = sum(len(known.traces) for known in pricer.known.values())
-    priced = planned(*TINY, CARD, "train.batch_size=16", planner=planner)
-    assert sum(len(known.traces) for known in pricer.known.values()) == num_traces
-    assert priced == planned(*TINY, CARD, "train.batch_size=16")
+    (scaler,) = planner.scalers.values()
+    num_traces = sum(len(known.traces) for known in scaler.known.values())
+    scaled = planned(*TINY, CARD, "train.batch_size=16", planner=planner)
+    assert sum(len(known.traces) for known in scaler.known.values()) == num_traces
+    assert scaled == planned(*TINY, CARD, "train.batch_size=16")
 
 
 def test_margin_and_budget_decide_what_fits() -> None:

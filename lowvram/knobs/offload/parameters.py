@@ -51,12 +51,12 @@ class Parameters(Knob):
         policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
         make_contiguous(rig.model)
         for module in [*rig.task.blocks(rig.model), rig.model]:
-            arriving = [parameter for parameter in module.parameters() if not host.is_kept(parameter)]
+            arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
             fully_shard(module, mesh=mesh, offload_policy=policy)
             num_visits = 1 if module is rig.model else 2  # the others come again for the backward pass
             module.register_forward_pre_hook(partial(count_arrival, bytes_of(arriving), num_visits))
             for parameter in module.parameters():
-                host.keep(parameter)
+                host.assign(parameter)
         for module in rig.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

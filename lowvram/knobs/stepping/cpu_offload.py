@@ -17,7 +17,7 @@ from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
 from lowvram.core import host
-from lowvram.core.copies import stands_for
+from lowvram.core.copies import register_copy
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
 from lowvram.core.shards import local, placed, spread_as
@@ -213,7 +213,7 @@ def master_of(parameter: nn.Parameter) -> nn.Parameter:
     weight = local(parameter)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     master = host.empty(weight.shape, dtype, weight.device).copy_(weight)
-    return stands_for(nn.Parameter(spread_as(parameter, master)), parameter)
+    return register_copy(nn.Parameter(spread_as(parameter, master)), parameter)
 
 
 def largest_within(parameters: list[nn.Parameter], fraction: float) -> set[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Time between marks, on the device's own clock where it has one, so that marking waits for nothing."""
+"""Measures time between marks: on CUDA with events, so that marking doesn't wait for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowvram.core.phases import BETWEEN
 
 
 class Clock(ABC):
-    """Marks moments and tells what lay between them."""
+    """Marks moments and returns the times between them."""
 
     def __init__(self) -> None:
         self._labels: list[str] = []
@@ -27,13 +27,13 @@ class Clock(ABC):
 
     @contextmanager
     def lap(self, label: str) -> Iterator[None]:
-        """The block's time belongs to `label`, what follows to nothing."""
+        """The block's time belongs to `label`; the time after it to no label."""
         self.mark(label)
         yield
         self.mark(BETWEEN)
 
     def laps_ms(self, label: str) -> list[float]:
-        """Every stretch of `label`, in order. Waits for the device."""
+        """Every interval with this label, in order. Waits for the device."""
         return [ms for name, ms in zip(self._labels, self._intervals_ms(), strict=False) if name == label]
 
     @abstractmethod
@@ -79,6 +79,6 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that it was asked."""
+    """Wait until the device has finished all work queued so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

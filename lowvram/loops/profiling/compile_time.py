@@ -1,4 +1,4 @@
-"""When torch.compile is at work: that time is a figure of its own, and no step's."""
+"""The time that torch.compile takes: a figure of its own, which the time of steps leaves out."""
 
 from __future__ import annotations
 
@@ -7,40 +7,35 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, final
 
 from lowvram.compat.torch_compiler import compile_seconds
-from lowvram.core.knob import Fact
+from lowvram.core.knob import is_compiled
 from lowvram.loops.session import Session
 
 T = TypeVar("T")
 NO_KINDS = "compiled code would run eagerly under the ledger, which follows every operation"
 
 
-def is_compiled(session: Session) -> bool:
-    """Whether the choices of a session compile its model."""
-    return not any(Fact.COMPILED in knob.breaks() for knob in session.knobs.values())
-
-
 def compile_fields(session: Session) -> dict[str, Any]:
-    """What the row says of compilation, after everything has run.
+    """The row's fields about compilation, after everything has run.
 
     Raises:
         RuntimeError: the model was to be compiled, and nothing was.
     """
-    compile_s = compile_seconds()
-    if is_compiled(session) and not compile_s:
+    compile_s, is_wanted = compile_seconds(), is_compiled(session.knobs.values())
+    if is_wanted and not compile_s:
         raise RuntimeError("nothing was compiled: is TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE set?")
-    return {"compiled": is_compiled(session), "time": {"compile_s": compile_s or None}}
+    return {"compiled": is_wanted, "time": {"compile_s": compile_s or None}}
 
 
 @final
 class CompileTimes:
-    """How long torch.compile has worked in each step."""
+    """How long torch.compile worked in each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The block is the next step."""
+        """Run the next step in this block."""
         before = compile_seconds()
         yield
         self.seconds.append(compile_seconds() - before)

@@ -1,6 +1,6 @@
-"""Whether the window of a measurement was disturbed: another process on the device, a throttled one, times that spread.
+"""Whether a measurement was disturbed: by other processes, by a lowered clock, or so that times of steps spread.
 
-It is asked at the window's edges alone, so that it costs no step anything.
+Checked only before and after the timed steps, so it costs no step anything.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lowvram.compat.torch_cuda import nvml_handle
 from lowvram.core.ranks import num_ranks
 from lowvram.loops.fields import Fields, percentiles
 
-ALLOWED = 0.1  # share of a time
-# Of NVML's reasons for a lower clock. Not among them: its power limit (0x04), which large products reach as a habit.
+ALLOWED = 0.1  # of a time: less waiting or spread than this is no disturbance
+# NVML's reasons for a lower clock, without its power limit (0x04), which large matrix products reach regularly.
 THROTTLES = {0x08: "the hardware", 0x20: "heat, by software", 0x40: "heat, by hardware", 0x80: "its power supply"}
 
 
 class DisturbanceWatch(ABC):
-    """Looks at a device from here on."""
+    """Watches a device from its construction on."""
 
     @abstractmethod
     def reasons(self) -> Iterator[str]:
-        """What has disturbed it since."""
+        """What has disturbed the device since."""
 
 
 @final
 class ProcessorWatch(DisturbanceWatch):
-    """How long this process could run and did not, because others did: the kernel's own account, where it keeps one."""
+    """How long this process waited for a processor while others ran, by the kernel's schedstat, if it keeps one."""
 
     def __init__(self) -> None:
         self._before = self._waited_and_ran()
@@ -48,10 +48,10 @@ class ProcessorWatch(DisturbanceWatch):
 
     @staticmethod
     def _waited_and_ran() -> tuple[int, int]:
-        """In nanoseconds, over all threads. See Documentation/scheduler/sched-stats.rst of Linux."""
+        """Nanoseconds that all threads waited and ran: Documentation/scheduler/sched-stats.rst of Linux."""
         waited_ns = ran_ns = 0
         for thread in Path("/proc/self/task").iterdir():
-            with suppress(OSError, ValueError):  # it has just ended, or the kernel keeps no account
+            with suppress(OSError, ValueError):  # the thread has just ended, or the kernel keeps no schedstat
                 ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
                 waited_ns, ran_ns = waited_ns + waited, ran_ns + ran
         return waited_ns, ran_ns
@@ -59,30 +59,32 @@ class ProcessorWatch(DisturbanceWatch):
 
 @final
 class CardWatch(DisturbanceWatch):
-    """What NVML says of other processes and of lowered clocks, where nvidia-ml-py is installed."""
+    """Other processes and lowered clocks, as NVML reports them; nothing without nvidia-ml-py."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._seen = self._reasons_now()
+        self._first_reasons = self._reasons_now()
 
     def reasons(self) -> Iterator[str]:
-        yield from dict.fromkeys((*self._seen, *self._reasons_now()))
+        yield from dict.fromkeys((*self._first_reasons, *self._reasons_now()))
 
     def _reasons_now(self) -> list[str]:
         try:
             import pynvml  # pyright: ignore[reportMissingImports]
 
             handle = nvml_handle(self._index)
-        except Exception:  # no package or no driver that answers: nothing is known
+        except Exception:  # the package is missing, or the driver doesn't answer
             return []
-        found = list[str]()
+        reasons = list[str]()
         with suppress(pynvml.NVMLError):
-            others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1  # in a container its pids are unknown
-            found += [f"{others} other processes computed on the device"] if others > 0 else []
+            others = (
+                len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1
+            )  # itself; its pid isn't known in a container
+            reasons += [f"{others} other processes computed on the device"] if others > 0 else []
         with suppress(pynvml.NVMLError):
             mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            found += [f"the device's clock was lowered by {why}" for bit, why in THROTTLES.items() if mask & bit]
-        return found
+            reasons += [f"the device's clock was lowered by {why}" for bit, why in THROTTLES.items() if mask & bit]
+        return reasons
 
 
 def watch_for(device: torch.device) -> DisturbanceWatch:
@@ -95,17 +97,17 @@ def has_company() -> bool:
 
 
 def disturbance(watch: DisturbanceWatch, step_ms: Sequence[float], token_counts: Sequence[Tensor]) -> Fields:
-    """What the row says of it, after the window. Nothing, if nothing has disturbed it.
+    """The row's field `disturbed`, after the timed steps; empty if nothing disturbed them.
 
     Args:
-        step_ms, fillings: of each timed step, see `Problem.filling`.
+        step_ms, token_counts: of each timed step, see `Problem.token_counts`.
     """
     reasons = [*watch.reasons(), *(spreads(step_ms) if are_alike(token_counts) else ())]
     return {"disturbed": "; ".join(reasons)} if reasons else {}
 
 
 def spreads(step_ms: Sequence[float]) -> Iterator[str]:
-    """Of times that should be one: the 5th or 95th percentile is further from the median than is allowed."""
+    """A reason if the 5th or 95th percentile of times that should be alike is too far from their median."""
     if len(step_ms) < 2:
         return
     p05_ms, p50_ms, p95_ms = percentiles(step_ms)
@@ -115,5 +117,5 @@ def spreads(step_ms: Sequence[float]) -> Iterator[str]:
 
 
 def are_alike(token_counts: Sequence[Tensor]) -> bool:
-    """Whether all steps have computed as many places, so that they should take one time."""
-    return len({filling[1].item() for filling in token_counts}) <= 1
+    """Whether all steps computed the same number of tokens, padding included, so that their times should be alike."""
+    return len({counts[1].item() for counts in token_counts}) <= 1

@@ -1,6 +1,6 @@
-"""What is measured after everything else, because measuring it disturbs: the phases of a step, and memory by kind.
+"""Measures last what disturbs a run: the phases of a step, traffic to the host, and memory by kind.
 
-The ledger is the very last: it is a dispatch mode, and nothing may run at full speed after it.
+The ledger comes at the very end: it is a dispatch mode, after which compiled code would run eagerly.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowvram.core import host
+from lowvram.core.knob import is_compiled
 from lowvram.core.ledger import ledger
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.ranks import agree, rank
@@ -20,28 +21,28 @@ from lowvram.core.step import step
 from lowvram.data.loader import Waited
 from lowvram.loops.fields import Fields, status_bytes
 from lowvram.loops.profiling.clock import clock_for
-from lowvram.loops.profiling.compile_time import NO_KINDS, is_compiled
-from lowvram.loops.profiling.tensor_report import LargestTensors, Look, NoLook
+from lowvram.loops.profiling.compile_time import NO_KINDS
+from lowvram.loops.profiling.tensor_report import LargestTensors, NoReport, TensorReport
 from lowvram.loops.session import Session
 
 PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one step
 
 
 def post_run(session: Session, batches: Waited) -> Fields:
-    """Phases of the step, then memory: that of the largest batch so far. The run's own peaks are read before anything
-    is added to them."""
+    """Measure the phases of a step, then the memory of a step on the largest batch so far. The run's own peaks are read
+    first, so that these steps don't count in them."""
     before, batch = headline(session), next(batches)
     batches.close()
-    travelled_before = host.traffic.so_far()
+    traffic_before = host.traffic.so_far()
     phases, num_steps = phase_times(session.rig, batch)
-    travelled = per_step(travelled_before, host.traffic.so_far(), num_steps)
+    traffic = per_step(traffic_before, host.traffic.so_far(), num_steps)
     largest = session.largest(batches, batch)
-    memory = memory_of_compiled if is_compiled(session) else memory_by_kind
-    return {"time": phases, "traffic": travelled, "memory": {**before, **memory(session, largest, before)}}
+    memory = memory_of_compiled if is_compiled(session.knobs.values()) else memory_by_kind
+    return {"time": phases, "traffic": traffic, "memory": {**before, **memory(session, largest, before)}}
 
 
 def headline(session: Session) -> dict[str, Any]:
-    """The peaks of the whole run, never reset."""
+    """The peaks of the whole run."""
     resident = status_bytes("VmHWM")
     process = {"process_peak_bytes": max(0, resident - session.resident_bytes), "host_peak_bytes": resident}
     if session.rig.device.type != "cuda":
@@ -61,34 +62,34 @@ def headline(session: Session) -> dict[str, Any]:
 
 
 def per_step(before: dict[str, float], after: dict[str, float], num_steps: int) -> dict[str, float]:
-    """What moved between host and device in a step, and how long it was waited for; nothing where nothing moves."""
+    """Bytes copied between host and device per step, and how long the device waited for them; empty if none were."""
     moved = {name: (after[name] - before[name]) / num_steps for name in after}
     return moved if moved["to_host_bytes"] or moved["to_device_bytes"] else {}
 
 
 def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
-    """One more step under the ledger. On the CPU its peak is the headline."""
+    """Run one more step under the ledger. On the CPU its peak is the row's `peak_bytes`."""
     rig = session.rig
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    look = look_for(session)
-    with look, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, look.origin_of) as peak:
+    report = report_for(session)
+    with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak:
         step(rig, batch)
-    look.tell(peak)
+    report.tell(peak)
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
     if rig.device.type == "cuda":
         return {**fields, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
     return {**fields, "peak_bytes": peak.peak_bytes, "source": "tensor_ledger"}
 
 
-def look_for(session: Session) -> Look:
-    """What `measure.largest_tensors` asks for; of several ranks the first looks."""
+def report_for(session: Session) -> TensorReport:
+    """The report that `measure.largest_tensors` asks for; of several ranks only rank 0 writes it."""
     is_wanted = session.settings.measure.largest_tensors and rank() == 0
-    return LargestTensors(session.rig.model, session.rig.device, session.folder) if is_wanted else NoLook()
+    return LargestTensors(session.rig.model, session.rig.device, session.folder) if is_wanted else NoReport()
 
 
 def memory_of_compiled(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
-    """Without the ledger. On the CPU the growth of the process, with all that the compiler took, is the headline."""
+    """Memory without the ledger. On the CPU `peak_bytes` is the growth of the process, compiler included."""
     unknown = {"by_kind_reason": NO_KINDS}
     if session.settings.measure.largest_tensors:
         print(f"the largest tensors are unknown: {NO_KINDS}")
@@ -104,7 +105,7 @@ def named(by_kind: dict[Any, int]) -> dict[str, int]:
 
 
 def phase_times(rig: Rig, batch: Part) -> tuple[dict[str, float], int]:
-    """Median milliseconds of forward, backward and update in a few extra steps, and how many."""
+    """Median milliseconds of forward, backward and update in a few extra steps, and the number of these steps."""
     sums: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
     end = time.monotonic() + PHASE_SECONDS
     while len(sums["update"]) < PHASE_STEPS and not agree(bool(sums["update"]) and time.monotonic() > end):

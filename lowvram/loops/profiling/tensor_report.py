@@ -1,6 +1,6 @@
 """`debug=memory`: the largest tensors at the peak and where they were made; on CUDA also a snapshot of the allocator.
 
-Uses the ledger's own book, so that the table adds up to `by_kind`. Costs nothing when it is off.
+Uses the ledger's own lines, so that the table adds up to `by_kind`. Costs nothing when it is off.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TORCH = str(Path(torch.__file__).parent)
 NOT_THE_MAKER = (TORCH, ledger_module.__file__, __file__)
 
 
-class Look(ABC):
-    """A look at the memory of one step: enter it, run the step under a ledger with `origin_of`, leave it, `tell`."""
+class TensorReport(ABC):
+    """Reports the memory of one step: enter it, run the step under a ledger with its `origin_of`, leave it, `tell`."""
 
     origin_of: OriginOf | None = None
 
@@ -45,12 +45,12 @@ class Look(ABC):
 
     @abstractmethod
     def tell(self, peak: Peak) -> None:
-        """Print and write what was seen."""
+        """Print and write the report."""
 
 
 @final
-class NoLook(Look):
-    """Off."""
+class NoReport(TensorReport):
+    """`measure.largest_tensors=false`."""
 
     def __enter__(self) -> None:
         pass
@@ -64,20 +64,20 @@ class NoLook(Look):
 
 @dataclass(frozen=True)
 class Birth:
-    """What is known of a tensor from the moment when it was made."""
+    """How a tensor was made."""
 
     shape: tuple[int, ...]
     dtype: str
     maker: str  # a parameter's name, or the operator that made it
-    place: str  # the module, or the node of the backward pass, and the line of the program
+    place: str  # the module and the line of the program; in a backward pass, its node
 
 
-UNSEEN = Birth((), "", "", "before the step")  # such as a storage that was empty then
+UNSEEN = Birth((), "", "", "before the step")  # for a storage without a recorded birth, such as one that was empty
 
 
 @final
-class LargestTensors(Look):
-    """On."""
+class LargestTensors(TensorReport):
+    """`measure.largest_tensors=true`."""
 
     def __init__(self, model: nn.Module, device: torch.device, folder: Path) -> None:
         self._model, self._device, self._folder = model, device, folder
@@ -136,7 +136,7 @@ def words(holding: Holding) -> tuple[str, ...]:
 
 
 def in_markdown(peak: Peak) -> str:
-    """The peak by kind, then tensor by tensor."""
+    """A page with the peak by kind, then tensor by tensor."""
     titles = ("size", "shape", "dtype", "kind", "made by", "where")
     rest = peak.holdings[NUM_WRITTEN:]
     lines = [f"# {size_text(peak.peak_bytes)} of live tensors at the peak of a step", ""]
@@ -161,11 +161,11 @@ def line_of_program() -> str:
 
 
 def shown(path: Path) -> str:
-    """Relative to where the program runs, else the last three parts."""
+    """The path relative to the current folder; outside of it, the last three parts."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-3:])
 
 
 def save_snapshot(folder: Path) -> None:
-    """CUDA's allocator over the step, event by event, and a page that shows it (its viewer comes from the web)."""
+    """Save the events of CUDA's allocator over the step, and a page that shows them (its viewer comes from the web)."""
     save_allocator_snapshot(folder / SNAPSHOT)
     write_text(folder / PAGE, allocator_page(allocator_snapshot()))

@@ -1,4 +1,4 @@
-"""torch's CUDA caching allocator, replayed without CUDA: what it would reserve for a sequence of allocations.
+"""torch's CUDA caching allocator, simulated without CUDA: what it would reserve for a sequence of allocations.
 
 After c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) and c10/core/AllocatorConfig.h of
 github.com/pytorch/pytorch. The rules were read in two states of the .cpp, before and after pull request 172056 (January
@@ -6,8 +6,8 @@ github.com/pytorch/pytorch. The rules were read in two states of the .cpp, befor
 2.13.0 installs. docs/results holds what the allocators of real devices did, where it was recorded, and a test replays
 that to the byte (scripts/benchmarks/recorded.py).
 
-As it comes, that is: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no private pools (of
-CUDA graphs). Expandable segments are on from the start or never. Imports no torch.
+It simulates the default settings: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no
+private pools (of CUDA graphs). Expandable segments are on from the start or never. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNLIMITED_BYTES = 2**60
 
 
 class OutOfMemory(Exception):
-    """The allocator found no room, even after it gave back what it kept."""
+    """The allocator found no memory, even after it freed its cache."""
 
 
 class CachingAllocator:
@@ -38,13 +38,13 @@ class CachingAllocator:
 
     Args:
         expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
-        limit_bytes: of `torch.cuda.set_per_process_memory_fraction`; it is compared with what is reserved and the
-            segment that an allocation would get, even where an expandable segment needs fewer pages, or more.
-        device_bytes: of the device's memory, for this allocator; None: more than is ever asked for.
-        address_of: gives the address of the next segment, from its bytes of address space. It decides between free
-            blocks of equal size.
-        gives_back: where there is no room under the limit, it gives back what it keeps and tries again, as it should;
-            else it gives up before it has changed anything.
+        limit_bytes: of `torch.cuda.set_per_process_memory_fraction`. As in torch it is compared with the reserved bytes
+            plus the segment that an allocation would get, even if an expandable segment needs fewer pages, or more.
+        device_bytes: the device's memory for this allocator; None: unlimited.
+        address_of: returns the address of the next segment, given its size. Addresses decide between free blocks of
+            equal size.
+        gives_back: at the limit, free the cache and try again, as torch does; False: raise at once, with the state
+            unchanged.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class CachingAllocator:
         self.small = Pools(is_small=True, expandable=expandable)
         self.allocated_bytes = self.allocated_peak_bytes = 0
         self.reserved_bytes = self.reserved_peak_bytes = 0
-        self.granted_bytes, self.refused_bytes = 0, UNLIMITED_BYTES  # with any limit between them all goes the same way
+        self.granted_bytes, self.refused_bytes = (
+            0,
+            UNLIMITED_BYTES,
+        )  # any limit between these two leads to the same state
         self.num_retries = 0
         self._next_address = 0
 
@@ -79,11 +82,13 @@ class CachingAllocator:
         if pool.freed:
             pool.settle()
         order = pool.free.in_order
-        index = bisect_left(order, (num_bytes,))  # best fit: the smallest that does, the lowest of several
+        index = bisect_left(
+            order, (num_bytes,)
+        )  # best fit: the smallest that is large enough, and of equal ones that with the lowest address
         if index == len(order):
             if not self._grow(pool, num_bytes):
                 self._retry(pool, num_bytes)
-            index = len(order) - 1  # now the last one does
+            index = len(order) - 1  # the new memory is the largest free block
         elif self.expandable:
             index = pool.least_room(index)
         block = pool.free.cut(index, num_bytes, pool.least_rest_bytes)
@@ -93,23 +98,24 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, stream: int = 0) -> None:
-        """
+        """Free a block, at once available again to its stream.
+
         Args:
-            stream: that the block was made for.
+            stream: the stream of the block's `malloc`.
         """
         self.allocated_bytes -= block[0]
         self.complete_free(block, stream)
 
     def request_free(self, block: Block) -> None:
-        """From here on it doesn't count as allocated, but another stream may still use it (`Tensor.record_stream`)."""
+        """Count a block as freed, but not as available: another stream may still use it (`Tensor.record_stream`)."""
         self.allocated_bytes -= block[0]
 
     def complete_free(self, block: Block, stream: int = 0) -> None:
-        """From here on it can be had again."""
+        """Make a block available again."""
         (self.small if block[0] <= SMALL_BYTES else self.large)[stream].freed.append(block)
 
     def empty_cache(self) -> None:
-        """Give back segments that are wholly free; of expandable ones, pages that are."""
+        """Return free segments to the device; of expandable segments, their free pages."""
         for pool in self.pools():
             for free in pool.free.in_order.copy():
                 if self.expandable:
@@ -119,21 +125,22 @@ class CachingAllocator:
                     self.reserved_bytes -= pool.segments.pop(free[1])
 
     def kept_bytes(self) -> int:
-        """What `empty_cache` would give back."""
+        """The bytes that `empty_cache` would return to the device."""
         if self.expandable:
             pages = (pool.pages(free) for pool in self.pools() for free in pool.free.in_order)
             return sum(end - begin for begin, end in pages)
         return sum(free[0] for pool in self.pools() for free in pool.free.in_order if pool.is_segment(free))
 
     def pools(self) -> list[Pool]:
-        """All, with nothing left to be settled; large ones first."""
+        """All pools, settled; large ones first."""
         pools = [*self.large.values(), *self.small.values()]
         for pool in pools:
             pool.settle()
         return pools
 
     def copied(self, limit_bytes: int | None) -> CachingAllocator:
-        """An allocator in the same state, which no limit has shaped so far. Blocks of this one are blocks of it."""
+        """A copy with another limit, valid if no limit has changed the state so far. Blocks of this one are blocks of
+        it."""
         other = CachingAllocator(self.expandable, limit_bytes, self.device_bytes)
         other.allocated_bytes, other.allocated_peak_bytes = self.allocated_bytes, self.allocated_peak_bytes
         other.reserved_bytes, other.reserved_peak_bytes = self.reserved_bytes, self.reserved_peak_bytes
@@ -142,13 +149,13 @@ class CachingAllocator:
         return other
 
     def next_address(self, num_bytes: int) -> int:
-        """Behind all others, and aligned as every segment is."""
+        """The address of a new segment: after all others, aligned as segments are."""
         address = self._next_address
         self._next_address += rounded_up(num_bytes, LARGE_SEGMENT_BYTES)
         return address
 
     def _grow(self, pool: Pool, num_bytes: int) -> bool:
-        """Make memory that is new a free block; False where there is none left."""
+        """Get new memory as a free block; False if there is none left."""
         new_bytes = segment_bytes(num_bytes)
         asked_bytes = self.reserved_bytes + new_bytes
         if asked_bytes > self.limit_bytes:
@@ -164,7 +171,7 @@ class CachingAllocator:
         return True
 
     def _retry(self, pool: Pool, num_bytes: int) -> None:
-        if not self.gives_back:  # even if it did, below this there would be no room
+        if not self.gives_back:  # with a limit below this, even freeing the cache wouldn't be enough
             self.refused_bytes = self.reserved_bytes - self.kept_bytes() + segment_bytes(num_bytes)
             raise OutOfMemory
         self.num_retries += 1
@@ -178,9 +185,9 @@ class CachingAllocator:
         return address
 
     def _expand(self, pool: Pool, num_bytes: int) -> bool:
-        """Put memory behind addresses until a free block is long enough. What was mapped before a failure stays."""
+        """Map pages of an expandable segment until a free block is large enough. Pages mapped before a failure stay."""
         start = pool.start_of_room(num_bytes)
-        if start is None:  # an expandable segment has addresses for the whole device and an eighth more
+        if start is None:  # a segment has address space for the whole device and an eighth more
             room_bytes = rounded_up(self.device_bytes + self.device_bytes // 8, pool.page_bytes)
             start = self._new_segment(pool, room_bytes)
             pool.unmapped.put([(room_bytes, start)])
@@ -190,7 +197,8 @@ class CachingAllocator:
         return True
 
     def _map(self, pool: Pool, address: int, num_bytes: int) -> bool:
-        """Put whole pages of memory behind the first bytes of an unmapped block, or all of it."""
+        """Map whole pages at the beginning of an unmapped block, or all of it; False if the device has too little
+        memory."""
         unmapped_bytes, _ = unmapped = pool.unmapped.beginning[address]
         mapped_bytes = rounded_up(min(num_bytes, unmapped_bytes), pool.page_bytes)
         if self.reserved_bytes + mapped_bytes > self.device_bytes:
@@ -203,7 +211,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, pool: Pool, free: Block) -> None:
-        """Take the memory of a free block's whole pages away."""
+        """Unmap the whole pages of a free block."""
         begin, end = pool.pages(free)
         if begin == end:
             return

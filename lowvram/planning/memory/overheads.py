@@ -1,7 +1,7 @@
-"""The memory that no tracer sees: what libraries, kernels and CUDA itself take beside the tensors. Imports no torch.
+"""The memory that a trace doesn't show: what libraries, kernels and CUDA take beside the tensors. Imports no torch.
 
-A table by the version of torch and the compute capability of the device. Every line has its source; what isn't known
-says so, and is never made up for by a factor.
+A table by version of torch and compute capability of the device. Every row has its source; unknown sizes are None, and
+no factor makes up for them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Overhead:
     """Memory of a device that belongs to no tensor."""
 
     name: str
-    num_bytes: int | None  # for as long as the process runs, once it was needed; None: not known
+    num_bytes: int | None  # stays until the process ends, once it was needed; None: not known
     is_in_allocator: bool  # whether torch.cuda.memory_reserved() counts it
     source: str
     is_capped: bool = True  # whether `vram` counts it
-    is_resident: bool = True  # whether the process grows by it: what nobody touches is capped all the same
+    is_resident: bool = True  # whether resident memory grows by it: untouched memory doesn't, but counts in `vram`
 
 
 class Span(NamedTuple):
-    """Versions from the first one on, before the second."""
+    """The versions from `first` on and before `before`."""
 
     first: Version = (0, 0)
     before: Version = (10**6, 0)
@@ -64,7 +64,8 @@ class Row(NamedTuple):
 
 
 def _cublas(thread: str) -> list[Row]:
-    """A workspace per handle and stream, and a handle per thread: autograd runs the backward pass in one of its own."""
+    """cuBLAS keeps a workspace per handle and stream, and torch a handle per thread: the backward pass has its own
+    thread."""
     name = f"cuBLAS workspace of {thread}"
 
     def line(num_bytes: int | None, source: str = CUBLAS) -> Overhead:
@@ -170,13 +171,13 @@ SHAPE_BYTES, CONVOLVING_BYTES = 2 * MIB, 12 * MIB
 CONVOLUTIONS_OF = Span((2, 13), (2, 14))  # the versions of torch in which these two were measured
 
 
-def convolution_lines(num_shapes: int, torch_version: str) -> list[Overhead]:
-    """What oneDNN keeps on a CPU for convolutions of so many shapes, forward and backward."""
+def convolution_overheads(num_shapes: int, torch_version: str) -> list[Overhead]:
+    """The memory that oneDNN keeps on a CPU for convolutions of `num_shapes` shapes, forward and backward."""
     if not num_shapes:
         return []
     is_known = CONVOLUTIONS_OF.has(parsed(torch_version))
-    seen = "with torch 2.13.0+cpu on x86-64"
-    where = f"measured {seen}" if is_known else f"unknown for this version of torch: {seen}"
+    setup = "with torch 2.13.0+cpu on x86-64"
+    where = f"measured {setup}" if is_known else f"unknown for this version of torch: {setup}"
     shapes = f"{where}: VmData grew by 0 to 4 MiB, 2.1 on average, for each of seven; a tenth of it was touched"
     constant = f"{where}: three ResNets of 70 to 460 MiB grew by 13 to 19 MiB more than is known otherwise"
     room_bytes, rest_bytes = (num_shapes * SHAPE_BYTES, CONVOLVING_BYTES) if is_known else (None, None)
@@ -187,8 +188,8 @@ def convolution_lines(num_shapes: int, torch_version: str) -> list[Overhead]:
     ]
 
 
-def hidden_lines(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Overhead]:
-    """What a process on `device` may take beside its tensors.
+def process_overheads(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Overhead]:
+    """The memory that a process on `device` takes beside its tensors.
 
     Args:
         torch_version: such as "2.13.0+cu130".
@@ -207,7 +208,7 @@ def parsed(version: str) -> Version:
 def _lines(rows: list[Row], torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Overhead]:
     names = set()
     for row in rows:
-        holds = row.torch.has(torch_version) and row.capability.has(capability) and num_ranks >= row.least_ranks
-        if holds and row.line.name not in names:
+        applies = row.torch.has(torch_version) and row.capability.has(capability) and num_ranks >= row.least_ranks
+        if applies and row.line.name not in names:
             names.add(row.line.name)
             yield row.line

@@ -1,4 +1,4 @@
-"""What a sequence of allocations does to the caching allocator: its peaks, and the least memory in which it fits.
+"""Replays a sequence of allocations through the simulated allocator: its peaks, and the least memory in which it fits.
 Imports no torch."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 from lowvram.planning.memory.allocator import CachingAllocator, OutOfMemory
 from lowvram.planning.memory.segments import LARGE_SEGMENT_BYTES, ROUND_LARGE_BYTES, Block
 
-FREE = -1  # the bytes of an event that frees
+FREE = -1  # `num_bytes` of an event that frees
 
 
 class Event(NamedTuple):
-    """An allocation is born, or dies. A plain tuple of the three does as well, and is made sooner."""
+    """A block is allocated or freed. A plain tuple of the three works as well, and is faster to make."""
 
-    allocation: int  # any number that is its own while it lives
-    num_bytes: int  # as asked for; FREE, or anything negative, at its death. 0 never reaches the allocator
-    stream: int = 0  # that it belongs to, at its death too: what one stream freed no other gets
+    allocation: int  # identifies the allocation until it is freed
+    num_bytes: int  # as requested; FREE, or any negative number, frees. 0 never reaches the allocator
+    stream: int = 0  # the same when freed: a stream reuses only its own blocks
 
 
 Events = Sequence[Event | tuple[int, int, int]]
@@ -38,28 +38,28 @@ class Oom(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """What a sequence of events did, up to its end or to where memory ran out."""
+    """The allocator's figures after a sequence of events, at its end or where memory ran out."""
 
-    allocated_bytes: int  # there: torch.cuda.memory_allocated()
+    allocated_bytes: int  # torch.cuda.memory_allocated()
     reserved_bytes: int  # torch.cuda.memory_reserved()
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    granted_bytes: int  # with any limit from this one on
-    refused_bytes: int  # and below this one, the same happens
-    num_retries: int  # times that all free segments had to be given back first, which waits for the device
+    granted_bytes: int  # any limit from this one on,
+    refused_bytes: int  # and below this one, gives the same figures
+    num_retries: int  # how often all free segments had to be returned first, which waits for the device
     oom: Oom | None
 
 
 class Run:
-    """A replay under way."""
+    """A replay that can be continued and copied."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
-        self.living: dict[int, Block] = {}  # by allocation
+        self.living: dict[int, Block] = {}  # allocated blocks, by allocation
         self.num_played = 0
 
     def play(self, events: Events) -> Replay:
-        """Those of the events that weren't played yet, to the end or to where memory runs out."""
+        """Replay the events that weren't yet, to the end or to where memory runs out."""
         allocator, living, oom = self.allocator, self.living, None
         malloc, free = allocator.malloc, allocator.free
         rest = iter(events[self.num_played :])
@@ -71,7 +71,7 @@ class Run:
                 elif num_bytes < 0:
                     free(living.pop(allocation), stream)
         except OutOfMemory:
-            self.num_played -= 1 + length_hint(rest)  # the one that found no room, and all after it
+            self.num_played -= 1 + length_hint(rest)  # without the event that failed and those after it
             asked_bytes = events[self.num_played][1]
             oom = Oom(self.num_played, asked_bytes, allocator.allocated_bytes, allocator.reserved_bytes)
         return Replay(
@@ -86,7 +86,7 @@ class Run:
         )
 
     def copied(self, limit_bytes: int | None) -> Run:
-        """The same under another limit, that would have changed nothing so far."""
+        """A copy with another limit, which must be one that would have changed nothing so far."""
         run = Run(self.allocator.copied(limit_bytes))
         run.living, run.num_played = self.living.copy(), self.num_played
         return run
@@ -99,20 +99,20 @@ def replay(
     limit_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> Replay:
-    """Run the events through an empty allocator; the options are `CachingAllocator`'s."""
+    """Replay the events through an empty allocator; the options are `CachingAllocator`'s."""
     return Run(CachingAllocator(expandable, limit_bytes, device_bytes)).play(events)
 
 
 class Needs(NamedTuple):
-    """What a sequence of events needs."""
+    """The memory that a sequence of events needs."""
 
     free: Replay  # without any limit
     least_limit_bytes: int
 
 
 @contextmanager
-def garbage_later() -> Iterator[None]:
-    """Events and blocks are many, and they live: looking among them for garbage takes a tenth of a price's time."""
+def gc_off() -> Iterator[None]:
+    """Garbage collection is off inside: scanning the many live events and blocks would take a tenth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,22 +122,22 @@ def garbage_later() -> Iterator[None]:
             gc.enable()
 
 
-@garbage_later()
+@gc_off()
 def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int = 0, tolerance: float = 0.0) -> Needs:
-    """What happens without a limit, and the least limit (as of `torch.cuda.set_per_process_memory_fraction`) under
-    which the events fit, a multiple of 2 MiB, by which everything is reserved.
+    """Replay without a limit, and find the least limit (of `torch.cuda.set_per_process_memory_fraction`) under which
+    the events fit. It is a multiple of 2 MiB, as all segments are.
 
-    By trial between bounds. A trial answers for all limits under which the same happens, so a few are enough. What fits
-    under a limit fits under a larger one but for rare accidents of best fit, so a still lower limit may do. Under the
-    one that is returned they do fit.
+    Searches by bisection. A trial's result holds for all limits that lead to the same figures, so a few trials are
+    enough. Best fit rarely lets events fit under a limit but not under a larger one, so an even lower limit may exist;
+    under the one returned the events do fit.
 
-    What happens before the lowest of the limits that may do would refuse anything happens under all of them: it is
-    played once, further each time that more is known of the lowest, and each trial goes on from a copy of that. Where
-    it stops, what the allocator keeps there tells of limits under which giving it back would not be enough.
+    Up to the event that the lowest limit in question refuses, all limits in question lead to the same state. `common`
+    replays these events once, and continues as the lowest limit rises; each trial continues from a copy. Where `common`
+    stops, the size of its cache gives a limit below which even freeing the cache wouldn't be enough.
 
     Args:
-        live_peak_bytes: the most that is asked for at a time, or anything less, which takes longer.
-        tolerance: the share of the limit by which it may be larger than the least. Each trial is a replay.
+        live_peak_bytes: the largest sum of live allocations; a smaller number is right too, but slower.
+        tolerance: the share of the limit by which it may be larger than the least.
     """
     common = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
     common.play(events)
@@ -160,5 +160,5 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
 
 
 def lowest_limit_bytes(allocated_peak_bytes: int) -> int:
-    """That may do: the last pages of an expandable segment may reach beyond the limit."""
+    """The lowest limit that could be enough: the last pages of an expandable segment may reach beyond the limit."""
     return max(0, allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES

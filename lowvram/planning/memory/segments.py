@@ -1,6 +1,6 @@
-"""What torch's CUDA caching allocator deals with: segments, and what of them can be had, in pools. Imports no torch.
+"""The segments of torch's CUDA caching allocator and their free blocks, in pools. Imports no torch.
 
-All of it is plain numbers, so a replay is quick, is copied quickly, and leaves nothing to the garbage collector.
+Blocks are plain tuples of numbers, so that a replay is fast, fast to copy, and makes no work for the garbage collector.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ MIB = 2**20
 # c10/core/AllocatorConfig.h, by the names there
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is rounded up to a multiple of it
 SMALL_BYTES = MIB  # kSmallSize: the largest allocation of a small pool
-SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: a small pool's segments, and its pages in expandable ones
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: a small pool's segments, or pages of its expandable segments
 LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size_: the same of a large pool
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on an allocation gets a segment of its own size,
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
 
-Block = tuple[int, int]  # of addresses: its bytes, and the first address. In the order of best fit
+Block = tuple[int, int]  # bytes and first address, so that tuples sort in the order of best fit
 Segments = dict[int, int]  # bytes, by the first address
 
 
 @final
 @dataclass(eq=False)
-class Stretches:
-    """Stretches of the addresses of some segments. Those that touch are joined, but for different segments."""
+class BlockSet:
+    """Blocks of some segments, all free or all unmapped. Neighbours in the same segment are joined."""
 
     segments: Segments
     in_order: list[Block] = field(default_factory=list)
@@ -34,9 +34,9 @@ class Stretches:
     ending: dict[int, Block] = field(default_factory=dict)  # by the address behind the last
 
     def put(self, blocks: Iterable[Block]) -> Iterable[Block]:
-        """Add stretches, joined with what they touch; returns all of that."""
+        """Add blocks, joined with their neighbours; returns the joined blocks."""
         order, beginning, ending = self.in_order, self.beginning, self.ending
-        joined: dict[int, Block] = {}  # by address; without a place in the order yet: many are joined with the next
+        joined: dict[int, Block] = {}  # by address; put into the order last, since many are joined again
         for num_bytes, address in blocks:
             end = address + num_bytes
             after, before = beginning.get(end), ending.get(address)
@@ -56,13 +56,13 @@ class Stretches:
         return joined.values()
 
     def append(self, block: Block) -> None:
-        """Add one that is longer than all others, and a segment of its own."""
+        """Add a block that is larger than all others, and is a segment of its own."""
         num_bytes, address = block
         self.in_order.append(block)
         self.beginning[address] = self.ending[address + num_bytes] = block
 
     def cut(self, index: int, num_bytes: int, least_rest_bytes: int) -> Block:
-        """Take the first bytes of the block with that place in the order, or all of it where fewer than
+        """Take the first `num_bytes` of the block at `index` in the order, or all of it if fewer than
         `least_rest_bytes` would be left."""
         order, beginning, ending = self.in_order, self.beginning, self.ending
         block = all_bytes, address = order[index]
@@ -72,7 +72,7 @@ class Stretches:
             del order[index], ending[address + all_bytes]
             return block
         beginning[rest_address] = ending[address + all_bytes] = rest = rest_bytes, rest_address
-        if index == 0 or order[index - 1] < rest:  # mostly: and then it is quicker
+        if index == 0 or order[index - 1] < rest:  # the usual case, which is faster
             order[index] = rest
         else:
             del order[index]
@@ -85,32 +85,33 @@ class Stretches:
         del self.beginning[address], self.ending[address + num_bytes]
 
     def after(self, end: int) -> Block | None:
-        """The block that begins there, where what ends there belongs to the same segment."""
+        """The block that begins at address `end`, unless a segment begins there."""
         return None if end in self.segments else self.beginning.get(end)
 
     def before(self, address: int) -> Block | None:
-        """The block that ends there, where what begins there belongs to the same segment."""
+        """The block that ends at `address`, unless a segment begins there."""
         return None if address in self.segments else self.ending.get(address)
 
-    def copied(self, segments: Segments) -> Stretches:
-        return Stretches(segments, self.in_order.copy(), self.beginning.copy(), self.ending.copy())
+    def copied(self, segments: Segments) -> BlockSet:
+        return BlockSet(segments, self.in_order.copy(), self.beginning.copy(), self.ending.copy())
 
 
 class Pool:
-    """The segments of one stream: for blocks of up to 1 MiB, or above."""
+    """The segments of one stream, either for blocks up to 1 MiB or for larger ones."""
 
     def __init__(self, is_small: bool, expandable: bool) -> None:
         self.is_small, self.expandable = is_small, expandable
         self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
-        # What is left of a free block becomes one of its own from here on.
+        # A free block is split if at least this much would be left.
         self.least_rest_bytes = MIN_BLOCK_BYTES if is_small or expandable else SMALL_BYTES + 1
         self.segments: Segments = {}
-        self.free = Stretches(self.segments)
-        self.freed: list[Block] = []  # to be settled
-        self.unmapped = Stretches(self.segments)  # addresses of expandable segments with no memory behind them
+        self.free = BlockSet(self.segments)
+        self.freed: list[Block] = []  # not yet joined into `free`
+        self.unmapped = BlockSet(self.segments)  # addresses of expandable segments with no memory behind them
 
     def settle(self) -> None:
-        """Let what was freed be had again. Until somebody asks it waits: mostly neighbours die together."""
+        """Join freed blocks into `free`. Done only before the next allocation, since neighbours are often freed
+        together."""
         self.free.put(self.freed)
         self.freed.clear()
 
@@ -122,27 +123,29 @@ class Pool:
         return other
 
     def is_segment(self, block: Block) -> bool:
-        """Is it a whole one?"""
+        """Whether a block is a whole segment."""
         num_bytes, address = block
         return self.segments.get(address) == num_bytes
 
     def pages(self, free: Block) -> tuple[int, int]:
-        """The addresses of the first of a free block's whole pages, and behind the last: the same if it has none."""
+        """The addresses at which a free block's whole pages begin and end; equal if it has none."""
         num_bytes, address = free
-        start = max(start for start in self.segments if start <= address)  # of its segment, from which pages count
+        start = max(
+            start for start in self.segments if start <= address
+        )  # of its segment; pages are counted from there
         begin = start + rounded_up(address - start, self.page_bytes)
         end = start + (address + num_bytes - start) // self.page_bytes * self.page_bytes
         return begin, max(begin, end)
 
     def room_bytes(self, free: Block) -> int:
-        """Of a free block, if it grew over the addresses behind it."""
+        """The size that a free block could grow to, over unmapped addresses after it."""
         num_bytes, address = free
         unmapped = self.unmapped.after(address + num_bytes)
         return num_bytes if unmapped is None else num_bytes + unmapped[0]
 
     def least_room(self, index: int) -> int:
-        """The place in the order of the free block to be taken rather than that one. One at the end of an expandable
-        segment counts with all that it can grow to."""
+        """The index of the free block to take instead of the one at `index`: with the least room, where a block at the
+        end of an expandable segment counts with the size that it could grow to."""
         order = self.free.in_order
         room_bytes = self.room_bytes(order[index])
         while room_bytes > order[index][0] and index + 1 < len(order):
@@ -153,7 +156,7 @@ class Pool:
         return index
 
     def start_of_room(self, num_bytes: int) -> int | None:
-        """The lowest address from which on a segment has so many that nothing uses, some of them unmapped."""
+        """The lowest address at which a segment has `num_bytes` of unused addresses, some of them unmapped."""
         for address, (unmapped_bytes, _) in sorted(self.unmapped.beginning.items()):
             before = self.free.before(address)
             start, end = address if before is None else before[1], address + unmapped_bytes
@@ -165,7 +168,7 @@ class Pool:
 
 
 class Pools(dict[int, Pool]):
-    """By stream. One begins when it is first asked for."""
+    """Pools by stream, each made when it is first used."""
 
     def __init__(self, is_small: bool, expandable: bool) -> None:
         self.is_small, self.expandable = is_small, expandable
@@ -185,7 +188,7 @@ def rounded_up(num_bytes: int, multiple: int) -> int:
 
 
 def segment_bytes(num_bytes: int) -> int:
-    """Of the segment that would be made for an allocation of so many bytes (get_allocation_size)."""
+    """The size of a new segment for an allocation of `num_bytes` (get_allocation_size)."""
     if num_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if num_bytes < MIN_LARGE_BYTES:

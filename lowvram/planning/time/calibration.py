@@ -1,8 +1,8 @@
-"""The rates of the device that is here, as they were measured on it (microbench.py), and where they are kept.
+"""The rates that microbench.py has measured on a device of this machine, and the files that keep them.
 
 A rate is no constant: small work doesn't fill a device, large work doesn't fit its caches. So each family of operators
-has, in each number format, a curve of rates over the size of the work, straight between what was measured if both are
-drawn as logarithms, and level beyond it.
+has, in each number format, a curve of rates over the size of the work: linear between the measured sizes on logarithmic
+axes, constant beyond them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
 from lowvram.planning.time.roofline import Extra, Rates, known
 
 SOURCE = "calibrated on this device"
-ANY_FORMAT = "fp32"  # whose rate stands in for that of a format that was not measured, except in products
-# A change of these makes others of all rates.
+ANY_FORMAT = "fp32"  # whose rate is used for a format that wasn't measured, except in products
+# Source files whose change makes kept rates invalid.
 MEASURED_BY = ("calibration.py", "op_class.py", "microbench.py", "op_cost.py")
 COPY_TOUCHES = 2  # a copy on a CPU reads each byte and writes it
 
 
 class Curve(NamedTuple):
-    """Rates (per s) by the amount of work in one operator, in bytes or FLOPs; the smallest first."""
+    """Rates (bytes/s or FLOP/s) by the work of one operator (bytes or FLOPs), the smallest first."""
 
     amounts: list[float]
     rates: list[float]
 
     def at(self, amounts: Tensor) -> Tensor:
-        """float64, as many."""
+        """The rates for these amounts of work: float64 of the same shape."""
         x, y = known(list(self.amounts)).log(), known(list(self.rates)).log()
         wanted = amounts.double().clamp(self.amounts[0], self.amounts[-1]).log()
         above = torch.searchsorted(x, wanted).clamp(1, max(len(x) - 1, 1))
@@ -52,11 +52,11 @@ class Calibration(Rates):
     """Measured rates of a device.
 
     Args:
-        curves: by family and format; of `Family`, and of `FORMATS`.
-        overhead_s: of an operator: what Python, torch and autograd take, with views and modules around it.
-        copies: bytes/s by `Stream`, of what goes on beside a card; None: a CPU, where nothing does.
-        getting: rates of memory that a tensor gets from the system, in bytes/s over its bytes; None: nothing is
-            got, as an allocator keeps what was freed.
+        curves: by the value of a `Family`, then by a format of `FORMATS`.
+        overhead_s: per operator, the time of Python, torch and autograd, with views and modules around it.
+        copies: bytes/s by the value of a `Stream`, for work in parallel with a card; None for a CPU.
+        getting: bytes/s of getting a tensor's memory from the system, by its bytes; None if that takes no time, as
+            an allocator keeps freed memory.
     """
 
     source = SOURCE
@@ -93,14 +93,14 @@ class Calibration(Rates):
         return torch.zeros_like(new_bytes) if self.getting is None else seconds(self.getting, new_bytes)
 
     def beside_s(self, stream: Stream, num_bytes: Tensor) -> Tensor:
-        """Of what is copied, or is computed by the host."""
+        """Seconds of copies, and of work on the host's processor."""
         if self.copies is not None:
             return num_bytes / self.copies[stream.value]
         touched = num_bytes * (1 if stream is Stream.HOST else COPY_TOUCHES)
         return seconds(self.curve(Family.MOVING, ANY_FORMAT), touched)
 
     def curve(self, family: Family, number_format: str) -> Curve | None:
-        """The nearest that was measured; of a product only its own."""
+        """The curve of this family and format, or the nearest that was measured; for a product only its own."""
         own = self.curves.get(family.value, {})
         if number_format in own or family in PRODUCTS:
             return own.get(number_format)
@@ -109,19 +109,19 @@ class Calibration(Rates):
 
 
 def seconds(curve: Curve | None, amounts: Tensor) -> Tensor:
-    """NaN without a curve."""
+    """Seconds for these amounts of work; NaN without a curve."""
     return torch.full_like(amounts, float("nan")) if curve is None else amounts / curve.at(amounts)
 
 
 @final
 class Calibrations:
-    """Those of this machine, on disk: measured once for each device, torch, number of threads and allocator."""
+    """The calibrations of this machine, on disk: one for each device, torch, number of threads and allocator."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cache_folder() / "calibrations"
 
     def known(self, device: torch.device, allocator: str = "default") -> Calibration | None:
-        """What was measured before; nothing is measured now. None: nothing was, or it can't be read."""
+        """The calibration on disk; None if there is none, or it can't be read."""
         key = key_of(device, allocator)
         try:
             held = json.loads(self.path(key).read_text())
@@ -130,25 +130,25 @@ class Calibrations:
             return None
 
     def get(self, device: torch.device, allocator: str, measure: Callable[[torch.device], Calibration]) -> Calibration:
-        """What was measured before, or is now. What can't be written is measured again the next time.
+        """The calibration on disk, or else one that is measured now, and written if possible.
 
         Args:
-            allocator: the option of that group that acts in this process. Memory that is new for each tensor takes
-                its time.
+            allocator: the option of `allocator` that applies in this process: some get new memory for each tensor,
+                which takes time.
         """
-        found = self.known(device, allocator)
-        if found is None:
-            found, key = measure(device), key_of(device, allocator)
-            text = json.dumps({"key": key, "rates": to_plain(found)}, indent=1)
+        calibration = self.known(device, allocator)
+        if calibration is None:
+            calibration, key = measure(device), key_of(device, allocator)
+            text = json.dumps({"key": key, "rates": to_plain(calibration)}, indent=1)
             written_whole(self.path(key), lambda file: file.write(text.encode()))
-        return found
+        return calibration
 
     def path(self, key: str) -> Path:
         return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 
 def key_of(device: torch.device, allocator: str) -> str:
-    """All that rates depend on. On a card the allocator isn't part of it: it keeps what was freed."""
+    """Everything that rates depend on. A card's rates don't depend on the allocator: each keeps freed memory."""
     is_card = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_card else f"cpu of {device_name()}"
     digest = hashlib.blake2b(digest_size=8)
@@ -159,7 +159,7 @@ def key_of(device: torch.device, allocator: str) -> str:
 
 
 def num_threads() -> int:
-    """That a point takes: one for each core that it may use."""
+    """The threads that a point uses: one for each core that it may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,7 +1,7 @@
-"""Measures the rates of the device that is here, in a second or two: one operator of each family, in each format, at a
-few sizes. What each of them computes and moves is counted as in a trace, so rates and traces mean the same.
+"""Measures the rates of a device of this machine, in a second or two: one operator of each family, in each format, at a
+few sizes. FLOPs and bytes are counted by the same code as in a trace, so rates fit traces.
 
-Belongs into a process that may compute: the fork server never does.
+Run it in a process that may compute: the fork server must not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEATURES, CHANNELS, HEADS, KERNEL = 128, 32, 4, 3
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator that stands for its family. Sizes are powers of two, the smallest first."""
+    """An operator that represents its family. Sizes are exponents of two, the smallest first."""
 
     family: Family
     make: Callable[[int, torch.dtype, torch.device], Run]
@@ -41,7 +41,7 @@ class Sample:
 
 
 def moving(num: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """Numbers that lie side by side, and some that don't, as those of heads."""
+    """Element-wise operators on contiguous tensors, and on strided ones, such as those of heads."""
     one, other = (torch.ones(num // FEATURES, FEATURES, dtype=dtype, device=device) for _ in range(2))
     halves = one.view(-1, 4, 2, FEATURES // 8).unbind(2)
     return lambda: (one + other, halves[0] * halves[1], torch.cat(halves, -1))
@@ -53,7 +53,7 @@ def function(num: int, dtype: torch.dtype, device: torch.device) -> Run:
 
 
 def norm(num: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """Over the features of a token, and over the samples of a channel."""
+    """A layer norm and a batch norm."""
     rows, weight = torch.randn(num // FEATURES, FEATURES, device=device).to(dtype), torch.ones(FEATURES, device=device)
     images, weights = rows.view(-1, CHANNELS, 8, 8), (weight.to(dtype), weight[:CHANNELS].to(dtype))
 
@@ -65,7 +65,7 @@ def norm(num: int, dtype: torch.dtype, device: torch.device) -> Run:
 
 
 def product(width: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """The three of a wide layer and many tokens: its output, and what its backward pass multiplies."""
+    """The three matrix products of a wide layer on many tokens: forward, and two as in its backward pass."""
     x = torch.randn(16 * width, width, device=device).to(dtype)
     weight = torch.randn(4 * width, width, device=device).to(dtype)
     bias = torch.zeros(4 * width, dtype=dtype, device=device)
@@ -131,25 +131,25 @@ SAMPLES = [
 
 Stopwatch = Callable[[Run], float]  # the seconds that one call takes
 
-NUM_ROUNDS = 3  # through all that is measured; the fastest counts, as others disturb
-STRETCH_S = 4e-3  # that one measurement takes at least, and two calls
-SLOW_S = 0.03  # what takes longer is not tried at larger sizes
+NUM_ROUNDS = 3  # through all measurements; the fastest counts, as other processes disturb
+LEAST_MEASURING_S = 4e-3  # that one measurement takes at least, and at least two calls
+SLOW_S = 0.03  # if a call takes longer, larger sizes aren't tried
 COPIED_BYTES = 2**25
 GOT_BYTES = (2**15, 3 * 2**14, 2**16, 2**20, 2**24, 2**25)  # glibc's thresholds are 64 KiB (tight), at most 32 MiB
-NUM_ALIVE = 4  # of these at a time: the C library has 128 KiB ready, which would do for one
-LEAST_S, LEAST_SHARE = 1e-8, 0.1  # of what is left of a time once that for memory is taken off
-MOST_WAIT_S = 5e-5  # of one thread for another, at the end of an operator
+NUM_ALIVE = 4  # tensors alive at a time: the C library has 128 KiB ready, enough for one
+LEAST_S, LEAST_SHARE = 1e-8, 0.1  # lower bounds of a time from which the time to get memory is subtracted
+MOST_WAIT_S = 5e-5  # that threads wait for each other at the end of an operator
 
 
 @dataclass
-class Gauge:
-    """A sample in one format and one size, and the fastest call so far."""
+class Measurement:
+    """A sample in one format and one size, and the time of its fastest call so far."""
 
     family: Family
     format: str
     amount: float  # bytes or FLOPs of an operator
     num_operators: int  # in one call
-    new_bytes: Tensor  # (operators,) of what each of them makes
+    new_bytes: Tensor  # (operators,) bytes of the tensors that each makes
     run: Run
     taken_s: float  # of one call
 
@@ -157,18 +157,21 @@ class Gauge:
 def calibrate(
     device: torch.device, samples: Sequence[Sample] | None = None, watch: Stopwatch | None = None
 ) -> Calibration:
-    """Measure the rates of `device`; by default with the samples below and its own clock."""
+    """Measure the rates of `device`; by default with `SAMPLES` and the device's own clock."""
     is_card = device.type == "cuda"
     watch = watch or (card_watch if is_card else host_watch)
     with settings_restored(), with_threads(num_threads()), torch.random.fork_rng([device] if is_card else []):
-        gauges = [gauge for sample in samples or SAMPLES for gauge in gauges_of(sample, device, watch)]
+        measurements = [
+            measurement for sample in samples or SAMPLES for measurement in measurements_of(sample, device, watch)
+        ]
         overheads = [overhead_s(device)]
         for _ in range(NUM_ROUNDS - 1):
-            for gauge in (each for each in gauges if each.taken_s < SLOW_S):
-                gauge.taken_s = min(gauge.taken_s, watch(gauge.run))
+            for measurement in measurements:
+                if measurement.taken_s < SLOW_S:
+                    measurement.taken_s = min(measurement.taken_s, watch(measurement.run))
             overheads.append(overhead_s(device))
         copies, getting = (copies_of(device, watch), None) if is_card else (None, getting_of(watch))
-        return Calibration(curves_through(gauges, getting), min(overheads), copies, getting)
+        return Calibration(curves_through(measurements, getting), min(overheads), copies, getting)
 
 
 @contextmanager
@@ -181,22 +184,23 @@ def with_threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def gauges_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterator[Gauge]:
-    """In each format, from the smallest size to the one that takes long. What a device can't do has none."""
+def measurements_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterator[Measurement]:
+    """Measure a sample in each format, from the smallest size up to one that is slow; none where the device can't run
+    it."""
     for dtype, is_tf32 in formats_of(device, sample.family):
         for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
-            with suppress(RuntimeError):  # no such kernel, one that is not known, or no memory for it
+            with suppress(RuntimeError):  # no such kernel, an unknown operator, or too little memory
                 run = in_tf32(sample.make(2**size, dtype, device), is_tf32)
                 amount, num_operators, name, new_bytes = counted(run, sample.family)
-                gauge = Gauge(sample.family, name, amount, num_operators, new_bytes, run, watch(run))
-                yield gauge
-                if gauge.taken_s < SLOW_S:
+                measurement = Measurement(sample.family, name, amount, num_operators, new_bytes, run, watch(run))
+                yield measurement
+                if measurement.taken_s < SLOW_S:
                     continue
             break
 
 
 def formats_of(device: torch.device, family: Family) -> list[tuple[torch.dtype, bool]]:
-    """Number formats, and whether products of fp32 round their factors to TF32."""
+    """The number formats to measure, each with whether fp32 products use TF32."""
     plain = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     is_extra = device.type == "cuda" and family in PRODUCTS and card_of(device).capability >= AMPERE
     return [*plain, (torch.float32, True)] if is_extra else plain
@@ -213,7 +217,7 @@ def in_tf32(run: Run, is_tf32: bool) -> Run:
 
 @final
 class Counting(TorchDispatchMode):
-    """Writes down the work of what runs inside, as a trace does."""
+    """Counts the work of the operators that run inside, as a trace does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +232,7 @@ class Counting(TorchDispatchMode):
 
 
 class Counted(NamedTuple):
-    """Of one call."""
+    """The work of one call."""
 
     amount: float  # bytes or FLOPs of each of the family's operators on average
     num_operators: int
@@ -237,7 +241,7 @@ class Counted(NamedTuple):
 
 
 def counted(run: Run, family: Family) -> Counted:
-    """What a call does, as traces count it.
+    """Count the work of one call, as traces do.
 
     Raises:
         RuntimeError: torch runs it with an operator that `MEMBERS` doesn't know, as a new version may.
@@ -253,38 +257,38 @@ def counted(run: Run, family: Family) -> Counted:
     return Counted(amount, len(work), FORMATS[int(work[-1, Column.FORMAT])], work[:, Column.NEW])
 
 
-def curves_through(gauges: Iterable[Gauge], getting: Curve | None) -> dict[str, dict[str, Curve]]:
-    """Rates of the work alone, without the time to get memory for what it makes."""
+def curves_through(measurements: Iterable[Measurement], getting: Curve | None) -> dict[str, dict[str, Curve]]:
+    """The curves of rates, without the time to get memory for new tensors."""
     curves: dict[str, dict[str, Curve]] = {}
-    for gauge in gauges:
-        curve = curves.setdefault(gauge.family.value, {}).setdefault(gauge.format, Curve([], []))
-        getting_s = float(seconds(getting, gauge.new_bytes.double()).sum()) if getting else 0.0
-        curve.amounts.append(gauge.amount)
-        working_s = max(gauge.taken_s - getting_s, LEAST_SHARE * gauge.taken_s)
-        curve.rates.append(gauge.amount * gauge.num_operators / working_s)
+    for measurement in measurements:
+        curve = curves.setdefault(measurement.family.value, {}).setdefault(measurement.format, Curve([], []))
+        getting_s = float(seconds(getting, measurement.new_bytes.double()).sum()) if getting else 0.0
+        curve.amounts.append(measurement.amount)
+        working_s = max(measurement.taken_s - getting_s, LEAST_SHARE * measurement.taken_s)
+        curve.rates.append(measurement.amount * measurement.num_operators / working_s)
     return curves
 
 
 def getting_of(watch: Stopwatch) -> Curve:
-    """Rates of memory that a tensor gets from the system: the time to fill a new one, less that to fill one which is
-    there. The C library keeps small pieces for itself and returns others at once: each page of these is a fault of the
-    processor when it is touched, which can take ten times as long as the work on it."""
+    """Rates of getting a tensor's memory from the system: the time to fill a new tensor, less that to fill an existing
+    one. The C library keeps small freed pieces and returns large ones at once, of which each page then causes a page
+    fault when it is touched again. That can take ten times as long as the work on it."""
 
     def got_s(num_bytes: int) -> float:
-        there = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(NUM_ALIVE)]
-        new_s = watch(lambda: [torch.empty(num_bytes, dtype=torch.uint8).fill_(0) for _ in there])
-        return (new_s - watch(lambda: [(torch.empty(1), tensor.fill_(0)) for tensor in there])) / NUM_ALIVE
+        existing = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(NUM_ALIVE)]
+        new_s = watch(lambda: [torch.empty(num_bytes, dtype=torch.uint8).fill_(0) for _ in existing])
+        return (new_s - watch(lambda: [(torch.empty(1), tensor.fill_(0)) for tensor in existing])) / NUM_ALIVE
 
     taken_s = {num_bytes: median(got_s(num_bytes) for _ in range(NUM_ROUNDS)) for num_bytes in GOT_BYTES}
-    rates = [num_bytes / max(LEAST_S, each) for num_bytes, each in taken_s.items()]
+    rates = [num_bytes / max(LEAST_S, seconds_taken) for num_bytes, seconds_taken in taken_s.items()]
     return Curve([float(num_bytes) for num_bytes in GOT_BYTES], rates)
 
 
 def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:
-    """Seconds of the fastest call of a stretch. Where other processes take the cores, threads wait for each other much
-    longer than they work: of that wait no more than `most_wait_s` counts. They must sleep then and not spin, as they do
-    in the children of the fork server (OMP_WAIT_POLICY=passive)."""
-    end, least_s = time.perf_counter() + STRETCH_S, float("inf")
+    """Seconds of the fastest of some calls. If other processes use the cores, threads wait for each other much longer
+    than they work: at most `most_wait_s` of that wait counts. That needs threads that sleep while they wait, as in the
+    children of the fork server (OMP_WAIT_POLICY=passive)."""
+    end, least_s = time.perf_counter() + LEAST_MEASURING_S, float("inf")
     for num_calls in count(1):
         start, start_busy = time.perf_counter(), time.thread_time()
         run()
@@ -296,7 +300,7 @@ def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:
 
 
 def card_watch(run: Run) -> float:
-    """Seconds of a call among many that the card is given at once, by its own clock."""
+    """Seconds per call of many calls queued at once, by CUDA events."""
     run()
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for num_calls in (2, 32):
@@ -306,14 +310,14 @@ def card_watch(run: Run) -> float:
         after.record()
         after.synchronize()
         taken_s = before.elapsed_time(after) / 1e3
-        if taken_s > STRETCH_S:
+        if taken_s > LEAST_MEASURING_S:
             break
     return taken_s / num_calls
 
 
 def overhead_s(device: torch.device) -> float:
-    """What an operator of a training step takes by itself: a network of almost no work, forward and backward, with the
-    modules, views and gradients that real ones have; by operator, as traces count them."""
+    """Seconds of overhead per operator, counted as in traces: a network with almost no work, forward and backward, with
+    modules, views and gradients as real ones have."""
     width, num_layers = 8, 12
     layers = [nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, width)]).to(device) for _ in range(num_layers)]
     weights = [weight for layer in layers for weight in layer.parameters()]
@@ -327,18 +331,18 @@ def overhead_s(device: torch.device) -> float:
 
     with Counting() as counting:
         run()
-    # On a card another thread runs the backward pass, so waiting for it counts.
+    # On a card another thread runs the backward pass, and waiting for it is part of the time.
     most_wait_s = float("inf") if device.type == "cuda" else MOST_WAIT_S
     return host_watch(run, most_wait_s) / len(counting.op_counter.lines)
 
 
 def copies_of(device: torch.device, watch: Stopwatch) -> dict[str, float]:
-    """Bytes/s of copies between pinned memory and a card, and of what its host computes."""
-    there = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
-    here = torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    """Bytes/s of copies between pinned memory and a card, and of work on the host's processor."""
+    on_card = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     numbers = torch.zeros(COPIED_BYTES // 4)
     return {
-        Stream.TO_HOST.value: COPIED_BYTES / watch(lambda: here.copy_(there, non_blocking=True)),
-        Stream.TO_DEVICE.value: COPIED_BYTES / watch(lambda: there.copy_(here, non_blocking=True)),
+        Stream.TO_HOST.value: COPIED_BYTES / watch(lambda: on_host.copy_(on_card, non_blocking=True)),
+        Stream.TO_DEVICE.value: COPIED_BYTES / watch(lambda: on_card.copy_(on_host, non_blocking=True)),
         Stream.HOST.value: 2 * COPIED_BYTES / host_watch(lambda: numbers.add_(1.0)),
     }

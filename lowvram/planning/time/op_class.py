@@ -1,4 +1,4 @@
-"""Families of operators that take their time in a like way: those of one family run at one rate on a device."""
+"""Families of operators: those of one family run at the same rate on a device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ATEN = torch.ops.aten
 
 
 class Family(Enum):
-    """What an operator does most. Rates are in bytes/s for the first three, in FLOP/s for the others."""
+    """What an operator mostly does. Rates are in bytes/s for the first three, in FLOP/s for the others."""
 
     MOVING = "moving"  # reads and writes, and little else
-    FUNCTION = "function"  # of each number: more than a few operations, such as GELU
+    FUNCTION = "function"  # of each element, in more than a few operations, such as GELU
     NORM = "norm"  # several passes over the same numbers
     PRODUCT = "product"  # of matrices
     CONVOLUTION = "convolution"
@@ -62,7 +62,7 @@ BY_PACKET = {packet: family for family, packets in MEMBERS.items() for packet in
 
 
 def family_of(packet: Any, is_product: bool) -> Family:
-    """Of an operator, whatever its overload.
+    """The family of an operator, whatever its overload.
 
     Args:
         is_product: whether FLOPs are counted for it.

@@ -1,4 +1,4 @@
-"""What the operators of a step compute and move: one line of whole numbers for each, collected while a step is traced.
+"""Counts what the operators of a step compute and move: one line of integers for each, while a step is traced.
 
 Products are counted by torch's own formulas (torch.utils.flop_counter), fused attention by those of Dao et al.,
 "FlashAttention" (2022), appendix B. Everything else is bound by memory: what it reads and writes counts.
@@ -27,21 +27,22 @@ ATEN = torch.ops.aten
 
 
 class Column(IntEnum):
-    """Of `Trace.work`. The last three are affine in the samples of a part; the others don't depend on them."""
+    """The columns of `Trace.work`. The last three are affine in the samples of a part; the others don't depend on
+    them."""
 
     PART = 0  # of the batch, from 1 on; 0 before the first
     PHASE = 1  # index into `PHASES`
     STREAM = 2  # index into `STREAMS`
     FAMILY = 3  # index into `FAMILIES`
     FORMAT = 4  # of a product's factors, or of the narrowest numbers that are computed with; index into `FORMATS`
-    TIMES = 5  # that this line is run
-    FLOPS = 6  # of a product
-    BYTES = 7  # that are read and written; of a copy between host and device, those that travel
+    TIMES = 5  # how often this line runs
+    FLOPS = 6  # of a product, else 0
+    BYTES = 7  # read and written; for a copy between host and device, those copied
     NEW = 8  # bytes of the tensors that it makes
 
 
 class Stream(Enum):
-    """What runs an operator. Lanes go on beside each other."""
+    """What runs an operator. Streams run in parallel."""
 
     DEVICE = "device"
     HOST = "host"  # its processor
@@ -55,7 +56,7 @@ FORMATS = [NO_PRODUCT, "fp32", "tf32", "bf16", "fp16", "fp8", UNKNOWN]
 CALLED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8_BYTES = 1
 
-# No kernel runs.
+# Operators that run no kernel.
 FREE = {
     CopyOps.VIEW,
     ATEN.empty,
@@ -67,7 +68,7 @@ FREE = {
     ATEN.resize_,
     ATEN.set_,
 }
-# Of their first tensor they touch what the others name, and no more.
+# Operators that read or write only the elements of their first tensor that the other arguments select.
 PICKING = {
     ATEN.embedding,
     ATEN.gather,
@@ -79,29 +80,35 @@ PICKING = {
     ATEN.scatter_,
     ATEN.scatter_add_,
 }
-OVERWRITING = {ATEN.copy_, CopyOps.COPY_MANY, ATEN.fill_, ATEN.zero_, CopyOps.ZERO_MANY}  # they don't read it
-UNREAD = {ATEN.nll_loss_backward: "self"}  # is there for its shape alone
-SCALED = "grads"  # fused optimizers write into them only where a scale is given, and none is
+OVERWRITING = {
+    ATEN.copy_,
+    CopyOps.COPY_MANY,
+    ATEN.fill_,
+    ATEN.zero_,
+    CopyOps.ZERO_MANY,
+}  # they don't read what they write to
+UNREAD = {ATEN.nll_loss_backward: "self"}  # the argument is used for its shape only
+SCALED = "grads"  # fused optimizers write into gradients only if they get a loss scale, and here they don't
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
 
 
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """How an operator's work is found from its arguments."""
+    """How to compute an operator's work from its arguments."""
 
-    reads: list[tuple[int, str, int]]  # arguments of tensors: place, name, how often each byte is read or written
-    written: int | None  # place of the first one that it writes into
-    makes: bool  # tensors
-    new: int  # how often each byte of what it makes is read or written
-    count_flops: Callable[..., int] | None  # None: it is no product
+    reads: list[tuple[int, str, int]]  # tensor arguments: position, name, how often each byte is read or written
+    written: int | None  # position of the first argument that it writes into
+    makes: bool  # whether it makes tensors
+    new: int  # how often each byte of the tensors that it makes is read or written
+    count_flops: Callable[..., int] | None  # None: no product
     is_copy: bool
     family: Family
 
 
 @cache
 def recipe_of(operator: Any) -> Recipe | None:
-    """None: it does nothing that takes time."""
+    """The recipe of an operator; None if it takes no time."""
     packet, schema = operator.overloadpacket, schema_of(operator)
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     makes = any("Tensor" in str(result.type) and result.alias_info is None for result in schema.returns)
@@ -142,8 +149,8 @@ def flops_formula(packet: Any) -> Callable[..., int] | None:
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool, is_causal: bool) -> int:
-    """Of a fused kernel, for (samples, heads, length, width): two products of all pairs, or in the backward pass five,
-    one of which it does again. It leaves out the half that a causal mask hides."""
+    """FLOPs of a fused attention kernel on (samples, heads, length, width): two products over all pairs of tokens, in
+    the backward pass five, one of which is recomputed. It skips the half that a causal mask hides."""
     num_pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     widths = (3, 2) if is_backward else (1, 1)
     flops = 2 * num_pairs * (widths[0] * query.shape[-1] + widths[1] * value.shape[-1])
@@ -152,20 +159,20 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool
 
 @final
 class OpCounter:
-    """Writes down the work of a step, line by line."""
+    """Records the work of a step, line by line."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, ...]] = []  # by `Column`
         self.place = (0, PHASES.index(Phase.BETWEEN))  # part and phase
         self.num_before_update = 0
-        self.traffic = (0, 0)  # as far as it is written down
+        self.traffic = (0, 0)  # that is recorded
 
     def begin(self) -> None:
         """A step starts here."""
         self.traffic = traffic_so_far()
 
     def mark(self, phase: Phase) -> None:
-        """From here on it is another phase; each forward pass is another part of the batch."""
+        """Begin a phase; each forward pass begins another part of the batch."""
         self.note_traffic()
         self.place = (self.place[0] + (phase is Phase.FORWARD), PHASES.index(phase))
 
@@ -176,18 +183,18 @@ class OpCounter:
         stream = stream_of(recipe, args) if host.is_anything_marked() else Stream.DEVICE
         if stream is None:
             return
-        given = len(args)
+        num_positional = len(args)
         new_bytes = size(out) if recipe.makes else 0
         num_bytes = recipe.new * new_bytes
         for place, name, times in recipe.reads:
-            if times and (place < given or name in named):
-                num_bytes += times * size(args[place] if place < given else named[name])
+            if times and (place < num_positional or name in named):
+                num_bytes += times * size(args[place] if place < num_positional else named[name])
         flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
         number_format = format_of([*args, *named.values()], recipe.family)
         self.line(stream, number_format, flops, num_bytes, recipe.family, new_bytes)
 
     def note_traffic(self) -> None:
-        """Write down what has travelled in the phase that ends."""
+        """Record the copies between host and device in the phase that ends."""
         now = traffic_so_far()
         for stream, before, after in zip((Stream.TO_HOST, Stream.TO_DEVICE), self.traffic, now, strict=True):
             if after > before:
@@ -210,8 +217,8 @@ class OpCounter:
         self.num_before_update = len(self.lines)
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An update that no operator was seen of is a compiled kernel: it reads gradients, and reads and writes weights
-        and state, once."""
+        """Record an update whose operators weren't seen, as it is a compiled kernel: it reads gradients, and reads and
+        writes weights and state, once."""
         if len(self.lines) > self.num_before_update:
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
@@ -228,24 +235,24 @@ class OpCounter:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensor that an argument is, or those of its list."""
+    """The tensors in an argument that is a tensor or a list."""
     if isinstance(value, Tensor):
         return [value]
-    return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list | tuple) else []
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def size(value: Any) -> int:
-    """In bytes, of a tensor, a list of some, or anything else: 0."""
+    """The bytes of a tensor or a list of tensors; 0 for anything else."""
     return sum(tensor.nbytes for tensor in tensors_of(value))
 
 
 def inner_size(tensors: list[Tensor]) -> int:
-    """In bytes, of tensors and of those that wrappers are made of."""
+    """The bytes of tensors; for wrapper subclasses, of the tensors inside."""
     return sum(storage.nbytes() for tensor in tensors for storage in host.storages(tensor))
 
 
 def format_of(arguments: list[Any], family: Family) -> str:
-    """The narrowest of an operator's numbers, such as a product's factors, and how a card multiplies it now."""
+    """The narrowest floating-point format among an operator's arguments; for fp32 products, whether TF32 is on."""
     parts = [part for value in arguments for tensor in tensors_of(value) for part in parts_of(tensor)]
     dtypes = {part.dtype for part in parts if part.is_floating_point()}
     if not dtypes:
@@ -259,12 +266,12 @@ def format_of(arguments: list[Any], family: Family) -> str:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """What a wrapper is made of; any other tensor is itself."""
+    """The tensors inside a wrapper subclass; for any other tensor, itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    inner = [getattr(tensor, name) for name in names]
-    return [part for each in inner if isinstance(each, Tensor) for part in parts_of(each)]
+    inner_tensors = [inner for name in names if isinstance(inner := getattr(tensor, name), Tensor)]
+    return [part for inner in inner_tensors for part in parts_of(inner)]
 
 
 def multiplies_in_tf32(is_convolution: bool) -> bool:
@@ -273,13 +280,13 @@ def multiplies_in_tf32(is_convolution: bool) -> bool:
 
 
 def traffic_so_far() -> tuple[int, int]:
-    """Bytes to the host and to the device."""
+    """Bytes copied to the host and to the device so far."""
     return host.traffic.to_host_bytes, host.traffic.to_device_bytes
 
 
 def stream_of(recipe: Recipe, args: tuple[Any, ...]) -> Stream | None:
-    """The host computes where it says so, and what is written into its memory. None: a copy between the two, which
-    `host.traffic` knows of."""
+    """The stream that runs an operator: the host inside `host.computing`, or if it writes into host memory. None for a
+    copy between host and device, which `host.traffic` counts."""
     if host.is_computing():
         return Stream.HOST
     if recipe.written is None or recipe.written >= len(args):
@@ -291,6 +298,6 @@ def stream_of(recipe: Recipe, args: tuple[Any, ...]) -> Stream | None:
 
 
 def is_on_host(value: Any) -> bool:
-    """Of several tensors the first tells."""
+    """Whether a tensor, or the first of a list, is in host memory."""
     first = value[0] if isinstance(value, list | tuple) and value else value
     return isinstance(first, Tensor) and host.holds(first)

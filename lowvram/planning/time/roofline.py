@@ -1,11 +1,11 @@
-"""How long a step would take on a device: the roofline of each of its operators, and what the host adds.
+"""Predicts how long a step takes on a device: the roofline of each operator, and the overhead of the host.
 
 Williams et al., "Roofline" (2009): an operator takes as long as its arithmetic at the device's peak rate, or as moving
-what it reads and writes, whichever is longer; neither peak is ever reached. Copies to the host and back, and what the
-host's processor computes, go on beside that: each phase of each part of the batch takes as long as the slowest of them.
+what it reads and writes, whichever is longer; neither peak is ever reached. Copies to the host and back, and work on
+the host's processor, run in parallel: each phase of each part of the batch takes as long as the slowest of these.
 
-Rates come from a data sheet, with efficiencies that are assumed: they rank points, and a prediction may be wrong by as
-much as they are. Or they are measured on the device that is here (lowvram/planning/time/calibration.py).
+Rates come from a data sheet, with assumed efficiencies, which are good enough to rank points; predictions are as wrong
+as the efficiencies are. Or rates are measured on a device of this machine (lowvram/planning/time/calibration.py).
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ SOURCE = "assumed efficiencies"  # of all constants below
 PRODUCT_EFFICIENCY = 0.6  # of the peak rate: large GEMMs reach 60 to 80 %
 BANDWIDTH_EFFICIENCY = 0.8  # of memory: what a large copy reaches
 PCIE_EFFICIENCY = 0.8  # of pinned copies
-LAUNCH_S = 4e-6  # of a kernel: between its call and its first work, and at its end
+LAUNCH_S = 4e-6  # per kernel, before and after its work
 HOST_BYTES_PER_S = 25e9  # about half the peak of two channels of DDR4-3200
 
 
 @final
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time and what it is made of, in ms."""
+    """A step's time by cause, in ms."""
 
-    products_ms: float  # operators that arithmetic bounds
-    memory_ms: float  # operators that the device's memory bounds, and to get memory
+    products_ms: float  # operators bound by arithmetic
+    memory_ms: float  # operators bound by memory bandwidth, and getting memory
     launches_ms: float
     copies_ms: float  # that the device waits for
-    host_ms: float  # that the device waits for the host's processor, such as its updates
+    host_ms: float  # that the device waits for the host's processor, such as for updates there
 
     @property
     def step_ms(self) -> float:
         return sum(vars(self).values())
 
     def by_name(self) -> dict[str, float]:
-        """What it is made of."""
+        """The parts of the sum, by name."""
         return {name.removesuffix("_ms"): milliseconds for name, milliseconds in vars(self).items()}
 
 
 class Extra(NamedTuple):
-    """What operators take beside their work, and what goes on beside them."""
+    """The overhead of operators, and what runs in parallel with them."""
 
-    launch_s: float = 0.0  # the device, on each operator
-    dispatch_s: float = 0.0  # the host, on each operator, while the device does what it was told before
-    is_own_host: bool = False  # copies, and what the host computes, take the device's own time
+    launch_s: float = 0.0  # per operator, on the device
+    dispatch_s: float = 0.0  # per operator, on the host, in parallel with the device
+    is_own_host: bool = False  # a CPU: copies and the host's work take the device's own time
 
 
 class Rates(ABC):
@@ -65,17 +65,17 @@ class Rates(ABC):
 
     @abstractmethod
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
-        """(operators,) each: the time for the arithmetic of `Trace.work`, and for the bytes, each line run once; NaN
+        """(operators,) each: seconds for the arithmetic of `Trace.work` and for its bytes, each line run once; NaN
         where a rate is not known."""
 
     def getting_s(self, work: Tensor) -> Tensor:
-        """(operators,) the time to get the memory of what they make: none where an allocator keeps what was freed."""
+        """(operators,) seconds to get memory for new tensors; 0 if an allocator keeps freed memory."""
         return torch.zeros(len(work), dtype=torch.float64)
 
 
 @final
 class DataSheet(Rates):
-    """The peaks that a device is sold with, and assumed shares of them."""
+    """The peak rates of a device's data sheet, times assumed efficiencies."""
 
     source = SOURCE
 
@@ -95,7 +95,7 @@ class DataSheet(Rates):
 
 
 def step_time(work: Tensor, rates: Rates) -> StepTime | None:
-    """Of `Trace.work` on one device; None where a rate that it needs is not known."""
+    """The time of `Trace.work` on one device; None if a rate that it needs isn't known."""
     stream, times, extra = work[:, Column.STREAM], work[:, Column.TIMES], rates.extra
     is_device = stream == STREAMS.index(Stream.DEVICE)
     arithmetic_s, moving_s = rates.taken_s(work)
@@ -120,13 +120,13 @@ def known(rates: list[float | None]) -> Tensor:
 
 
 def excess_s(work: Tensor, taken_s: Tensor, is_own_host: bool) -> dict[Stream, float]:
-    """How long the device waits for what goes on beside it, over all phases of all parts: for the host, or for copies
-    in either direction (under `Stream.TO_HOST`). A device that is its own host does all of it itself."""
+    """Seconds that the device waits for parallel work, over all phases of all parts: for the host, or for copies in
+    either direction (under `Stream.TO_HOST`). A CPU does all of that work itself."""
     place = work[:, Column.PART] * len(PHASES) + work[:, Column.PHASE]
     num_places = int(place.max()) + 1 if len(place) else 0
-    by_lane = torch.zeros(len(STREAMS), num_places, dtype=torch.float64)
-    by_lane.view(-1).scatter_add_(0, work[:, Column.STREAM] * num_places + place, taken_s)
-    busy = dict(zip(STREAMS, by_lane, strict=True))
+    by_stream = torch.zeros(len(STREAMS), num_places, dtype=torch.float64)
+    by_stream.view(-1).scatter_add_(0, work[:, Column.STREAM] * num_places + place, taken_s)
+    busy = dict(zip(STREAMS, by_stream, strict=True))
     if is_own_host:
         copies_s = busy[Stream.TO_HOST].sum() + busy[Stream.TO_DEVICE].sum()
         return {Stream.HOST: float(busy[Stream.HOST].sum()), Stream.TO_HOST: float(copies_s)}

@@ -1,4 +1,4 @@
-"""CUDA's autocast on a CPU: the lists of what it casts, and kernels that follow them (ATen/autocast_mode.h)."""
+"""CUDA's autocast for CPU tensors: its lists of operators, and kernels that cast as they say (ATen/autocast_mode.h)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def words(text: str) -> list[str]:
 
 ATEN = torch.ops.aten
 
-# Autocast's lists for CUDA, torch 2.13; of older ones `cast_by_cuda` says what is missing. First what casts to fewer bits: the CPU does that too for these, ...
+# Autocast's lists for CUDA, torch 2.13; `cast_by_cuda` says what an older torch lacks. First the operators that cast
+# to fewer bits: on a CPU, too, ...
 LOWER_ON_BOTH = words("""_convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input addmm matmul mm linalg_vecdot linear addbmm baddbmm bmm scaled_dot_product_attention""")
-# ... and not for these.
+# ... and only on CUDA.
 LOWER = words("""_convolution convolution prelu addmv addr einsum mv chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
 _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention""")
 FP32 = words("""acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
@@ -41,9 +42,10 @@ WIDEST = words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index
 
 
 def register_autocast(library: Library) -> None:
-    """What the CPU's autocast casts and the card's doesn't falls through; the rest is cast as on the card."""
-    made = [(LOWER, lower), (FP32, fp32), (FP32_OUT, fp32_out), (WIDEST, widest)]
-    kernels = {name: partial(way, overload(name)) for names, way in made for name in names if name in cast_by_cuda()}
+    """Register kernels that cast as on a card. Operators that only the CPU's autocast casts fall through uncast."""
+    policies = [(LOWER, lower), (FP32, fp32), (FP32_OUT, fp32_out), (WIDEST, widest)]
+    named = [(name, policy) for names, policy in policies for name in names if name in cast_by_cuda()]
+    kernels = {name: partial(policy, overload(name)) for name, policy in named}
     kernels |= {name: partial(fp32_out, overload(other)) for name, other in FP32_NORM.items()}
     for name in cast_by_cpu():
         if name not in LOWER_ON_BOTH and name not in kernels:
@@ -54,7 +56,7 @@ def register_autocast(library: Library) -> None:
 
 @cache
 def cast_by_cpu() -> list[str]:
-    """What the CPU's own autocast casts: to be asked for before anything is registered."""
+    """The operators that the CPU's own autocast casts. Must first be called before anything is registered."""
     return operators_with_kernel("AutocastCPU")
 
 
@@ -70,13 +72,13 @@ def overload(name: str) -> Callable[..., Any]:
 
 
 def is_cast(value: Any) -> bool:
-    """Whether autocast touches it."""
+    """Whether autocast casts this argument: a floating-point CPU tensor, but not fp64."""
     is_number = isinstance(value, Tensor) and value.is_floating_point()
     return is_number and value.dtype is not torch.float64 and value.device.type == "cpu"
 
 
 def called(operator: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """With its tensors in `dtype`, and no more casts inside."""
+    """Call an operator with its tensors cast to `dtype`, without further casts inside."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if is_cast(value) else value
@@ -86,7 +88,7 @@ def called(operator: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: 
 
 
 def lower(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Without autocast's cache of weights, which only its own kernels reach."""
+    """Cast to autocast's format; not through autocast's cache of weights, which only its own kernels can use."""
     return called(operator, torch.get_autocast_dtype("cpu"), args, kwargs)
 
 
@@ -95,16 +97,16 @@ def fp32(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def fp32_out(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The operator does it itself: inputs aren't cast, unless the caller asks for another format."""
-    given = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False)) | kwargs
-    if is_cast(args[0]) and given.get("dtype") is None:
-        given["dtype"] = torch.float32
+    """Pass dtype=fp32 to the operator, which casts itself, unless the caller passes a dtype."""
+    named_args = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False)) | kwargs
+    if is_cast(args[0]) and named_args.get("dtype") is None:
+        named_args["dtype"] = torch.float32
     with autocast_lifted():
-        return operator(**given)
+        return operator(**named_args)
 
 
 def widest(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the widest format of its inputs, at least autocast's."""
+    """Cast to the widest format of the inputs, at least autocast's."""
     dtype = torch.get_autocast_dtype("cpu")
     for value in tree_leaves((args, kwargs)):
         if is_cast(value):

@@ -1,9 +1,9 @@
-"""A CPU's tensors without memory, treated by torch as a CUDA card would treat its own.
+"""Makes torch treat fake CPU tensors as it treats tensors on a CUDA card.
 
-Where PyTorch asks whether a tensor is on a card, what it does on a card is registered for the CPU, for the length of a
-context: autocast's lists, which kernel attention takes, dropout's mask, softmax of 16 bits, streams. This changes the
-whole process while it lasts, so it belongs into one that plans and computes nothing. Afterwards the CPU's own ways are
-back. The sources are PyTorch's native/transformers/cuda/sdp_utils.cpp and native/{Dropout,SoftMax}.cpp.
+Where PyTorch treats CUDA tensors differently, `acts_as_card` registers the CUDA behaviour for the CPU: autocast's
+lists, the choice of attention kernel, dropout's mask, softmax of 16-bit numbers, streams. That changes the whole
+process until the context ends, so use it only in a process that plans and computes nothing. The sources are PyTorch's
+native/transformers/cuda/sdp_utils.cpp and native/{Dropout,SoftMax}.cpp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ATEN = torch.ops.aten
 
 
 class FakeStream:
-    """A stream, or an event on one, on which nothing happens. Copies keep up: who asks hears that they are there."""
+    """A stream or event that does nothing; copies count as finished whenever they are queried."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -54,8 +54,8 @@ STREAMS: dict[str, Any] = {
 
 
 @contextmanager
-def played(card: Card) -> Iterator[None]:
-    """Inside it the CPU's tensors are treated as those of `card`."""
+def acts_as_card(card: Card) -> Iterator[None]:
+    """Inside it CPU tensors are treated as tensors on `card`."""
     with kernels_replaced() as library, warnings.catch_warnings(), ExitStack() as undo:
         undo.enter_context(patch.object(own_attention, "is_on_cpu", lambda tensor: False))
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
@@ -74,15 +74,15 @@ def played(card: Card) -> Iterator[None]:
 
 
 def softmax(operator: Callable[..., Tensor], input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Probabilities, or their logarithms, in `dtype`. From fp16 the kernel writes fp32 in one go; of bf16 torch (2.13)
-    makes a copy in fp32 first."""
+    """Softmax or log_softmax in `dtype`. From fp16 the kernel writes fp32 directly; bf16 is first copied to fp32 (torch
+    2.13)."""
     if input.dtype is torch.float16 and dtype is torch.float32:
         return operator(input, dim, True)
     return operator(input if dtype is None else input.to(dtype), dim, False)
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """A card keeps a mask of one byte for each number, a CPU one of the input's format."""
+    """On a card dropout keeps a mask of one byte per element, on a CPU one in the input's format."""
     if not train or p == 0 or input.numel() == 0:
         return input
     return ATEN.native_dropout.default(input, p, train)[0] if p < 1 else input * 0
@@ -100,7 +100,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """By the first kernel that can: flash, memory-efficient, or products that keep a matrix of all pairs."""
+    """The first kernel that supports the arguments: flash, memory-efficient, or math, which keeps a (t, t) matrix."""
     is_dense = all(tensor.dim() == 4 for tensor in (query, key, value))
     if is_dense and flash_can(card, query, key, value, attn_mask, is_causal):
         width, padded = query.shape[-1], [to_multiple(tensor, 8) for tensor in (query, key, value)]
@@ -137,13 +137,13 @@ def efficient_can(card: Card, query: Tensor, key: Tensor, value: Tensor) -> bool
 
 
 def to_multiple(tensor: Tensor, multiple: int) -> Tensor:
-    """Its last dimension padded with zeros."""
+    """The tensor with its last dimension padded with zeros to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return ATEN.constant_pad_nd.default(tensor, [0, missing]) if missing else tensor
 
 
 def as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as numbers that are added, its rows padded to what the kernel can read, one for each head."""
+    """A mask as the kernel takes it: numbers to add, in rows padded to a multiple of 16, one for each head."""
     if mask.dtype is torch.bool:
         mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
     length = mask.shape[-1]

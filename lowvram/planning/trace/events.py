@@ -1,4 +1,4 @@
-"""A trace: every tensor's birth and death in a build and two steps, as columns of numbers that are quick to add up."""
+"""A trace: the birth and death of every storage in the build of a rig and two steps, as columns of numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PHASES = list(Phase)
 
 @dataclass(frozen=True)
 class Sums:
-    """What a trace adds up to, in bytes, each storage in multiples of 512."""
+    """The sums of a trace in bytes, each storage rounded up to a multiple of 512."""
 
     peak_bytes: int  # of the device
     by_kind: dict[Kind, int]  # at the moment of the peak
@@ -54,10 +54,11 @@ class Large(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Events in their order, one of each column: from here on a storage has so many bytes. 0 is its death."""
+    """Events in their order, one entry in each event column: from here on, a storage has `num_bytes`; 0 is its
+    death."""
 
-    storages: Tensor  # (events,) int64: a number, counted by birth
-    num_bytes: Tensor  # (events,) int64: of that storage from now on, as it was asked for
+    storages: Tensor  # (events,) int64: the storage's serial number, by birth
+    num_bytes: Tensor  # (events,) int64: its bytes from now on, as requested
     phases: Tensor  # (events,) int64: index into `PHASES`
     kinds: Tensor  # (storages,) int64: index into `KINDS`
     makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
@@ -67,11 +68,12 @@ class Trace:
     def sized(self, num_bytes: Tensor, work: Tensor) -> Trace:
         """The same events with other sizes, and the work that goes with them."""
         other = replace(self, num_bytes=num_bytes, work=work)
-        vars(other).update(before=self.before, _is_host=self._is_host)  # which no size changes
+        vars(other).update(before=self.before, _is_host=self._is_host)  # these don't depend on sizes
         return other
 
     def sums(self, is_steady: bool = False) -> Sums:
-        """Of the whole, as an allocator's peak that is never reset tells; or of the second step alone."""
+        """The sums over the whole trace, as for an allocator's peak that is never reset; or over the second step
+        alone."""
         first = self.second_step if is_steady else 0
         growth = self._growth
         on_device, live = growth * ~self._is_host, torch.zeros(len(KINDS), len(growth) + 1, dtype=torch.int64)
@@ -94,20 +96,20 @@ class Trace:
         return dict(zip(PHASES, most.tolist(), strict=True))
 
     def largest(self, num: int, is_steady: bool = False) -> list[Large]:
-        """What holds the most of the device at the peak, the largest first."""
+        """The largest storages on the device at the peak, the largest first."""
         first = self.second_step if is_steady else 0
         total = (self._growth * ~self._is_host).cumsum(0)
         last = first + int(total[first:].argmax())
         sizes = torch.zeros(len(self.kinds), dtype=torch.int64)
         sizes.scatter_add_(0, self.storages[: last + 1], self._growth[: last + 1])
         sizes[self.kinds == KINDS.index(Kind.HOST)] = 0
-        found = sizes.topk(min(num, len(sizes)))
-        each = zip(found.values.tolist(), found.indices.tolist(), strict=True)
-        return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in each if size]
+        top = sizes.topk(min(num, len(sizes)))
+        pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in pairs if size]
 
     def requests(self) -> list[tuple[int, int, int]]:
-        """What an allocator of the device is asked for: `Event`s. A storage that changes its size is freed and asked
-        for anew."""
+        """The requests to the device's allocator, as `Event`s. A storage that is resized is freed and allocated
+        anew."""
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)
         storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
@@ -120,7 +122,7 @@ class Trace:
 
     @cached_property
     def before(self) -> Tensor:
-        """(events,) int64: the event before of the same storage; -1 at a birth."""
+        """(events,) int64: the index of the same storage's previous event; -1 at a birth."""
         order = self.storages.argsort(stable=True)
         before = torch.full_like(order, -1)
         is_again = self.storages[order[1:]] == self.storages[order[:-1]]
@@ -129,12 +131,12 @@ class Trace:
 
     @cached_property
     def _growth(self) -> Tensor:
-        """(events,) int64: by which the memory of the event's storage grows, in multiples of 512 bytes."""
+        """(events,) int64: by how many bytes the event's storage grows, in multiples of 512."""
         sizes = (self.num_bytes + (ROUND_BYTES - 1)) // ROUND_BYTES * ROUND_BYTES
         return sizes - self._at_event_before(sizes)
 
     def _at_event_before(self, sizes: Tensor) -> Tensor:
-        """(events,) int64: those of the same storage one event earlier; 0 before its birth."""
+        """(events,) int64: the size of the same storage at its previous event; 0 before its birth."""
         return sizes[self.before].where(self.before >= 0, 0)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Tensors without memory (fake tensors), treated as those of the device that a plan is for."""
+"""Runs code on tensors without memory (fake tensors), as if they were on the device that a plan is for."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lowvram.config.texts import message
 from lowvram.core.rig import Part
 from lowvram.data.spec import DataSpec
 from lowvram.planning.target import Target
-from lowvram.planning.trace.cuda import played
+from lowvram.planning.trace.cuda import acts_as_card
 from lowvram.planning.trace.fake_cache import FakeCache
 
 ROOT = Path(__file__).parents[2]
-# What runs a model, in whose lines no reason lies.
+# Code that runs a model: `reason` names a line outside of it.
 MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in ("core", "planning", "loops", "worker")))
 
 ATEN = torch.ops.aten
@@ -37,34 +37,34 @@ NUMBER_OF, CONSTANT = CopyOps.NUMBER.default, ATEN.lift_fresh.default
 FILLS = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 
 
-See = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
+OnOperator = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
 class CantPlan(Exception):
-    """A model does what can't be known without its numbers. The message says where."""
+    """A model can't be traced, because it depends on the values of tensors or fails. The message says where."""
 
 
 @contextmanager
-def fake_tensors(target: Target | None = None, see: See | None = None) -> Iterator[None]:
-    """Tensors that are made inside, on the CPU, have no memory. They are treated as those of `target`; None: as those
-    of this CPU and its ranks.
+def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = None) -> Iterator[None]:
+    """Inside it CPU tensors are made without memory. torch treats them as tensors on `target`; None: as tensors on this
+    CPU, with its ranks.
 
     Args:
-        see: is told of every operator that runs inside, its arguments by place and by name, and what it made.
+        on_operator: called after each operator, with its positional and named arguments and its result.
 
     Raises:
-        CantPlan: what is run inside asks for a number that isn't there, or can't be run in this way.
+        CantPlan: the code inside depends on the value of a tensor, or fails on fake tensors.
     """
     with ExitStack() as undo:
         undo.enter_context(settings_restored())
         if target is not None:
             undo.enter_context(ranks_of(target.num_ranks))
         if target is not None and target.card is not None:
-            undo.enter_context(played(target.card))
+            undo.enter_context(acts_as_card(target.card))
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        answers = undo.enter_context(PlanningMode(FakeCache(mode), see))
-        # DTensor finds out shapes with whole tensors that have no memory on any device either.
-        undo.enter_context(shapes_found_inside(Unrecorded(answers)))
+        planning_mode = undo.enter_context(PlanningMode(FakeCache(mode), on_operator))
+        # DTensor finds shapes by running operators on whole tensors, which no device would hold.
+        undo.enter_context(shapes_found_inside(Unrecorded(planning_mode)))
         try:
             yield
         except (BadInput, Incompatible, KeyboardInterrupt):
@@ -74,10 +74,10 @@ def fake_tensors(target: Target | None = None, see: See | None = None) -> Iterat
 
 
 def reason(error: Exception) -> str:
-    """Where and why, in one sentence."""
+    """Where in the model's code the error arose, and why, in one sentence."""
     frames = traceback.extract_tb(error.__traceback__)
-    told = [frame for frame in frames if not frame.filename.startswith(MACHINERY)] or frames
-    place = f'{"/".join(Path(told[-1].filename).parts[-3:])}:{told[-1].lineno}: "{told[-1].line}"'
+    last = ([frame for frame in frames if not frame.filename.startswith(MACHINERY)] or frames)[-1]
+    place = f'{"/".join(Path(last.filename).parts[-3:])}:{last.lineno}: "{last.line}"'
     first_line = (message(error).strip().splitlines() or [""])[0]
     names = [kind.__name__ for kind in type(error).__mro__]
     if "DataDependentOutputException" in names or "DynamicOutputShapeException" in names:
@@ -86,15 +86,15 @@ def reason(error: Exception) -> str:
 
 
 class PlanningMode(FastDispatchMode):
-    """An optimizer that asks for the value of a number, as Adafactor does, is told 1: sizes don't depend on it. Whoever
-    else asks gets no answer. Devices and number formats, for which torch asks often, are answered here, and nothing is
-    filled with values."""
+    """Runs operators on fake tensors. If an optimizer reads the value of a tensor, as Adafactor does, it gets 1, since
+    sizes don't depend on it; for other code, reading a value is an error. Frequent queries for devices and number
+    formats are answered here, for speed, and operators that only write values are skipped."""
 
-    def __init__(self, fake_cache: FakeCache, see: See | None) -> None:
+    def __init__(self, fake_cache: FakeCache, on_operator: OnOperator | None) -> None:
         super().__init__()
-        self.fake_cache, self.see = fake_cache, see
-        self.num_updates = 0  # that are under way
-        self.promoted: dict[Any, torch.dtype] = {}  # number formats, by the two that meet
+        self.fake_cache, self.on_operator = fake_cache, on_operator
+        self.num_updates = 0  # that are running
+        self.promoted: dict[Any, torch.dtype] = {}  # results of promote_types, by its arguments
 
     def __enter__(self) -> PlanningMode:
         self.hooks = [register_optimizer_step_pre_hook(self.begin), register_optimizer_step_post_hook(self.end)]
@@ -118,41 +118,42 @@ class PlanningMode(FastDispatchMode):
             return self.promoted[args]
         is_plain = all(kind is FakeTensor for kind in types)
         if not is_plain and any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # then it comes again, for the tensors that this rank holds
+            return NotImplemented  # torch then calls this again for the rank's local tensors
         if func in FILLS and isinstance(args[0], FakeTensor):
-            return args[0]  # there is nothing to fill
+            return args[0]  # there is no memory to fill
         if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
         out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, args, kwargs or {})
         if func is PROMOTED:
             self.promoted[args] = out
-        elif self.see is not None and (func is CONSTANT or not func.is_view):  # a view has no memory of its own
-            self.see(func, args, kwargs or {}, out)
+        elif self.on_operator is not None and (func is CONSTANT or not func.is_view):  # a view has no own memory
+            self.on_operator(func, args, kwargs or {}, out)
         return out
 
 
 @cache
 def only_writes(operator: Any) -> bool:
-    """Whether it writes values into many tensors, as an optimizer's does, and makes none: there are no values."""
+    """Whether an operator only writes values into lists of tensors, as an optimizer's do: without values it can be
+    skipped."""
     return operator.name().startswith(("aten::_foreach_", "aten::_fused_")) and not schema_of(operator).returns
 
 
 class Unrecorded:
-    """Inside it nobody is told what is made. May be entered again and again."""
+    """Inside it `on_operator` isn't called. Can be entered more than once."""
 
-    def __init__(self, answers: PlanningMode) -> None:
-        self.answers, self.see = answers, answers.see
+    def __init__(self, mode: PlanningMode) -> None:
+        self.mode, self.on_operator = mode, mode.on_operator
 
     def __enter__(self) -> None:
-        self.answers.see = None
+        self.mode.on_operator = None
 
     def __exit__(self, *_: object) -> None:
-        self.answers.see = self.see
+        self.mode.on_operator = self.on_operator
 
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Knobs that set the process itself leave no mark on it."""
+    """Restores settings of the process that knobs change."""
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision, conv.fp32_precision
     try:
@@ -164,8 +165,11 @@ def settings_restored() -> Iterator[None]:
 
 @contextmanager
 def ranks_of(num_ranks: int) -> Iterator[None]:
-    """This process is the first of so many, who answer at once and say nothing. Where it has real partners already, it
-    can only play alone."""
+    """Inside it this process is rank 0 of `num_ranks`, whose collectives return at once.
+
+    Raises:
+        RuntimeError: the process is one of several real ranks, and `num_ranks` is more than 1.
+    """
     was_there = dist.is_initialized()
     if num_ranks > 1:
         if was_there:
@@ -179,5 +183,5 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
 
 
 def example(spec: DataSpec, num_samples: int) -> Part:
-    """A part of the right shape."""
+    """A batch of this many samples with the shapes of `spec`."""
     return Part(*spec.example(num_samples))

@@ -1,7 +1,7 @@
 """Caches FakeTensor results by operator and input metadata.
 
-FakeTensorMode works that out on meta tensors, or finds it in a cache of its own, whose keys take several times as long
-as all that is done here. A model repeats itself, block by block and step by step.
+FakeTensorMode computes results on meta tensors, or finds them in a cache of its own, whose keys take several times as
+long to make as everything here. Hits are frequent, since models repeat blocks and steps.
 """
 
 from __future__ import annotations
@@ -28,96 +28,96 @@ from lowvram.compat.torch_trees import tree_leaves
 
 META = torch.device("meta")
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-Given = tuple[Any, ...]  # arguments, those by name last
-Remake = Callable[[Given], Any]
+Args = tuple[Any, ...]  # positional arguments, then the values of named ones
+Remake = Callable[[Args], Any]  # makes the result of an operator from arguments with the same metadata
 
 
 class CacheMiss(Exception):
-    """Something is like nothing else."""
+    """A value can't be cached."""
 
 
 @final
 class FakeCache:
-    """Of operators on the tensors of one mode."""
+    """The results of operators on the tensors of one FakeTensorMode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.attributes: dict[torch.device, dict[str, Any]] = {}  # of tensors there, as they are born
-        self.known: dict[Any, Remake | None] = {}  # by operator and likeness; None: each has to be worked out
+        self.attributes: dict[torch.device, dict[str, Any]] = {}  # of a new fake tensor on each device
+        self.remakes: dict[Any, Remake | None] = {}  # by operator and metadata; None: can't be cached
 
     def run(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What `operator(*args, **named)` makes."""
-        given = (*args, *named.values())
+        """The result of `operator(*args, **named)`."""
+        all_args = (*args, *named.values())
         try:
-            key = operator, tuple(named), self.likeness(given)
+            key = operator, tuple(named), self.metadata(all_args)
         except CacheMiss:
             return operator(*args, **named)
-        remake = self.known.get(key)
+        remake = self.remakes.get(key)
         if remake is not None:
             leave_fake_mode()
             try:
-                return remake(given)
+                return remake(all_args)
             finally:
                 enter_fake_mode(self.mode)
         out = operator(*args, **named)
-        if key not in self.known:
+        if key not in self.remakes:
             with fake_mode_lifted():
-                self.known[key] = self.remake_of(out, given)
+                self.remakes[key] = self.remake_of(out, all_args)
         return out
 
-    def likeness(self, given: Iterable[Any]) -> Given:
-        """All of the arguments but the memory of tensors.
+    def metadata(self, args: Iterable[Any]) -> Args:
+        """The plain values among the arguments, and the metadata of the tensors.
 
         Raises:
-            CacheMiss: there is something else among them, or another mode is at work.
+            CacheMiss: an argument of another type, or another mode is active.
         """
         if current_fake_mode() is not self.mode:
             raise CacheMiss
-        found: list[Any] = []
-        for value in given:
+        metadata: list[Any] = []
+        for value in args:
             kind = type(value)
             if kind is FakeTensor and value.fake_mode is self.mode and value.constant is None:
-                found += likeness_of(value)
+                metadata += metadata_of(value)
             elif kind in PLAIN:
-                found += (kind, value)
+                metadata += (kind, value)
             elif kind is list or kind is tuple:
-                found.append(self.likeness(value))
+                metadata.append(self.metadata(value))
             else:
                 raise CacheMiss
-        return tuple(found)
+        return tuple(metadata)
 
-    def remake_of(self, out: Any, given: Given) -> Remake | None:
-        """How the like of an outcome is made of the like of what was given; None: that is not known."""
+    def remake_of(self, out: Any, args: Args) -> Remake | None:
+        """A function that makes a result like `out` from arguments like `args`; None if there is none."""
         try:
-            remake = self.remake_of_part(out, given)
+            remake = self.remake_of_part(out, args)
         except CacheMiss:
             return None
-        return remake if described(remake(given), given) == described(out, given) else None
+        return remake if described(remake(args), args) == described(out, args) else None
 
-    def remake_of_part(self, part: Any, given: Given) -> Remake:
+    def remake_of_part(self, part: Any, args: Args) -> Remake:
         container = type(part)
         if container is list or container is tuple:
-            remakes = [self.remake_of_part(each, given) for each in part]
-            return lambda given: container([remake(given) for remake in remakes])
+            remakes = [self.remake_of_part(item, args) for item in part]
+            return lambda args: container([remake(args) for remake in remakes])
         if part is None:
-            return lambda given: None
-        for place, argument in enumerate(given):
+            return lambda args: None
+        for place, argument in enumerate(args):
             if part is argument:
                 return itemgetter(place)
         if type(part) is not FakeTensor or part.constant is not None:
             raise CacheMiss
-        addresses = [address(each) if isinstance(each, Tensor) else None for each in given]
+        addresses = [address(argument) if isinstance(argument, Tensor) else None for argument in args]
         owner = addresses.index(address(part)) if address(part) in addresses else None
-        return partial(self.tensor, likeness_of(part), owner)
+        return partial(self.tensor, metadata_of(part), owner)
 
-    def tensor(self, likeness: Given, owner: int | None, given: Given) -> FakeTensor:
-        """With memory of its own, or with that of the argument at one place."""
-        shape, stride, offset, dtype, device, _ = likeness
+    def tensor(self, metadata: Args, owner: int | None, args: Args) -> FakeTensor:
+        """A tensor with this metadata: with a storage of its own, or with that of the argument at index `owner`."""
+        shape, stride, offset, dtype, device, _ = metadata
         if owner is None:
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=META)
         else:
             bare = torch.empty(0, dtype=dtype, device=META)
-            bare.set_(given[owner].untyped_storage(), offset, shape, stride)
+            bare.set_(args[owner].untyped_storage(), offset, shape, stride)
         return self.fake(bare, device)
 
     def fake(self, bare: Tensor, device: torch.device) -> FakeTensor:
@@ -126,17 +126,17 @@ class FakeCache:
         return fake_tensor_of(bare, device, self.attributes[device])
 
 
-def likeness_of(tensor: FakeTensor) -> Given:
-    keys = dispatch_keys(tensor).raw_repr()  # layout, a pending conjugation, and what else torch tells apart
+def metadata_of(tensor: FakeTensor) -> Args:
+    keys = dispatch_keys(tensor).raw_repr()  # layout, a pending conjugation, and whatever else selects kernels
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device, keys
 
 
-def described(out: Any, given: Given) -> list[Any]:
-    """What all tensors of an operator are like, and which of them share their memory."""
-    tensors = [leaf for leaf in tree_leaves((given, out)) if isinstance(leaf, FakeTensor)]
+def described(out: Any, args: Args) -> list[Any]:
+    """The metadata of all tensors of an operator, and which of them share a storage."""
+    tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, FakeTensor)]
     first: dict[int, int] = {}
     return [
-        (likeness_of(tensor), tensor.untyped_storage().nbytes(), first.setdefault(address(tensor), place))
+        (metadata_of(tensor), tensor.untyped_storage().nbytes(), first.setdefault(address(tensor), place))
         for place, tensor in enumerate(tensors)
     ]
 

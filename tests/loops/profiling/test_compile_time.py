@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from lowvram.core.knob import is_compiled
 from lowvram.loops.measure import Measure
 from lowvram.loops.profiling import compile_time as compiling
-from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_fields, compile_seconds, is_compiled
+from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_fields, compile_seconds
 from lowvram.loops.session import Session
 from lowvram.loops.train import SETTLING_STEPS, Train
 from tests.calls import TINY, Outcome
@@ -32,7 +33,7 @@ def quickly() -> Iterator[None]:
 )
 def test_who_is_compiled(make_session: MakeSession, choice: str, expected: bool) -> None:
     with compiler_as_before():
-        assert is_compiled(make_session(choices={"compile": choice})) is expected
+        assert is_compiled(make_session(choices={"compile": choice}).knobs.values()) is expected
 
 
 def test_a_step_in_which_something_was_compiled_is_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:

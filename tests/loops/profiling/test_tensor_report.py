@@ -16,7 +16,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.loops.profiling.post_run import post_run
-from lowvram.loops.profiling.tensor_report import Birth, LargestTensors, NoLook
+from lowvram.loops.profiling.tensor_report import Birth, LargestTensors, NoReport
 from lowvram.loops.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
 
@@ -25,10 +25,10 @@ def looked(folder: Path, choices: dict[str, str] | None = None, device: torch.de
     task = PROBLEMS["transformer"]
     rig, batch = assemble(task, knobs_of(**(choices or {})), device), make_batch(task.spec, 64).to(device)
     step(rig, batch)
-    look = LargestTensors(rig.model, device, folder)
-    with look, ledger(rig.model, rig.stepper, batch.tensors(), origin_of=look.origin_of) as peak:
+    report = LargestTensors(rig.model, device, folder)
+    with report, ledger(rig.model, rig.stepper, batch.tensors(), origin_of=report.origin_of) as peak:
         step(rig, batch)
-    look.tell(peak)
+    report.tell(peak)
     return peak
 
 
@@ -84,7 +84,7 @@ def test_off_it_leaves_nothing(make_session: Callable[..., Session], capsys: pyt
     post_run(session, session.batches(0))
     assert not list(session.folder.iterdir())
     assert not capsys.readouterr().out
-    assert NoLook().origin_of is None
+    assert NoReport().origin_of is None
 
 
 @needs_gpu[0]

@@ -12,7 +12,7 @@ import pytest
 
 from lowvram.planning.memory.allocator import CachingAllocator, OutOfMemory
 from lowvram.planning.memory.replay import FREE, Event, Replay, Run, needs_of, replay
-from lowvram.planning.memory.segments import MIB, SMALL_BYTES, Block, Pool, Stretches, segment_bytes
+from lowvram.planning.memory.segments import MIB, SMALL_BYTES, Block, BlockSet, Pool, segment_bytes
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
 seeds = pytest.mark.parametrize("seed", range(5))
@@ -76,7 +76,7 @@ def check_pool(pool: Pool, blocks: list[Block]) -> None:
     assert sum(num_bytes for _, num_bytes, _ in parts) == sum(pool.segments.values())
 
 
-def check_order(blocks: Stretches) -> None:
+def check_order(blocks: BlockSet) -> None:
     order = blocks.in_order
     assert order == sorted(order)
     assert blocks.beginning == {address: (num_bytes, address) for num_bytes, address in order}

@@ -11,9 +11,9 @@ from lowvram.planning.memory.overheads import (
     PAGES,
     ROWS,
     Overhead,
-    convolution_lines,
-    hidden_lines,
+    convolution_overheads,
     parsed,
+    process_overheads,
 )
 
 MIB = 2**20
@@ -21,7 +21,7 @@ VERSIONS = ["2.11.0", "2.12.1", "2.13.0+cu130", "2.14.0", "2.15.0.dev20260905"]
 
 
 def lines(capability: str, torch_version: str = "2.13.0", num_ranks: int = 1) -> dict[str, Overhead]:
-    found = hidden_lines(DeviceSpec(compute_capability=capability), torch_version, num_ranks)
+    found = process_overheads(DeviceSpec(compute_capability=capability), torch_version, num_ranks)
     assert len({line.name for line in found}) == len(found)
     return {line.name: line for line in found}
 
@@ -65,21 +65,21 @@ def test_one_rank_talks_to_nobody() -> None:
 
 
 def test_of_a_processor_the_pages_of_libraries_are_known_for_one_version() -> None:
-    pages, objects, unknown = hidden_lines(load_device("cpu"), "2.13.0+cpu")
+    pages, objects, unknown = process_overheads(load_device("cpu"), "2.13.0+cpu")
     assert (pages.name, pages.num_bytes, pages.is_in_allocator, pages.is_capped) == (PAGES, 34 * MIB, False, False)
     assert (objects.name, objects.num_bytes, objects.is_capped) == (OBJECTS, 2 * MIB, True)
     assert unknown.num_bytes is None
     for other in ("2.12.1", "2.14.0"):
-        assert [line.num_bytes for line in hidden_lines(load_device("cpu"), other)] == [None, None, None]
+        assert [line.num_bytes for line in process_overheads(load_device("cpu"), other)] == [None, None, None]
 
 
 def test_convolutions_of_a_processor_have_lines_of_their_own() -> None:
     """A shape takes room under a cap, and hardly any of it is touched."""
-    room, constant = convolution_lines(3, "2.13.0+cpu")
+    room, constant = convolution_overheads(3, "2.13.0+cpu")
     assert (room.num_bytes, room.is_capped, room.is_resident) == (6 * MIB, True, False)
     assert (constant.num_bytes, constant.is_capped, constant.is_resident) == (12 * MIB, True, True)
-    assert not convolution_lines(0, "2.13.0+cpu")
-    elsewhere = convolution_lines(3, "2.14.1")
+    assert not convolution_overheads(0, "2.13.0+cpu")
+    elsewhere = convolution_overheads(3, "2.14.1")
     assert [line.name for line in elsewhere] == [room.name, constant.name]
     assert all(line.num_bytes is None and line.source.startswith("unknown") for line in elsewhere)
 
@@ -87,7 +87,7 @@ def test_convolutions_of_a_processor_have_lines_of_their_own() -> None:
 @pytest.mark.parametrize("torch_version", VERSIONS)
 @pytest.mark.parametrize("name", [name for name in device_names() if name != "cpu"])
 def test_every_device_has_the_same_lines(name: str, torch_version: str) -> None:
-    names = [line.name for line in hidden_lines(load_device(name), torch_version, num_ranks=2)]
+    names = [line.name for line in process_overheads(load_device(name), torch_version, num_ranks=2)]
     assert set(names) == {row.line.name for row in ROWS}
 
 

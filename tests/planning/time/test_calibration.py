@@ -18,7 +18,7 @@ from lowvram.planning.time.microbench import (
     GOT_BYTES,
     NUM_ALIVE,
     SAMPLES,
-    Gauge,
+    Measurement,
     Run,
     Sample,
     calibrate,
@@ -134,13 +134,13 @@ def test_a_kernel_that_is_not_known_costs_its_own_rate_alone() -> None:
 def test_memory_is_got_once_and_counted_apart_from_the_work_on_it() -> None:
     """Rates are those of the work alone; what an operator makes takes its time beside it, whatever it computes."""
     new_bytes = torch.tensor([10**6, 0])
-    gauges = [Gauge(Family.MOVING, "fp32", 3e6, 2, new_bytes, lambda: None, 4e-3)]
+    measurements = [Measurement(Family.MOVING, "fp32", 3e6, 2, new_bytes, lambda: None, 4e-3)]
     getting = Curve([1.0], [1e9])
-    curves = curves_through(gauges, getting)
+    curves = curves_through(measurements, getting)
     assert curves["moving"]["fp32"].rates == pytest.approx([6e6 / 3e-3])
-    assert curves_through(gauges, None)["moving"]["fp32"].rates == pytest.approx([6e6 / 4e-3])
+    assert curves_through(measurements, None)["moving"]["fp32"].rates == pytest.approx([6e6 / 4e-3])
     slow = Curve([1.0], [1e3])  # more than there is: most of the time stays memory's, and some the work's
-    assert curves_through(gauges, slow)["moving"]["fp32"].rates == pytest.approx([6e6 / 4e-4])
+    assert curves_through(measurements, slow)["moving"]["fp32"].rates == pytest.approx([6e6 / 4e-4])
     rates = Calibration(flat(1e9).curves, OVERHEAD_S, getting=getting)
     work = torch.cat([line(Family.PRODUCT, 10**6), line(Family.MOVING, 10**6)])
     work[:, Column.NEW] = new_bytes

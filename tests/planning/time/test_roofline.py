@@ -16,7 +16,7 @@ from lowvram.knobs.accum import Parts
 from lowvram.models.transformer import TransformerConfig
 from lowvram.planning.cache import Store
 from lowvram.planning.devices import DeviceSpec, load_device
-from lowvram.planning.scaling import Pricer
+from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.time import roofline as timing
 from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream, recipe_of
@@ -200,17 +200,17 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
     each part before the first (its targets are counted) is as in a step of three parts: much, in models so small."""
     knobs = knobs_of(**choices)
     del knobs["accum=none"]
-    sizes = {1: (8, 24, 16), 5: (40, 120, 80)}  # of batches, by parts; the last is priced
+    sizes = {1: (8, 24, 16), 5: (40, 120, 80)}  # of batches, by parts; the last is scaled
     directly = {
         parts: trace(PROBLEMS[problem], {**knobs, "accum": Parts(parts)}, batch_sizes[-1], A100)
         for parts, batch_sizes in sizes.items()
     }
     for _ in range(2):
-        pricer = Pricer(PROBLEMS[problem], A100, Store(tmp_path))
+        scaler = TraceScaler(PROBLEMS[problem], A100, Store(tmp_path))
         for parts, direct in directly.items():
-            *_, priced = (pricer.price(knobs, parts, batch_size) for batch_size in sizes[parts])
-            assert not priced.is_direct
-            assert flops_of(priced.trace) == flops_of(direct)
+            *_, scaled = (scaler.trace(knobs, parts, batch_size) for batch_size in sizes[parts])
+            assert not scaled.is_direct
+            assert flops_of(scaled.trace) == flops_of(direct)
             for stream in STREAMS:
-                assert bytes_on(priced.trace, stream) == pytest.approx(bytes_on(direct, stream), rel=2e-2)
-            assert time_on("a100", priced.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=1e-2)
+                assert bytes_on(scaled.trace, stream) == pytest.approx(bytes_on(direct, stream), rel=2e-2)
+            assert time_on("a100", scaled.trace).step_ms == pytest.approx(time_on("a100", direct).step_ms, rel=1e-2)

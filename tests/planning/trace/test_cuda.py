@@ -19,7 +19,7 @@ from lowvram.core.device import Card
 from lowvram.core.ledger import Peak, ledger
 from lowvram.models.attention import grouped_attention
 from lowvram.planning.trace import autocast
-from lowvram.planning.trace.cuda import played
+from lowvram.planning.trace.cuda import acts_as_card
 from tests.laboratory import CPU
 
 A100, T4 = Card("A100", (8, 0)), Card("T4", (7, 5))
@@ -34,7 +34,7 @@ def on_paper(card: Card | None) -> Iterator[Peak]:
         if card is None:
             yield peak
         else:
-            with played(card):
+            with acts_as_card(card):
                 yield peak
 
 
@@ -92,7 +92,7 @@ ON_A_CARD: dict[str, torch.dtype] = dict.fromkeys(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_autocast_casts_as_on_a_card(name: str) -> None:
-    with FakeTensorMode(), played(A100), torch.autocast("cpu", BF16):
+    with FakeTensorMode(), acts_as_card(A100), torch.autocast("cpu", BF16):
         assert FORMATS[name](torch.empty(8, 8, dtype=BF16)).dtype is ON_A_CARD.get(name, BF16)
 
 
@@ -102,7 +102,7 @@ def test_afterwards_the_cpu_has_its_own_ways_again() -> None:
             return [use(torch.ones(8, 8, dtype=BF16)).dtype for use in FORMATS.values()]
 
     before, mask_bytes = formats(), made(None, lambda: F.dropout(torch.empty(MIB, requires_grad=True), 0.5))
-    with pytest.raises(ZeroDivisionError), FakeTensorMode(), played(A100):
+    with pytest.raises(ZeroDivisionError), FakeTensorMode(), acts_as_card(A100):
         _ = 1 / 0
     assert formats() == before
     assert made(None, lambda: F.dropout(torch.empty(MIB, requires_grad=True), 0.5)) == mask_bytes
@@ -115,7 +115,7 @@ def test_a_mask_of_dropout_has_one_byte_for_each_number() -> None:
 
     assert made(A100, drop) == (4 + 4 + 1) * MIB
     assert made(None, drop) > (4 + 4 + 1) * MIB
-    with FakeTensorMode(), played(A100):
+    with FakeTensorMode(), acts_as_card(A100):
         assert F.dropout(torch.empty(8), 0.1, training=False).shape == (8,)
 
 
@@ -127,7 +127,7 @@ def test_log_softmax_reads_fp16_in_one_go_but_copies_bf16(dtype: torch.dtype, by
 
 
 def test_gradients_of_log_softmax_have_the_format_of_what_went_in() -> None:
-    with FakeTensorMode(), played(A100):
+    with FakeTensorMode(), acts_as_card(A100):
         logits = torch.empty(4, 8, dtype=FP16, requires_grad=True)
         F.log_softmax(logits, -1, dtype=FP32).sum().backward()
         assert logits.grad is not None

@@ -48,7 +48,7 @@ def test_what_is_made_again_is_alike(
         given, by_name = args(values), named(values)
         told.append(described(run(*given, **by_name), (*given, *by_name.values())))
     assert told[0] == told[1] == told[2]
-    assert len(fake_cache.known) == 1
+    assert len(fake_cache.remakes) == 1
 
 
 def test_what_is_made_again_has_attributes_of_its_own(fake_cache: FakeCache) -> None:
@@ -98,7 +98,7 @@ def test_tensors_of_another_mode_are_left_to_it(fake_cache: FakeCache) -> None:
     with FakeTensorMode() as other:
         theirs = fake_cache.run(ATEN.neg.default, (torch.empty(2),), {})
         assert theirs.fake_mode is other
-    assert len(fake_cache.known) == 1
+    assert len(fake_cache.remakes) == 1
 
 
 def test_memory_that_an_argument_in_a_list_owns_is_not_made_anew(fake_cache: FakeCache) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
-from lowvram.core.knob import Fact, Kind, Knob
+from lowvram.core.knob import Fact, Kind, Knob, is_compiled
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
@@ -30,7 +30,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.trace import fake as paper
 from lowvram.planning.trace.events import KINDS, Phase, Trace
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.trace.tracer import deaths_in_order, is_equivalent, trace
+from lowvram.planning.trace.tracer import deaths_in_order, trace
 from lowvram.tasks import Classifier, LanguageModel
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
@@ -151,9 +151,9 @@ def test_what_compiled_code_needs_is_checked_though_it_is_planned_eagerly() -> N
 
 
 def test_what_is_compiled_is_labelled() -> None:
-    assert is_equivalent(knobs_of(compile="blocks"))
-    assert not is_equivalent(knobs_of())
-    assert not is_equivalent(knobs_of(compile="torchscript"))
+    assert is_compiled(knobs_of(compile="blocks").values())
+    assert not is_compiled(knobs_of().values())
+    assert not is_compiled(knobs_of(compile="torchscript").values())
 
 
 def test_what_leaves_a_card_is_still_there_while_it_is_copied() -> None:

@@ -47,7 +47,7 @@ def test_gradients_that_meet_are_added_as_autograd_does_it(
     assert ("aten::add_" in {event.name for event in seen.events() or ()}) is in_place
     with ledger() as peak:
         run()
-    monkeypatch.setattr("lowvram.core.ledger.is_meeting", lambda terms: False)
+    monkeypatch.setattr("lowvram.core.ledger.is_gradient_sum", lambda terms: False)
     with ledger() as naive:
         run()
     assert naive.peak_bytes - peak.peak_bytes == in_place * 64 * 64 * 4
