@@ -5,6 +5,7 @@ Shapes: s side of the image in pixels, always square.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -53,6 +54,10 @@ class Hub(TextSource):
     """
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES)
+    only_with: ClassVar[Mapping[Modality, str]] = {
+        Modality.LABELLED_TOKENS: "data.label",
+        Modality.IMAGES: "data.image",
+    }
 
     name: str = MISSING
     revision: str | None = None

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 from lowvram.config.errors import BadInput, require
+from lowvram.config.registry import node_of, options_of
+from lowvram.config.schema import find_target
 from lowvram.data.spec import DataSpec, Modality, TextRules
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FITTING_OPTIONS = {
-    Modality.TOKENS: "auto, python_source, text, hub, external or synthetic",
-    Modality.LABELLED_TOKENS: "auto, python_packages, hub (with data.label), external or synthetic",
-    Modality.IMAGES: "auto, glyphs, imagefolder, hub (with data.image), external or synthetic",
-    Modality.OTHER: "external",
-}
 
 
 class FollowedModel(Protocol):
@@ -91,6 +87,7 @@ class Source(ABC):
     """The configuration of one option of `data`: `resolve` it for a model, then `open` it."""
 
     modalities: ClassVar[tuple[Modality, ...]] = tuple(Modality)  # what its samples can be
+    only_with: ClassVar[Mapping[Modality, str]] = {}  # the key that has to be given for samples to be such
 
     @abstractmethod
     def resolve(self, model: FollowedModel) -> Source:
@@ -143,14 +140,26 @@ def check_modality(option: str, held: tuple[Modality, ...], model: FollowedModel
     """Raises BadInput unless the model reads something that the option can hold."""
     wanted = model.modality
     if wanted is not None and wanted not in held:
-        allowed = f"a source of {wanted.value}, which this model reads: {FITTING_OPTIONS[wanted]}"
+        allowed = f"a source of {wanted.value}, which this model reads: {fitting_options(wanted)}"
         raise BadInput("data", option, allowed)
+
+
+def fitting_options(wanted: Modality) -> str:
+    """The options of conf/data that hold such samples: auto, then those made for them, then those for several kinds."""
+    sources: dict[str, Any] = {
+        name: find_target("data", node_of("data", name)["_target_"]) for name in options_of("data")
+    }
+    held = {option: source for option, source in sources.items() if wanted in source.modalities}
+    names = sorted(held, key=lambda option: (option != "auto", len(held[option].modalities) > 1, option))
+    keys = {option: held[option].only_with.get(wanted) for option in names}
+    *others, last = [f"{option} (with {key})" if key else option for option, key in keys.items()]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def followed_modality(option: str, model: FollowedModel) -> Modality:
     """What the model reads, for an option that has something for each kind of model."""
     if model.modality is None:
-        kinds = ", ".join(kind.name for kind in FITTING_OPTIONS if kind is not Modality.OTHER)
+        kinds = ", ".join(kind.name for kind in Modality if kind is not Modality.OTHER)
         raise BadInput("model.reads", None, f"one of {kinds} with data={option}, which follows the model")
     return model.modality
 

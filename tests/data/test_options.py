@@ -39,6 +39,12 @@ def test_every_field_has_a_comment(option: Path) -> None:
     assert all("  # " in line for line in fields)
 
 
+@pytest.mark.parametrize("option", sorted((CONF / "data").glob("*.yaml")), ids=lambda option: option.stem)
+def test_a_source_lives_in_a_module_of_its_options_name(option: Path) -> None:
+    """A refusal names the option by it."""
+    assert node(option)["_target_"].split(".")[:-1] == ["lowvram", "data", option.stem]
+
+
 @pytest.mark.parametrize(("option", "field"), NEEDED.items())
 def test_what_is_missing_is_named(option: str, field: str) -> None:
     with pytest.raises(BadInput, match=rf"data\.{field}="):

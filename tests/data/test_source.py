@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 
 from lowvram.config.errors import BadInput
+from lowvram.config.registry import node_of, options_of
+from lowvram.config.schema import find_target
 from lowvram.data.auto import Auto
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
-from lowvram.data.source import Following, Source, given, require_count, resolve_source
+from lowvram.data.source import Following, Source, fitting_options, given, require_count, resolve_source
 from lowvram.data.spec import Modality, TextRules
 from lowvram.data.synthetic import Synthetic
 from lowvram.data.text import Text
@@ -28,6 +30,13 @@ def test_a_mismatch_names_the_options_that_fit_and_opens_nothing(token_model, im
         resolve_source(Text("nowhere"), image_model())
     with pytest.raises(BadInput, match=r"^data='imagefolder': must be a source of tokens, .*python_source, text"):
         resolve_source(ImageFolder("nowhere"), token_model())
+
+
+@pytest.mark.parametrize("kind", Modality)
+def test_every_option_that_fits_is_named_and_no_other(kind: Modality) -> None:
+    named = [option.partition(" ")[0] for option in fitting_options(kind).replace(" or ", ", ").split(", ")]
+    held = {option: find_target("data", node_of("data", option)["_target_"]) for option in options_of("data")}
+    assert sorted(named) == [option for option, source in held.items() if kind in vars(source)["modalities"]]
 
 
 def test_a_chosen_length_is_kept_and_another_is_the_models(token_model) -> None:
