@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
-from lowvram.core.rig import Part, Rig, Stepper, Update
+from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
 
 BETWEEN = "between"
 
@@ -35,14 +35,12 @@ def with_phases(rig: Rig, marks: Marks) -> Rig:
 
 
 @final
-class MarkingStepper(Stepper):
+class MarkingStepper(StepperAround):
     """Marks the backward passes and the update of the stepper inside."""
 
     def __init__(self, inner: Stepper, marks: Marks) -> None:
-        self.inner, self.marks = inner, marks
-
-    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        self.inner.begin(num_parts, divisor)
+        super().__init__(inner)
+        self.marks = marks
 
     def backward(self, loss: Tensor) -> None:
         with self.marks.lap("backward"):
@@ -51,12 +49,3 @@ class MarkingStepper(Stepper):
     def update(self) -> Update:
         with self.marks.lap("update"):
             return self.inner.update()
-
-    def set_lr(self, lr: float) -> None:
-        self.inner.set_lr(lr)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)

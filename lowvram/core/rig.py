@@ -93,6 +93,31 @@ class Stepper(ABC):
         """The inverse of `state_dict`."""
 
 
+class StepperAround(Stepper):
+    """A stepper around another, to which every call goes on."""
+
+    def __init__(self, inner: Stepper) -> None:
+        self.inner = inner
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.inner.begin(num_parts, divisor)
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss)
+
+    def update(self) -> Update:
+        return self.inner.update()
+
+    def set_lr(self, lr: float) -> None:
+        self.inner.set_lr(lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
 class Task(ABC):
     """A problem: the model that is to be trained, and what training it means."""
 

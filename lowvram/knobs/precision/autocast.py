@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
-from lowvram.core.rig import Part, Rig, Stepper, Update
+from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
 
 SMALLEST_SCALE = 2.0**-14  # below it no scale can help: the gradients themselves are not finite
 
@@ -115,7 +115,7 @@ def autocast(rig: Rig, dtype: torch.dtype) -> Rig:
     return replace(rig, forward=forward, criterion=criterion)
 
 
-class ScaledStepper(Stepper):
+class ScaledStepper(StepperAround):
     """A loss scale around any stepper: the loss goes in `scale` times too large, and the inner stepper is told so.
 
     An update that overflowed changes nothing; the scale halves. After `growth_interval` good updates it doubles.
@@ -123,7 +123,8 @@ class ScaledStepper(Stepper):
     """
 
     def __init__(self, inner: Stepper, scale: float, growth_interval: int) -> None:
-        self.inner, self.scale, self.growth_interval = inner, scale, growth_interval
+        super().__init__(inner)
+        self.scale, self.growth_interval = scale, growth_interval
         self.num_good = self.skipped_steps = 0
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
@@ -141,9 +142,6 @@ class ScaledStepper(Stepper):
             return update
         self.num_good, self.skipped_steps, self.scale = 0, self.skipped_steps + 1, self.scale / 2.0
         return update._replace(recoverable=self.scale >= SMALLEST_SCALE)
-
-    def set_lr(self, lr: float) -> None:
-        self.inner.set_lr(lr)
 
     def state_dict(self) -> dict[str, Any]:
         names = ("scale", "num_good", "skipped_steps")
