@@ -177,3 +177,18 @@ def test_every_optimizer_clips_skips_and_learns(option: str) -> None:
     applied = [float(loss) for loss, update in steps if update.applied]
     assert len(applied) < 40
     assert applied[-1] < 0.9 * applied[0]
+
+
+@pytest.mark.parametrize("option", OPTIONS["optimizer"])
+def test_steps_that_rounding_to_the_nearest_would_lose_reach_weights_of_16_bits(option: str) -> None:
+    """Each lands its updates as the rig says (`widened` does it): of many weights a few move, by chance."""
+    rig = assemble(WIDE, knobs_of(optimizer=option, precision="bf16_pure"), CPU)
+    optimizer = rig.make_optimizer(rig.trainable)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4  # below 1, numbers of bf16 lie 39 times as far apart
+    for number, weight in enumerate(rig.trainable):
+        weight.detach().fill_(1.0)
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight.dtype)
+    optimizer.step()
+    moved = torch.cat([weight.detach().flatten() != 1 for weight in rig.trainable]).float().mean()
+    assert 0 < moved < 0.1
