@@ -18,6 +18,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import require
 from lowvram.core import host
 from lowvram.core.copies import register_copy
+from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
 from lowvram.core.shards import local, placed, spread_as
@@ -84,7 +85,7 @@ class CpuOffloadStepper(Stepper):
         self.kept_optimizers = [make_optimizer(self.kept)] if self.kept else []  # one, or none where all is offloaded
         self.versions = {parameter: version_of(local(parameter)) for parameter in self.masters}
         for parameter in self.masters:
-            parameter.register_post_accumulate_grad_hook(self.sums.take)
+            when_accumulated(parameter, self.sums.take)
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
         self.divisor = divisor

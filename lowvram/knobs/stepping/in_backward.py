@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
@@ -89,7 +90,7 @@ class InBackwardStepper(Stepper):
         self.last_norm: Tensor | None = None
         self.way: Way = AtOnce(self.optimizers, None)
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self.use)
+            when_accumulated(parameter, self.use)
 
     def use(self, parameter: nn.Parameter) -> None:
         """The parameter's gradient is born; afterwards it has none."""
