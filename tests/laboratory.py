@@ -116,9 +116,9 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
     return Part(torch.randn(shape, generator=draw).to(dtype), labels)
 
 
-def lengths_like(num_samples: int, room: int, draw: torch.Generator) -> list[int]:
+def lengths_like(num_samples: int, padded_length: int, draw: torch.Generator) -> list[int]:
     """Of that many sequences, mostly short ones."""
-    return [1 + int(room * share**2) for share in torch.rand(num_samples, generator=draw).tolist()]
+    return [1 + int(padded_length * share**2) for share in torch.rand(num_samples, generator=draw).tolist()]
 
 
 def documents(lengths: list[int], spec: DataSpec, seed: int = 0) -> Documents:

@@ -13,7 +13,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
-from lowvram.data.bucketed import cut
+from lowvram.data.bucketed import trim_padding
 from lowvram.data.loader import collate
 from lowvram.data.packed import Packed
 from lowvram.data.spec import DataSpec, Modality
@@ -170,7 +170,7 @@ def test_cutting_keeps_the_loss_of_texts_with_a_class(kind: str) -> None:
     batch = make_batch(spec, 6)
     ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
     mask[:, 5:], ids[:, 5:], ids[:, 4] = 0, 0, torch.where(mask[:, 4] == 1, END, 0)
-    kept = cut(batch, 1)
+    kept = trim_padding(batch, 1)
     assert kept.inputs["input_ids"].shape == (6, 5)
     task = Auto().pose(HfConfig(name=tiny(kind)), spec)
     assert torch.allclose(losses_of(task, [batch]), losses_of(task, [kept]), atol=1e-6)

@@ -1,4 +1,4 @@
 """Where samples come from (sources) and how they are read (loaders): pure functions of seed, epoch and index.
 
-Begin with spec.py (what a model is told of the data), source.py and loader.py.
+Begin with spec.py (what a model has to know of the data), source.py and loader.py.
 """

@@ -1,4 +1,4 @@
-"""data=auto: samples that every machine has, of the kind that the model reads."""
+"""data=auto: data that every machine has, of the modality that the model reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowvram.data.spec import Modality
 @dataclass(frozen=True)
 class Auto(Source):
     """`python_source` for a model of tokens, `python_packages` for one of labelled tokens, `glyphs` for one of images.
-    Each takes its own size."""
+    Each size that is null is taken from the model."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES)
 
@@ -40,4 +40,4 @@ class Auto(Source):
         return sources[followed_modality("auto", model)].resolve(model)
 
     def open(self, seed: int) -> Data:
-        raise BadInput("data", "auto", "resolved for a model first: see resolve_source")
+        raise BadInput("data", "auto", "resolved for a model first: call resolve_source")

@@ -1,4 +1,4 @@
-"""loader=bucketed: batches of texts of like length, cut to the longest of each."""
+"""loader=bucketed: batches of texts of similar length, each batch trimmed to its longest text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lowvram.config.errors import BadInput, require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
-from lowvram.data.loader import Key, Loader, collate, made, reading_order, require_workers, slice_of
+from lowvram.data.loader import Key, Loader, collate, make_batches, reading_order, require_workers, slice_of
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import FEW_SHAPES, TEXTS, real_lengths
@@ -25,8 +25,8 @@ UNEVEN = "texts of uneven lengths, such as data=text or data=hub with data.sampl
 @final
 @dataclass(frozen=True)
 class Bucketed(Loader):
-    """The samples of `pool_batches` batches, sorted by length and cut into batches, which come in a random order. Rows
-    are as long as the longest text of their batch, rounded up to a `multiple`.
+    """Draws the samples of `pool_batches` batches, sorts them by length, cuts them into batches and shuffles these.
+    The rows of a batch are as long as its longest text, rounded up to a multiple of `multiple`.
 
     Raises:
         BadInput: a value out of range.
@@ -55,18 +55,18 @@ class Bucketed(Loader):
     ) -> Generator[Part, None, None]:
         assert isinstance(samples, Texts)
         keys = bucketed_keys(samples, batch_size, seed, first_step, self.pool_batches)
-        return made(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
+        return make_batches(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
-        return cut(collate(samples, keys), self.multiple)
+        return trim_padding(collate(samples, keys), self.multiple)
 
 
 def texts_of(data: Data, option: str) -> tuple[Texts, Texts]:
-    """What is trained on and what is held out. Raises BadInput where that aren't texts of uneven lengths."""
+    """The samples to train on and those held out. Raises BadInput unless both are texts of uneven lengths."""
     if data.spec.modality not in TEXTS:
         raise BadInput("loader", option, f"inline or workers for {data.spec.modality.value}, which have no lengths")
     if not (isinstance(data.train, Texts) and isinstance(data.eval, Texts)):
-        allowed = f"inline or workers for samples that are all of one length: this is for {UNEVEN}"
+        allowed = f"inline or workers for samples that are all of one length: {option} is for {UNEVEN}"
         raise BadInput("loader", option, allowed)
     return data.train, data.eval
 
@@ -74,9 +74,9 @@ def texts_of(data: Data, option: str) -> tuple[Texts, Texts]:
 def bucketed_keys(
     samples: Texts, batch_size: int, seed: int, first_step: int, pool_batches: int
 ) -> Iterator[list[Key]]:
-    """The samples of each batch from step `first_step` on, without end; of several ranks each gets its slice.
+    """The keys of each batch from step `first_step` on, without end; each rank gets its slice.
 
-    No pool is larger than an epoch: samples would meet themselves again.
+    A pool is never larger than an epoch, so no sample is in it twice.
     """
     pool_batches = max(1, min(pool_batches, len(samples) // batch_size))
     first_pool, offset = divmod(first_step, pool_batches)
@@ -89,9 +89,9 @@ def bucketed_keys(
         offset = 0
 
 
-def cut(part: Part, multiple: int) -> Part:
-    """Without the places, at the end of all rows, where every text is padding."""
+def trim_padding(part: Part, multiple: int) -> Part:
+    """The batch without the last columns, where all rows hold padding only."""
     length = (part.inputs if torch.is_tensor(part.inputs) else next(iter(part.inputs.values()))).shape[1]
     longest = int(real_lengths(part.inputs, part.targets).max())
     kept = min(length, -(-longest // multiple) * multiple)
-    return part.map(lambda each: each[:, :kept].contiguous() if each.shape[1:2] == (length,) else each)
+    return part.map(lambda tensor: tensor[:, :kept].contiguous() if tensor.shape[1:2] == (length,) else tensor)

@@ -1,4 +1,4 @@
-"""Columns of classes: names or whole numbers, as numbers from 0 on."""
+"""Columns of classes: names or whole numbers in a data set, numbered from 0."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def class_names(dataset: Any, label: str) -> list[Any]:
     feature = dataset.features[label]
     if isinstance(feature, ClassLabel):
         return feature.names
-    found = dataset.data.column(label).unique().to_pylist()
+    values = dataset.data.column(label).unique().to_pylist()
     allowed = "a column of classes: text or whole numbers, in each row"
-    is_fit = all(isinstance(value, str | int) for value in found)
+    is_fit = all(isinstance(value, str | int) for value in values)
     require(
-        is_fit, "data.label", label, f"{allowed}; it has {shown([v for v in found if not isinstance(v, str | int)])}"
+        is_fit, "data.label", label, f"{allowed}; it has {shown([v for v in values if not isinstance(v, str | int)])}"
     )
-    require(len(found) >= 2, "data.label", label, f"a column of at least 2 classes; it has {shown(found)} alone")
-    return sorted(found)
+    require(len(values) >= 2, "data.label", label, f"a column of at least 2 classes; it has only {shown(values)}")
+    return sorted(values)
 
 
 def class_numbers(dataset: Any, label: str, classes: list[Any], split: str) -> np.ndarray:
@@ -54,7 +54,7 @@ def class_numbers(dataset: Any, label: str, classes: list[Any], split: str) -> n
     try:
         numbers = compute.index_in(column.cast(known.type), value_set=known)  # pyright: ignore[reportAttributeAccessIssue]
     except pyarrow.ArrowInvalid as error:
-        raise BadInput("data.label", label, f"of one kind in all splits ({error})") from None
+        raise BadInput("data.label", label, f"a column of the same type in all splits ({error})") from None
     if numbers.null_count:
         unknown = column.filter(numbers.is_null()).unique().to_pylist()
         allowed = (
@@ -65,5 +65,5 @@ def class_numbers(dataset: Any, label: str, classes: list[Any], split: str) -> n
 
 
 def shown(labels: list[Any]) -> str:
-    """Some of them."""
+    """The first labels, for a message."""
     return ", ".join(map(repr, labels[:SHOWN])) + (" …" if len(labels) > SHOWN else "")

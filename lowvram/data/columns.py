@@ -1,4 +1,4 @@
-"""Columns of `datasets`, which lie in mapped files."""
+"""Columns of data sets that the library `datasets` keeps in memory-mapped Arrow files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from lowvram.compat.datasets import fingerprint
 from lowvram.data.local import quiet_progress
 
-ROWS = 256  # that are tokenised at once
+ROWS = 256  # tokenised at once
 
 
 def mapped_texts(column: Any) -> Iterator[np.ndarray]:
     """The texts of an Arrow string column, (num_bytes,) uint8 each: views of the mapped file, no copies."""
     for chunk in column.chunks:
         _, offsets, letters = chunk.buffers()
-        if letters is None:  # Arrow keeps no buffer for nothing but empty texts
+        if letters is None:  # all texts of the chunk are empty
             continue
         ends = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
         for start, stop in pairwise(ends.tolist()):
@@ -35,7 +35,7 @@ def mapped_lists(column: Any) -> Iterator[np.ndarray]:
 
 
 def list_lengths(column: Any) -> np.ndarray:
-    """Of the lists of an Arrow column, (num_lists,) int64."""
+    """The length of each list of an Arrow column, (num_lists,) int64."""
     import pyarrow.compute as compute
 
     return compute.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore[reportAttributeAccessIssue]
@@ -49,11 +49,11 @@ def flat_lists(column: Any) -> Iterator[np.ndarray]:
 
 
 def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np.ndarray]], key: str) -> Any:
-    """The tokens of each text of a column, as an Arrow column of lists; null is an empty text. `datasets` keeps them in
-    its cache, where they are found by the data's fingerprint and the `key`."""
+    """The tokens of each text of a column, as an Arrow column of lists; null counts as an empty text. `datasets`
+    caches them on disk by the data's fingerprint, the column and the `key`."""
     from datasets import Features, List, Value
 
-    about = repr((fingerprint(dataset), column, key))
+    cache_key = repr((fingerprint(dataset), column, key))
     with quiet_progress():
         mapped = dataset.map(
             lambda rows: {"tokens": tokenise([text or "" for text in rows[column]])},
@@ -61,6 +61,6 @@ def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np
             batch_size=ROWS,
             remove_columns=dataset.column_names,
             features=Features({"tokens": List(Value("int32"))}),
-            new_fingerprint=hashlib.blake2b(about.encode(), digest_size=16).hexdigest(),
+            new_fingerprint=hashlib.blake2b(cache_key.encode(), digest_size=16).hexdigest(),
         )
     return mapped.data.column("tokens")

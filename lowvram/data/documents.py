@@ -18,35 +18,39 @@ from lowvram.data.windows import TokenStream, next_token
 
 
 class Unit(Enum):
-    """What a sample of text is. The names are what a user types."""
+    """What a sample of text is. Users type the names."""
 
-    windows = "tokens side by side in one long text, always as many"
-    documents = "a text by itself; a longer one goes on in the next sample"
+    windows = "a fixed number of tokens from all texts joined into one"
+    documents = "one text; a longer text continues in the next sample"
 
 
-Pieces = Callable[[int], list[np.ndarray]]  # the tokens of a text by its number, one after another
+Pieces = Callable[[int], list[np.ndarray]]  # index of a text -> its tokens, in arrays to be joined
 
 
 @final
 class Documents(Texts):
-    """Each token of a text is predicted from those before it, and its end too. A text of more than `room` tokens is
-    several samples; one without two tokens is none."""
+    """Each token of a text, its end included, is predicted from those before it. A text of more than `padded_length`
+    tokens is split over several samples; a text of fewer than 2 tokens is left out."""
 
-    def __init__(self, pieces: Pieces, lengths: np.ndarray, room: int, pad_id: int, limit: int | None = None) -> None:
+    def __init__(
+        self, pieces: Pieces, lengths: np.ndarray, padded_length: int, pad_id: int, limit: int | None = None
+    ) -> None:
         """Args:
-        pieces: of each text, with its marks.
-        lengths: how many tokens that are, (num_texts,) integers.
+        pieces: the tokens of each text, with its beginning and end marks.
+        lengths: number of these tokens, (num_texts,) integers.
         limit: the most samples, evenly spread over all; None: all of them.
         """
-        self.pieces, self.lengths, self._room, self.pad_id = pieces, lengths, room, pad_id
-        self.ends = np.cumsum(-(-np.maximum(lengths - 1, 0) // room), dtype=np.int64)  # samples up to each text
+        self.pieces, self.lengths, self._padded_length, self.pad_id = pieces, lengths, padded_length, pad_id
+        self.ends = np.cumsum(
+            -(-np.maximum(lengths - 1, 0) // padded_length), dtype=np.int64
+        )  # samples up to each text
         num_samples = int(self.ends[-1]) if len(self.ends) else 0
         num_kept = min(num_samples, limit or num_samples)
         self.kept = np.arange(num_kept, dtype=np.int64) * num_samples // max(num_kept, 1)
 
     @property
-    def room(self) -> int:
-        return self._room
+    def padded_length(self) -> int:
+        return self._padded_length
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -56,32 +60,32 @@ class Documents(Texts):
         piece = self.kept[index]
         text = np.searchsorted(self.ends, piece, side="right")
         first = np.where(text > 0, self.ends[text - 1], 0)
-        return text, (piece - first) * self.room
+        return text, (piece - first) * self.padded_length
 
     def length(self, index: int, epoch: int) -> int:
         text, start = self.place(index)
-        return int(min(self.lengths[text] - 1 - start, self.room))
+        return int(min(self.lengths[text] - 1 - start, self.padded_length))
 
     def longest(self, num_samples: int) -> int:
         texts, starts = self.place(np.arange(len(self)))
-        lengths = np.sort(np.minimum(self.lengths[texts] - 1 - starts, self.room))[::-1]
+        lengths = np.sort(np.minimum(self.lengths[texts] - 1 - starts, self.padded_length))[::-1]
         again, left = divmod(num_samples, len(self))
         return int(again * lengths.sum() + lengths[:left].sum())
 
     def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (room,) int64."""
+        """Inputs and targets (padded_length,) int64."""
         text, start = self.place(index)
         length = self.length(index, epoch)
-        found = next_token(TokenStream(self.pieces(int(text))), int(start), length)
-        inputs, targets = torch.full((self.room,), self.pad_id), torch.full((self.room,), IGNORE)
-        inputs[:length], targets[:length] = found
+        real_tokens = next_token(TokenStream(self.pieces(int(text))), int(start), length)
+        inputs, targets = torch.full((self.padded_length,), self.pad_id), torch.full((self.padded_length,), IGNORE)
+        inputs[:length], targets[:length] = real_tokens
         return inputs, targets
 
 
 def as_documents(train: Documents, held_out: Documents, tokenizer: Tokenizer, origin: str) -> Data:
-    """`origin` says what they are."""
+    """`origin` says in the log where the texts come from."""
     description = (
-        f"{origin}: {len(train)} samples of up to {train.room} {tokenizer.unit}, each of one text;"
+        f"{origin}: {len(train)} samples of up to {train.padded_length} {tokenizer.unit}, each of one text;"
         f" {len(held_out)} held out"
     )
-    return Data(DataSpec(Modality.TOKENS, tokenizer.vocab_size, (train.room,)), train, held_out, description)
+    return Data(DataSpec(Modality.TOKENS, tokenizer.vocab_size, (train.padded_length,)), train, held_out, description)

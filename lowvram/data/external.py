@@ -1,4 +1,4 @@
-"""data=external: data sets that a function of the user's own code makes."""
+"""data=external: data sets that a function of the user makes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,30 @@ from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
 from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths
 
-TARGET_NAMES = ("labels", "label", "targets", "target")  # of a sample that is a dictionary; the first that is there
-FEW = 1000  # samples, all of which are read to find the largest label
-WIDER = {torch.float64: torch.float32, torch.int16: torch.int64, torch.int32: torch.int64}  # what arrays come as
+TARGET_NAMES = (
+    "labels",
+    "label",
+    "targets",
+    "target",
+)  # keys of a sample's target, where the sample is a dictionary; the first match counts
+FEW = 1000  # up to so many samples are all read to find the largest label
+WIDER = {
+    torch.float64: torch.float32,
+    torch.int16: torch.int64,
+    torch.int32: torch.int64,
+}  # numpy's usual types -> what models take
 CLASS = TensorLayout((), "int64")
 
 
 class Unfit(Exception):
-    """A sample that can't be used. The message says what it is."""
+    """A sample can't be used. The message describes the sample."""
 
 
 @final
 @dataclass(frozen=True)
 class External(Source):
-    """What `target` returns for `args`: two map-style datasets, to train on and held out. Python's, numpy's and torch's
-    generators are seeded for each sample: what is random in it is the same again after resuming, with any workers.
+    """Two map-style datasets, to train on and held out: what `target` returns for `args`. Python's, numpy's and torch's
+    generators are seeded for each sample, so random transforms repeat after resuming and with any number of workers.
 
     Raises:
         BadInput: there is no such function, it returns something else, or its samples can't be used.
@@ -54,7 +63,7 @@ class External(Source):
             require_count(f"data.{name}", getattr(self, name))
 
     def resolve(self, model: FollowedModel) -> Source:
-        # A model that pins nothing need not have the field.
+        # A model that doesn't fix its vocabulary has no such field.
         return replace(self, vocab_size=self.vocab_size or getattr(model, "vocab_size", None))
 
     def open(self, seed: int) -> Data:
@@ -65,38 +74,42 @@ class External(Source):
         try:
             layout = layout_of(*first.read(0, 0))
             spec = self.spec(first, layout)
-            samples = [UserSamples(each, layout, spec.num_classes) for each in (first, second)]
-            for each in samples:
-                each.checked(0, 0)
+            samples = [UserSamples(reader, layout, spec.num_classes) for reader in (first, second)]
+            for user_samples in samples:
+                user_samples.checked(0, 0)
         except Unfit as error:
-            raise BadInput("data.target", self.target, f"a source of samples that can be used: {error}") from None
+            raise BadInput("data.target", self.target, f"a function whose samples can be used: {error}") from None
         kind = f"{spec.modality.value}, {spec.num_classes} classes" if spec.num_classes else spec.modality.value
         description = f"{self.target}: {kind}, {len(train)} samples to train on, {num_held} held out"
-        held = First(samples[1], num_held)
+        held = FirstSamples(samples[1], num_held)
         if spec.modality in TEXTS:
-            return Data(spec, Read(samples[0], spec.shape[0]), Read(held, spec.shape[0]), description)
+            return Data(spec, MeasuredTexts(samples[0], spec.shape[0]), MeasuredTexts(held, spec.shape[0]), description)
         return Data(spec, samples[0], held, description)
 
     def datasets(self, seed: int) -> tuple[Any, Any]:
-        """What the user's function returns."""
+        """The two datasets that the user's function returns."""
         target = import_object(self.target, "data.target")
         args = self.args or {}
         check_args(target, self.target, args, "data.args")
         with seeded(Stream.POOL, seed):
-            made = target(**args)
+            datasets = target(**args)
         allowed = "a function that returns a pair of datasets, to train on and held out: this returned"
-        is_pair = isinstance(made, tuple | list) and len(made) == 2
-        require(is_pair, "data.target", self.target, f"{allowed} a {type(made).__name__}")
-        for each in made:
-            is_fit = isinstance(each, Sized) and not isinstance(each, IterableDataset) and "__getitem__" in dir(each)
+        is_pair = isinstance(datasets, tuple | list) and len(datasets) == 2
+        require(is_pair, "data.target", self.target, f"{allowed} a {type(datasets).__name__}")
+        for dataset in datasets:
+            is_map_style = isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)
+            is_fit = is_map_style and "__getitem__" in dir(dataset)
             require(
-                is_fit, "data.target", self.target, f"{allowed} a {type(each).__name__}, which has no length or items"
+                is_fit,
+                "data.target",
+                self.target,
+                f"{allowed} a {type(dataset).__name__}, which has no length or items",
             )
-            require(len(each) > 0, "data.target", self.target, f"{allowed} an empty {type(each).__name__}")
-        return made[0], made[1]
+            require(len(dataset) > 0, "data.target", self.target, f"{allowed} an empty {type(dataset).__name__}")
+        return datasets[0], datasets[1]
 
     def spec(self, train: Reader, layout: Layout) -> DataSpec:
-        """What follows from the first sample."""
+        """What the layout of the first sample says of the data."""
         modality, (_, first) = modality_of(layout), layout.inputs[0]
         if modality is Modality.TOKENS:
             return DataSpec(modality, self.num_classes or self.vocab_size or num_labels(train), first.shape)
@@ -105,7 +118,7 @@ class External(Source):
         if modality is not Modality.LABELLED_TOKENS:
             return DataSpec(modality, num_classes, first.shape, layout=layout if modality is Modality.OTHER else None)
         if self.vocab_size is None:
-            raise BadInput("data.vocab_size", None, "how many tokens there are, where the model doesn't say")
+            raise BadInput("data.vocab_size", None, "how many tokens there are, because the model doesn't fix it")
         inputs = dict(layout.inputs)
         usual = {IDS, MASK} == inputs.keys()
         return DataSpec(modality, num_classes, inputs[IDS].shape, self.vocab_size, None if usual else layout)
@@ -114,25 +127,25 @@ class External(Source):
 @final
 @dataclass(frozen=True)
 class Reader:
-    """Reads samples of a user's dataset, whatever they are."""
+    """Reads samples of a user's dataset as tensors, each with its own random seed."""
 
-    name: str  # what a message calls them
+    name: str  # of these samples, in messages
     dataset: Any
     stream: Stream
     seed: int
 
     def read(self, index: int, epoch: int) -> tuple[Any, Tensor]:
         with seeded(self.stream, self.seed, epoch, index):
-            found = self.dataset[index]
+            sample = self.dataset[index]
         try:
-            return as_tensors(found)
+            return as_tensors(sample)
         except Unfit as error:
             raise Unfit(f"number {index} of {self.name} is {error}") from None
 
 
 @final
 class UserSamples(Samples):
-    """Samples of a user's dataset, each checked to be like the first one."""
+    """Samples of a user's dataset, each checked to have the layout of the first."""
 
     def __init__(self, reader: Reader, layout: Layout, num_classes: int) -> None:
         self.reader, self.layout, self.num_classes = reader, layout, num_classes
@@ -160,8 +173,8 @@ class UserSamples(Samples):
 
 
 @final
-class First(Samples):
-    """The first so many of other samples."""
+class FirstSamples(Samples):
+    """The first `num_samples` of other samples."""
 
     def __init__(self, samples: Samples, num_samples: int) -> None:
         self.samples, self.num_samples = samples, num_samples
@@ -174,15 +187,15 @@ class First(Samples):
 
 
 @final
-class Read(Texts):
-    """Samples whose lengths are found by reading them."""
+class MeasuredTexts(Texts):
+    """Texts of unknown lengths: a sample is read to find how many of its tokens are real."""
 
-    def __init__(self, samples: Samples, room: int) -> None:
-        self.samples, self._room = samples, room
+    def __init__(self, samples: Samples, padded_length: int) -> None:
+        self.samples, self._padded_length = samples, padded_length
 
     @property
-    def room(self) -> int:
-        return self._room
+    def padded_length(self) -> int:
+        return self._padded_length
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -196,7 +209,7 @@ class Read(Texts):
 
 
 def num_labels(train: Reader) -> int:
-    """One more than the largest label, where it is known at little cost."""
+    """One more than the largest label. Raises BadInput where finding it would read too many samples."""
     dataset = train.dataset
     if isinstance(dataset, TensorDataset):
         targets = dataset.tensors[-1]
@@ -205,13 +218,15 @@ def num_labels(train: Reader) -> int:
     elif len(dataset) <= FEW:
         targets = torch.stack([train.read(index, 0)[1] for index in range(len(dataset))])
     else:
-        allowed = f"given, where there are more than {FEW} samples and the dataset has no `targets`"
+        allowed = (
+            f"given: the dataset has no `targets`, and its {len(dataset)} samples are too many to read all of them"
+        )
         raise BadInput("data.num_classes", None, allowed)
     return max(int(targets.max()) + 1, 1)
 
 
 def modality_of(layout: Layout) -> Modality:
-    """What the samples are, by their shapes."""
+    """The modality that the names, shapes and types of the tensors suggest."""
     inputs, targets = dict(layout.inputs), layout.targets
     whole = inputs.get("")
     if whole is not None and whole == targets and whole.dtype == "int64" and len(whole.shape) == 1:
@@ -223,19 +238,21 @@ def modality_of(layout: Layout) -> Modality:
     return Modality.LABELLED_TOKENS if is_text and targets == CLASS else Modality.OTHER
 
 
-def as_tensors(found: Any) -> tuple[Any, Tensor]:
+def as_tensors(sample: Any) -> tuple[Any, Tensor]:
     """Inputs and targets of a sample. Raises Unfit when it is neither a pair nor a dictionary with a target."""
-    if isinstance(found, Mapping):
-        name = next((each for each in TARGET_NAMES if each in found), None)
-        if name is None or len(found) < 2:
+    if isinstance(sample, Mapping):
+        target = next((name for name in TARGET_NAMES if name in sample), None)
+        if target is None or len(sample) < 2:
             raise Unfit(
-                f"a dictionary of {', '.join(map(str, found))}: one of {', '.join(TARGET_NAMES)} and inputs must be"
+                f"a dictionary of {', '.join(map(str, sample))}: must hold one of {', '.join(TARGET_NAMES)} and inputs"
             )
-        inputs, targets = {each: value for each, value in found.items() if each != name}, found[name]
-    elif isinstance(found, tuple | list) and len(found) == 2:
-        inputs, targets = found
+        inputs, targets = {name: value for name, value in sample.items() if name != target}, sample[target]
+    elif isinstance(sample, tuple | list) and len(sample) == 2:
+        inputs, targets = sample
     else:
-        raise Unfit(f"a {type(found).__name__}: pairs (inputs, target) can be used, and dictionaries with a target")
+        raise Unfit(
+            f"a {type(sample).__name__}: a sample must be a pair (inputs, target) or a dictionary with a target"
+        )
     targets = as_tensor(targets)
     if not isinstance(inputs, Mapping):
         return as_tensor(inputs), targets
@@ -246,7 +263,7 @@ def as_tensors(found: Any) -> tuple[Any, Tensor]:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor of a number format that models take."""
+    """The value as a tensor of a type that models take. Raises Unfit for other values than arrays and numbers."""
     if not isinstance(value, Tensor | np.ndarray | np.generic | int | float | list):
         raise Unfit(f"made of a {type(value).__name__}: tensors, arrays and numbers can be used")
     tensor = torch.as_tensor(value)
@@ -255,7 +272,7 @@ def as_tensor(value: Any) -> Tensor:
 
 def layout_of(inputs: Any, targets: Tensor) -> Layout:
     tensors = inputs if isinstance(inputs, Mapping) else {"": inputs}
-    return Layout(tuple((name, tensor_layout(each)) for name, each in tensors.items()), tensor_layout(targets))
+    return Layout(tuple((name, tensor_layout(tensor)) for name, tensor in tensors.items()), tensor_layout(targets))
 
 
 def tensor_layout(tensor: Tensor) -> TensorLayout:
@@ -263,8 +280,8 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
 
 
 def described(layout: Layout) -> str:
-    """Such as "float32 (3, 8, 8) with int64 ()"."""
-    inputs = ", ".join(f"{name} {each.dtype} {each.shape}".strip() for name, each in layout.inputs)
+    """A layout for messages, such as "float32 (3, 8, 8) with int64 ()"."""
+    inputs = ", ".join(f"{name} {tensor.dtype} {tensor.shape}".strip() for name, tensor in layout.inputs)
     return f"{inputs} with {layout.targets.dtype} {layout.targets.shape}"
 
 

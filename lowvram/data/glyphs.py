@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, given
+from lowvram.data.source import Data, FollowedModel, Samples, Source, resolved_size
 from lowvram.data.spec import DataSpec, Modality
 
 # Without I and O (1 and 0), and only such small letters as stay apart at any size, as in EMNIST
@@ -24,14 +24,14 @@ from lowvram.data.spec import DataSpec, Modality
 CHARACTERS = "0123456789" + "ABCDEFGHJKLMNPQRSTUVWXYZ" + "adefhnrt"
 MIN_IMAGE_SIZE = 8  # pixels; characters can't be told apart below
 FONT_SHARE = 0.75  # size of the font as a share of the image's side, on average
-NOISE = np.float32(0.1)  # its width, where pixels run from 0 (black) to 1 (white)
-PIXEL_MEAN, PIXEL_STD = np.float32(0.25), np.float32(0.2)  # about those of all pixels
+NOISE = np.float32(0.1)  # its range, where pixels run from 0 (black) to 1 (white)
+PIXEL_MEAN, PIXEL_STD = np.float32(0.25), np.float32(0.2)  # approximately, of all pixels
 
 
 @final
 @dataclass(frozen=True)
 class Glyphs(Source):
-    """Which of 42 characters? Place, size, slant, colours and noise are random, and new in every epoch.
+    """Images of 42 characters to tell apart. Place, size, slant, colours and noise are random, and new in every epoch.
 
     Raises:
         BadInput: a value out of range.
@@ -54,7 +54,7 @@ class Glyphs(Source):
         return replace(self, image_size=self.image_size or model.natural_shape()[-1])
 
     def open(self, seed: int) -> Data:
-        size = given("data.image_size", self.image_size)
+        size = resolved_size("data.image_size", self.image_size)
         masks = [mask(character, size) for character in CHARACTERS]
         description = f"drawn characters: {len(masks)} classes, {self.num_samples} samples of {size}x{size} pixels"
         return Data(
@@ -94,7 +94,7 @@ def draw(upright: Image.Image, rng: np.random.Generator) -> np.ndarray:
     size = upright.width
     scale, angle = rng.uniform(0.8, 1.2), radians(rng.uniform(-15, 15))
     shift_x, shift_y = rng.uniform(-0.08, 0.08, 2) * size
-    # Pillow asks for the way back: from a pixel of the view to a point of the upright image.
+    # Pillow wants the inverse map: from a pixel of the view to a point of the upright image.
     a, b = cos(angle) / scale, sin(angle) / scale
     x, y = size / 2 + shift_x, size / 2 + shift_y
     back = (a, b, size / 2 - a * x - b * y, -b, a, size / 2 + b * x - a * y)

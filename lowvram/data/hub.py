@@ -1,4 +1,4 @@
-"""data=hub: a data set of Hugging Face's hub, or in local files of the same kinds: texts, texts with a class, images.
+"""data=hub: texts, texts with a class, or images from Hugging Face's hub or from local files of the same formats.
 
 Shapes: s side of the image in pixels, always square.
 """
@@ -21,33 +21,33 @@ from lowvram.config.errors import require
 from lowvram.data.classes import class_names, class_numbers, require_column
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
-from lowvram.data.imagefolder import CroppedImages, RandomCrop, decoded, held_out_tenth, middle, spread
+from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, evenly_spaced, held_out_tenth
 from lowvram.data.padded import ended, padded
 from lowvram.data.source import (
     Data,
     FollowedModel,
-    Following,
+    ResolvedTextSource,
     Source,
     Texts,
     TextSource,
     check_modality,
-    given,
     require_count,
+    resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, read_splits
-from lowvram.data.text_columns import alone, documents_of, is_text, stream_of
+from lowvram.data.text_columns import column_documents, is_text, marked_tokens, stream_tokens
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
-HELD_OUT_SHARE = 10  # one text in so many, the last ones; of samples with a class one in so many of each class
+HELD_OUT_SHARE = 10  # one text in 10, the last ones; of samples with a class one in 10 of each class
 
 
 @final
 @dataclass(frozen=True)
 class Hub(TextSource):
-    """With `image`: which class has an image? With `label` alone: which has a text? With neither: the next token of all
-    texts, one after another.
+    """With `image` and `label`: images to classify. With `label` alone: texts to classify. With neither: the next token
+    of the texts is predicted.
 
     Raises:
         BadInput: a value out of range; no such data set, split or column, or no network; a label without a class.
@@ -84,7 +84,7 @@ class Hub(TextSource):
             require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
         require(0 < self.min_area <= 1, "data.min_area", self.min_area, "more than 0 and at most 1")
         require(self.image is None or self.text is None, "data.text", self.text, "null where data.image is given")
-        allowed = "windows where each text has a class: it is a sample by itself anyway"
+        allowed = "windows where data.label is given: each text is then a sample anyway"
         is_free = self.label is None or self.samples is Unit.windows
         require(is_free, "data.samples", self.samples.name, allowed)
         labelled = self.image is None or self.label is not None
@@ -105,7 +105,7 @@ class Hub(TextSource):
         check_modality("hub", (self.modality,), model)
         size = model.reading(self.modality).natural_shape()[-1]
         sizes = {"sequence_length": self.sequence_length or size, "image_size": self.image_size or size}
-        return Following(replace(self, **sizes), model.text_rules)
+        return ResolvedTextSource(replace(self, **sizes), model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
         train, held_out = read_splits(self.place, self.eval_samples)
@@ -122,17 +122,17 @@ class Hub(TextSource):
 
     def ended_texts(self, train: Any, held_out: Any | None, tokenizer: Tokenizer) -> tuple[Any, Any]:
         """The tokens of all texts to train on and of those held out, as Arrow columns of lists."""
-        column = stream_of(train, self.text, tokenizer)
+        column = stream_tokens(train, self.text, tokenizer)
         if held_out is not None:
-            return column, stream_of(held_out, self.text, tokenizer)
+            return column, stream_tokens(held_out, self.text, tokenizer)
         num_train = len(column) - max(1, len(column) // HELD_OUT_SHARE)
         return column.slice(0, num_train), column.slice(num_train)
 
     def documents(self, columns: tuple[Any, Any], tokenizer: Tokenizer, rules: TextRules) -> Data:
-        """Each text by itself, all of its tokens predicted."""
-        length = given("data.sequence_length", self.sequence_length)
+        """A sample holds tokens of one text only; each token is predicted."""
+        length = resolved_size("data.sequence_length", self.sequence_length)
         trained_on, evaluated = (
-            documents_of(column, tokenizer, length, rules.pad_id, limit)
+            column_documents(column, tokenizer, length, rules.pad_id, limit)
             for column, limit in zip(columns, (None, self.eval_samples), strict=True)
         )
         allowed = "a data set with texts to train on and others that are held out"
@@ -140,9 +140,9 @@ class Hub(TextSource):
         return as_documents(trained_on, evaluated, tokenizer, f"texts of {self.name}")
 
     def stream(self, columns: tuple[Any, Any], tokenizer: Tokenizer, seed: int) -> Data:
-        """All texts as one, in windows."""
-        length = given("data.sequence_length", self.sequence_length)
-        trained_on, evaluated = (TokenStream(list(flat_lists(each))) for each in columns)
+        """All texts joined, read in windows."""
+        length = resolved_size("data.sequence_length", self.sequence_length)
+        trained_on, evaluated = (TokenStream(list(flat_lists(column))) for column in columns)
         allowed = (
             f"longer: it has {len(trained_on)} {tokenizer.unit} to train on and {len(evaluated)} held out, and one"
             f" sample takes {length + 1} of each (data.sequence_length={length})"
@@ -150,23 +150,25 @@ class Hub(TextSource):
         require(min(len(trained_on), len(evaluated)) > length, "data.name", self.name, allowed)
         return windowed(trained_on, evaluated, tokenizer, length, self.eval_samples, seed, f"texts of {self.name}")
 
-    def texts(self, split: Split, tokenizer: Tokenizer, rules: TextRules) -> Data:
-        """Each text by itself."""
-        length = given("data.sequence_length", self.sequence_length)
+    def texts(self, split: TrainEvalSplit, tokenizer: Tokenizer, rules: TextRules) -> Data:
+        """Each text is a sample with a class."""
+        length = resolved_size("data.sequence_length", self.sequence_length)
         train, held_out = (
-            LabelledTexts(alone(each.dataset, self.text, self.label, tokenizer, length), each, length, rules)
+            LabelledTexts(marked_tokens(each.dataset, self.text, self.label, tokenizer, length), each, length, rules)
             for each in (split.train, split.held_out.only(self.eval_samples))
         )
         spec = DataSpec(Modality.LABELLED_TOKENS, len(split.classes), (length,), tokenizer.vocab_size)
         what = f"texts of up to {length} {tokenizer.unit}"
         return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)))
 
-    def images(self, split: Split, seed: int) -> Data:
-        """Each image by itself."""
-        size, name = given("data.image_size", self.image_size), str(self.image)
-        crops = RandomCrop(self.min_area, self.flip, seed), middle
+    def images(self, split: TrainEvalSplit, seed: int) -> Data:
+        """Each image is a sample with a class."""
+        size, name = resolved_size("data.image_size", self.image_size), str(self.image)
+        crops = RandomCrop(self.min_area, self.flip, seed), center_crop
         train, held_out = (
-            CroppedImages(StoredImages(image_column(each.dataset, name), each.labels, self.root), each.rows, size, crop)
+            CroppedImages(
+                StoredImages(image_column(each.dataset, name), each.labels, self.root), each.indices, size, crop
+            )
             for each, crop in zip((split.train, split.held_out.only(self.eval_samples)), crops, strict=True)
         )
         spec = DataSpec(Modality.IMAGES, len(split.classes), (3, size, size))
@@ -176,75 +178,84 @@ class Hub(TextSource):
 
     @property
     def root(self) -> Path:
-        """What paths of images are relative to."""
+        """The folder that paths of images are relative to."""
         path = self.place.path
         return path if path.is_dir() else path.parent
 
-    def described(self, what: str, split: Split, num_train: int, num_eval: int) -> str:
+    def described(self, what: str, split: TrainEvalSplit, num_train: int, num_eval: int) -> str:
         return f"{self.name}: {what}, {len(split.classes)} classes, {num_train} to train on, {num_eval} held out"
 
 
 @final
 @dataclass(frozen=True)
-class Rows:
-    """Some rows of a data set, and the classes of all of its rows."""
+class LabelledRows:
+    """Some rows of a data set, and the classes of all its rows."""
 
     dataset: Any
     labels: np.ndarray  # (num_rows of the data set,) int64
-    rows: np.ndarray
+    indices: np.ndarray  # of the selected rows
 
-    def only(self, limit: int) -> Rows:
-        """At most so many of the rows, evenly spread."""
-        return replace(self, rows=spread(self.rows, limit))
+    def only(self, limit: int) -> LabelledRows:
+        """At most `limit` of the rows, evenly spaced."""
+        return replace(self, indices=evenly_spaced(self.indices, limit))
 
 
 @final
 @dataclass(frozen=True)
-class Split:
-    """What is trained on and what is held out, and their classes."""
+class TrainEvalSplit:
+    """The rows to train on, the rows held out, and their classes."""
 
-    train: Rows
-    held_out: Rows
+    train: LabelledRows
+    held_out: LabelledRows
     classes: list[Any]
 
 
-def split_by_class(source: Hub, train: Any, held_out: Any | None) -> Split:
-    """Where nothing is held out yet, a tenth of each class is."""
+def split_by_class(source: Hub, train: Any, held_out: Any | None) -> TrainEvalSplit:
+    """The samples with their classes. Where the data set has no held-out split, a tenth of each class is held out."""
     label = str(source.label)
     classes = class_names(train, label)
     labels = class_numbers(train, label, classes, source.train_split)
     if held_out is not None:
-        others = class_numbers(held_out, label, classes, "what is held out")
-        return Split(
-            Rows(train, labels, np.arange(len(labels))), Rows(held_out, others, np.arange(len(others))), classes
+        others = class_numbers(held_out, label, classes, "the held-out split")
+        return TrainEvalSplit(
+            LabelledRows(train, labels, np.arange(len(labels))),
+            LabelledRows(held_out, others, np.arange(len(others))),
+            classes,
         )
     is_held = held_out_tenth([str(row) for row in range(len(labels))], labels)
     allowed = "a data set in which a class has at least 2 samples, so that one can be held out"
     require(bool(is_held.any()), "data.name", source.name, allowed)
-    return Split(Rows(train, labels, np.flatnonzero(~is_held)), Rows(train, labels, np.flatnonzero(is_held)), classes)
+    return TrainEvalSplit(
+        LabelledRows(train, labels, np.flatnonzero(~is_held)),
+        LabelledRows(train, labels, np.flatnonzero(is_held)),
+        classes,
+    )
 
 
 @final
 class LabelledTexts(Texts):
-    """Texts of some rows, whose tokens are an Arrow column of lists."""
+    """Texts with a class, whose tokens are an Arrow column of lists."""
 
-    def __init__(self, tokens: Any, rows: Rows, length: int, rules: TextRules) -> None:
-        self.tokens, self.rows, self._room, self.rules = tokens, rows, length, rules
+    def __init__(self, tokens: Any, rows: LabelledRows, length: int, rules: TextRules) -> None:
+        self.tokens, self.rows, self._padded_length, self.rules = tokens, rows, length, rules
 
     @property
-    def room(self) -> int:
-        return self._room
+    def padded_length(self) -> int:
+        return self._padded_length
 
     def __len__(self) -> int:
-        return len(self.rows.rows)
+        return len(self.rows.indices)
 
     def length(self, index: int, epoch: int) -> int:
-        row = int(self.rows.rows[index])
-        return max(1, len(ended(self.tokens[row].values.to_numpy()[: self.room], self.room, self.rules.end_id)))
+        row = int(self.rows.indices[index])
+        return max(
+            1,
+            len(ended(self.tokens[row].values.to_numpy()[: self.padded_length], self.padded_length, self.rules.end_id)),
+        )
 
     def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
-        row = int(self.rows.rows[index])
-        inputs = padded(self.tokens[row].values.to_numpy(), self.room, self.rules)
+        row = int(self.rows.indices[index])
+        inputs = padded(self.tokens[row].values.to_numpy(), self.padded_length, self.rules)
         return inputs, torch.tensor(int(self.rows.labels[row]))
 
 

@@ -1,4 +1,4 @@
-"""data=imagefolder: images of the user's own, one folder per class. Listed through the library `datasets`.
+"""data=imagefolder: the user's images, one folder per class. The library `datasets` lists them.
 
 Shapes: s side of the image in pixels, always square.
 """
@@ -23,10 +23,10 @@ from lowvram.compat.datasets import image_endings
 from lowvram.config.errors import BadInput, require
 from lowvram.data.local import escaped, existing_path, load_local, visible_entries
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, given, require_count
+from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count, resolved_size
 from lowvram.data.spec import DataSpec, Modality
 
-EVAL_FOLDERS = ("validation", "val", "eval", "test")  # beside train/; the first that is there
+EVAL_FOLDERS = ("validation", "val", "eval", "test")  # beside train/; the first that exists counts
 # Of ImageNet's pixels in [0, 1].
 CHANNEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 CHANNEL_STD = np.array([0.229, 0.224, 0.225], np.float32)
@@ -48,8 +48,8 @@ Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 @final
 @dataclass(frozen=True)
 class ImageFolder(Source):
-    """Which folder is the image from? `path` holds a folder per class, or train/ and validation/ (val, eval,
-    test) with a folder per class each. Without the latter a tenth of each class is held out.
+    """Images to classify. `path` holds a folder per class, or train/ and validation/ (val, eval, test) with a folder
+    per class each. Without validation/ a tenth of each class is held out.
 
     Raises:
         BadInput: a value out of range; a path that is missing or empty, fewer than 2 classes, or a file that
@@ -73,20 +73,20 @@ class ImageFolder(Source):
         return replace(self, image_size=self.image_size or model.natural_shape()[-1])
 
     def open(self, seed: int) -> Data:
-        size = given("data.image_size", self.image_size)
+        size = resolved_size("data.image_size", self.image_size)
         folders = class_folders(self.path)
         files, (train_rows, eval_rows) = read_listing(self.path, folders)
-        eval_rows = spread(eval_rows, self.eval_samples)
+        eval_rows = evenly_spaced(eval_rows, self.eval_samples)
         crop = RandomCrop(self.min_area, self.flip, seed)
         num_classes = len(files.classes)
         description = (
             f"images of {self.path}: {num_classes} classes, {len(train_rows)} to train on,"
-            f" {len(eval_rows)} held out, {size}x{size} pixels{outside(folders)}"
+            f" {len(eval_rows)} held out, {size}x{size} pixels{external_links(folders)}"
         )
         return Data(
             DataSpec(Modality.IMAGES, num_classes, (3, size, size)),
             train=CroppedImages(files, train_rows, size, crop),
-            eval=CroppedImages(files, eval_rows, size, middle),
+            eval=CroppedImages(files, eval_rows, size, center_crop),
             description=description,
         )
 
@@ -107,7 +107,7 @@ class ImageFiles:
 
 
 def decoded(file: str | Path | BytesIO, name: str, size: int) -> Image.Image:
-    """The image in RGB and upright. Raises RuntimeError, naming it, when it can't be decoded."""
+    """The image in RGB and upright. Raises RuntimeError, with the `name`, when it can't be decoded."""
     try:
         with Image.open(file) as image:
             image.draft("RGB", (2 * size, 2 * size))  # a JPEG far larger than needed is decoded at a fraction
@@ -129,7 +129,7 @@ class Images(Protocol):
 
 @final
 class CroppedImages(Samples):
-    """The images of some rows; `crop` says which part of each is seen, and whether from behind."""
+    """The images of some rows, scaled to `size`; `crop` chooses a part of each, and whether it is mirrored."""
 
     def __init__(self, files: Images, rows: np.ndarray, size: int, crop: Crop) -> None:
         self.files, self.rows, self.size, self.crop = files, rows, size, crop
@@ -148,13 +148,14 @@ class CroppedImages(Samples):
         return image_3ss, torch.tensor(int(self.files.labels[row]))
 
 
-Crop = Callable[[int, int, int, int], tuple[Box, bool]]  # width, height, epoch, index -> what is seen, mirrored?
+Crop = Callable[[int, int, int, int], tuple[Box, bool]]  # width, height, epoch, index -> part of the image, mirrored?
 
 
 @final
 @dataclass(frozen=True)
 class RandomCrop:
-    """Any part of the image, in any shape (Szegedy et al., 2015, "Going deeper with convolutions")."""
+    """A random part of the image, of random area and aspect ratio (Szegedy et al., 2015, "Going deeper with
+    convolutions")."""
 
     min_area: float
     flip: bool
@@ -169,26 +170,26 @@ class RandomCrop:
         return (left, upper, left + wide, upper + high), self.flip and bool(rng.random() < 0.5)
 
 
-def middle(width: int, height: int, epoch: int, index: int) -> tuple[Box, bool]:
-    """The largest square in the middle, the same in every epoch."""
+def center_crop(width: int, height: int, epoch: int, index: int) -> tuple[Box, bool]:
+    """The largest square in the center_crop, the same in every epoch."""
     side = min(width, height)
     left, upper = (width - side) / 2, (height - side) / 2
     return (left, upper, left + side, upper + side), False
 
 
 def class_folders(path: str) -> dict[str, list[Path]]:
-    """The class folders below `path`: those to train on, and those to evaluate on, if there are such.
+    """The class folders below `path`, by split: "train", and "test" if there is a folder to evaluate on.
 
     Raises:
-        BadInput: anything amiss, before an image is decoded.
+        BadInput: a folder or file can't be used. No image is decoded yet.
     """
     root = existing_path(path)
     require(root.is_dir(), "data.path", path, "a folder with a folder of images per class")
     has_splits = (root / "train").is_dir() and bool(subfolders(path, root / "train"))
     eval_folder = next((root / name for name in EVAL_FOLDERS if has_splits and (root / name).is_dir()), None)
-    folders = {"train": scanned(path, root / "train" if has_splits else root)}
+    folders = {"train": checked_class_folders(path, root / "train" if has_splits else root)}
     if eval_folder is not None:
-        folders["test"] = scanned(path, eval_folder)
+        folders["test"] = checked_class_folders(path, eval_folder)
         unknown = {folder.name for folder in folders["test"]} - {folder.name for folder in folders["train"]}
         allowed = f"without classes that only {eval_folder.name}/ has: {', '.join(sorted(unknown))}"
         require(not unknown, "data.path", path, allowed)
@@ -201,7 +202,7 @@ def class_folders(path: str) -> dict[str, list[Path]]:
     return folders
 
 
-def scanned(path: str, root: Path) -> list[Path]:
+def checked_class_folders(path: str, root: Path) -> list[Path]:
     """The class folders of `root`, after a look at the header of every image in them."""
     folders = subfolders(path, root)
     for folder in folders:
@@ -222,18 +223,18 @@ def check_name(path: str, file: Path) -> None:
         raise BadInput("data.path", path, f"a folder in which all names are UTF-8: rename {shown}") from None
 
 
-def outside(folders: dict[str, list[Path]]) -> str:
-    """What is to be told of images that are links to somewhere else: they are read like all others."""
-    found = [
+def external_links(folders: dict[str, list[Path]]) -> str:
+    """A note for the log on links that lead out of their class folders: their images are read like all others."""
+    links = [
         (link, link.resolve())
         for folder in (folder for inner in folders.values() for folder in inner)
         for link in folder.iterdir()
         if link.is_symlink() and not link.name.startswith(".") and not link.resolve().is_relative_to(folder.resolve())
     ]
-    if not found:
+    if not links:
         return ""
-    link, target = min(found)
-    return f"; links that lead out of their class folders are followed: {len(found)}, such as {link} to {target}"
+    link, target = min(links)
+    return f"; links that lead out of their class folders are followed: {len(links)}, such as {link} to {target}"
 
 
 def subfolders(path: str, root: Path) -> list[Path]:
@@ -244,8 +245,8 @@ def subfolders(path: str, root: Path) -> list[Path]:
 def check_header(path: str, file: Path) -> None:
     """Raises BadInput, naming the file, unless it is an image of a kind that `datasets` lists."""
     hint = "mend it or take it out"
-    plain = not file.exists() or file.is_file()
-    require(plain, "data.path", path, f"such that class folders hold images only: {file} is something else")
+    is_plain = not file.exists() or file.is_file()
+    require(is_plain, "data.path", path, f"a folder whose class folders hold images only: {file} is something else")
     try:
         with Image.open(file):
             pass
@@ -282,7 +283,7 @@ def read_listing(path: str, folders: dict[str, list[Path]]) -> tuple[ImageFiles,
 def held_out_tenth(names: list[str], labels: np.ndarray) -> np.ndarray:
     """Which images are held out, (num_images,) bool.
 
-    In each class it is the tenth with the smallest hash of their names: at least one, but never all.
+    In each class the tenth with the smallest hashes of their names is: at least one, but never all.
     """
     hashes = np.array([zlib.crc32(name.encode()) for name in names])
     held_out = np.zeros(len(labels), bool)
@@ -293,7 +294,7 @@ def held_out_tenth(names: list[str], labels: np.ndarray) -> np.ndarray:
     return held_out
 
 
-def spread(rows: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` of the rows, evenly spread, so that every class has its share."""
+def evenly_spaced(rows: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` of the rows, evenly spaced, so that every class has its share."""
     count = min(limit, len(rows))
     return rows[np.arange(count) * len(rows) // count]

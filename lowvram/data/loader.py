@@ -1,6 +1,6 @@
-"""Batches from samples. Which samples a step sees is a pure function of the seed and the step's number.
+"""Batches from samples. Which samples a step gets is a pure function of the seed and the step's number.
 
-So every loader gives the same batches, and resuming takes two integers: the seed and the step.
+So a loader gives the same batches with any number of workers, and resuming takes two integers: the seed and the step.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ Item = TypeVar("Item")
 
 
 class Loader(ABC):
-    """The configuration of one option of `loader`: which samples meet in a batch, how they lie there, and who makes it
-    when."""
+    """The configuration of one option of `loader`: which samples form a batch, how they are laid out in its tensors,
+    and whether worker processes make it ahead of time."""
 
     @abstractmethod
     def fit(self, data: Data, model: FollowedModel) -> Data:
-        """The data as this loader has them.
+        """The data, their spec changed to that of this loader's batches.
 
         Raises:
-            BadInput: it can do nothing with such data, or not for this model.
+            BadInput: this loader can't handle such data, or not for this model.
         """
 
     @abstractmethod
     def most_rows(self, samples: Samples, batch_size: int) -> int:
-        """How many rows of the data's whole length a batch of so many samples takes, at most."""
+        """The most rows, each padded to the full length, that a batch of `batch_size` samples takes."""
 
     @abstractmethod
     def batches(
         self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
-        """Endless logical batches on the device, from that of step `first_step` on. Close it when done.
+        """Endless logical batches on the device, from that of step `first_step` on. Close the generator when done.
 
-        Batches are always full: what is left of an epoch is the start of a batch that the next epoch fills.
-        With several ranks each gets, and loads, its slice of every batch.
+        Batches are always full: the last samples of an epoch share a batch with the first of the next epoch.
+        With several ranks each rank loads its slice of every batch only.
         """
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Loader(ABC):
 
 
 class Stacked(Loader):
-    """Samples in a random order, one a row, as they are."""
+    """Samples in a random order, one per row, unchanged."""
 
     num_workers: int
     prefetch: int
@@ -77,7 +77,7 @@ class Stacked(Loader):
         self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
         keys = batch_keys(len(samples), batch_size, seed, first_step)
-        return made(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
+        return make_batches(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
         return collate(samples, keys)
@@ -86,7 +86,7 @@ class Stacked(Loader):
 @final
 @dataclass(frozen=True)
 class Inline(Stacked):
-    """Each batch is made when it is asked for, by whoever asks."""
+    """The training process makes each batch when it needs it."""
 
     num_workers = 0
     prefetch = 0
@@ -95,7 +95,7 @@ class Inline(Stacked):
 @final
 @dataclass(frozen=True)
 class Workers(Stacked):
-    """Batches are made ahead of time, in processes of their own.
+    """Worker processes make batches ahead of time.
 
     Raises:
         BadInput: a value out of range.
@@ -105,14 +105,19 @@ class Workers(Stacked):
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        inline = "at least 1: for none choose loader=inline"
-        require(self.num_workers >= 1, "loader.num_workers", self.num_workers, inline)
+        allowed = "at least 1: for none choose loader=inline"
+        require(self.num_workers >= 1, "loader.num_workers", self.num_workers, allowed)
         require_prefetch(self.prefetch)
 
 
 def require_workers(num_workers: int, prefetch: int) -> None:
-    """Raises BadInput for numbers out of range. No worker: the process itself makes the batches."""
-    require(num_workers >= 0, "loader.num_workers", num_workers, "at least 0: then batches are made when asked for")
+    """Raises BadInput for numbers out of range. Without workers the training process makes the batches."""
+    require(
+        num_workers >= 0,
+        "loader.num_workers",
+        num_workers,
+        "at least 0; with 0 the training process makes each batch when it needs it",
+    )
     require_prefetch(prefetch)
 
 
@@ -120,47 +125,49 @@ def require_prefetch(prefetch: int) -> None:
     require(prefetch >= 1, "loader.prefetch", prefetch, "at least 1 batch for each worker")
 
 
-def made(
+def make_batches(
     keys: Iterator[Any], make: Callable[[Any], Part], num_workers: int, prefetch: int, device: torch.device
 ) -> Generator[Part, None, None]:
-    """What `make` makes of each key, on the device: when it is asked for or, with workers, ahead of time."""
+    """`make(key)` for each key, moved to the device: computed on demand or, with workers, ahead of time."""
     if num_workers:
-        return made_ahead(keys, make, num_workers, prefetch, device)
-    return made_now(keys, make, device)
+        return make_batches_ahead(keys, make, num_workers, prefetch, device)
+    return make_batches_now(keys, make, device)
 
 
-def made_now(keys: Iterator[Any], make: Callable[[Any], Part], device: torch.device) -> Generator[Part, None, None]:
+def make_batches_now(
+    keys: Iterator[Any], make: Callable[[Any], Part], device: torch.device
+) -> Generator[Part, None, None]:
     for key in keys:
         yield make(key).to(device)
 
 
-def made_ahead(
+def make_batches_ahead(
     keys: Iterator[Any], make: Callable[[Any], Part], num_workers: int, prefetch: int, device: torch.device
 ) -> Generator[Part, None, None]:
-    """The same by processes, each of which keeps `prefetch` batches ready."""
+    """The same in worker processes, each of which keeps `prefetch` batches ready."""
     loader = DataLoader(
-        MadeBatches(make),
+        BatchDataset(make),
         batch_size=None,  # a key of the dataset is already a whole batch
         sampler=keys,  # pyright: ignore[reportArgumentType]
         num_workers=num_workers,
         prefetch_factor=prefetch,
         pin_memory=device.type == "cuda",
         multiprocessing_context="fork",
-        generator=torch.Generator(),  # else starting draws from the global one, and dropout would change
+        generator=torch.Generator(),  # else DataLoader draws from the global one, which would change dropout
     )
     with interrupts_blocked():
         workers = iter(loader)
     try:
         for part in workers:
             yield part.to(device, non_blocking=True)
-    except ConnectionError as error:  # it died while it handed a batch over
+    except ConnectionError as error:  # a worker died while it sent a batch
         raise RuntimeError("DataLoader worker exited unexpectedly") from error
     finally:
         end_workers(workers)
 
 
 @final
-class MadeBatches(Dataset[Part]):
+class BatchDataset(Dataset[Part]):
     """A torch dataset whose items are batches."""
 
     def __init__(self, make: Callable[[Any], Part]) -> None:
@@ -171,13 +178,13 @@ class MadeBatches(Dataset[Part]):
 
 
 @final
-class Waited(Iterator[Part]):
-    """Batches from a step on, how large they are and how long their reader has waited for them."""
+class TimedBatches(Iterator[Part]):
+    """Batches from step `first_step` on; records the size of each and how long the training loop waited for it."""
 
     def __init__(self, batches: Generator[Part, None, None], first_step: int = 0) -> None:
         self.batches, self.first_step = batches, first_step
         self.waits_s: list[float] = []  # for each batch
-        self.sizes: list[int] = []  # numbers in each batch
+        self.sizes: list[int] = []  # elements of all tensors of each batch
 
     def __next__(self) -> Part:
         start = time.perf_counter()
@@ -189,20 +196,20 @@ class Waited(Iterator[Part]):
         return batch
 
     def close(self) -> None:
-        """No more batches: ends what makes them."""
+        """Ends the generator of the batches and its workers."""
         self.batches.close()
 
 
 def eval_batches(
     samples: Samples, batch_size: int, device: torch.device, make: Callable[[Samples, list[Key]], Part] | None = None
 ) -> Iterator[tuple[Part, bool]]:
-    """Every sample once, in order, as in epoch 0, and whether the batch counts. The last batch may be smaller.
+    """Pairs (batch, does it count?) with every sample once, in order, as in epoch 0. The last batch may be smaller.
 
-    Of several ranks each gets its share, and all get as many batches: whoever has no samples left gets one that doesn't
-    count, because a model that is sharded computes on all ranks or on none.
+    All ranks get equally many batches, because a sharded model computes on all ranks or on none: a rank without samples
+    left gets a batch that doesn't count.
 
     Args:
-        make: a loader's `collate`; None: samples lie there as they are.
+        make: a loader's `collate`; None: samples are stacked.
     """
     make = make or collate
     keys = [(index, 0) for index in range(len(samples))]
@@ -219,15 +226,15 @@ def collate(samples: Samples, keys: list[Key]) -> Part:
 
 
 def stacked(inputs: Sequence[Any]) -> Tensor | dict[str, Tensor]:
-    """Inputs of samples, each a tensor or tensors by name, as those of a part."""
+    """The samples' inputs, each a tensor or a dictionary of tensors, stacked into those of a part."""
     first = inputs[0]
     if isinstance(first, Mapping):
-        return {name: torch.stack([each[name] for each in inputs]) for name in first}
+        return {name: torch.stack([sample[name] for sample in inputs]) for name in first}
     return torch.stack(list(inputs))
 
 
 def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:
-    """The samples of each batch from step `first_step` on, without end; of several ranks each gets its slice."""
+    """The keys of each batch from step `first_step` on, without end; each rank gets its slice."""
     keys = reading_order(num_samples, seed, first_step * batch_size)
     while True:
         yield slice_of(list(islice(keys, batch_size)), rank(), num_ranks())
@@ -241,7 +248,7 @@ def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:
 
 
 def reading_order(num_samples: int, seed: int, start: int) -> Iterator[Key]:
-    """The order of reading from position `start` on: every epoch is a permutation of its own, without end."""
+    """The keys in reading order from position `start` on, without end: every epoch has its own permutation."""
     first_epoch, offset = divmod(start, num_samples)
     for epoch in count(first_epoch):
         permutation = generator(Stream.ORDER, seed, epoch).permutation(num_samples)
@@ -252,8 +259,8 @@ def reading_order(num_samples: int, seed: int, start: int) -> Iterator[Key]:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes started inside never see a Ctrl-C, which reaches all processes of a terminal: their parent answers it,
-    and ends them. It comes through to the parent itself afterwards."""
+    """Processes started inside ignore Ctrl-C, which a terminal sends to all of its processes: their parent ends them.
+    The parent gets a Ctrl-C pressed meanwhile when the block ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

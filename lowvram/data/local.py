@@ -1,4 +1,4 @@
-"""Files of the user's own, and `datasets` as their reader. Nothing here touches the network."""
+"""The user's files, read through the library `datasets`. Nothing here touches the network."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def existing_path(text: str) -> Path:
     try:
         path = Path(text).expanduser()
         path.stat()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~somebody who isn't here
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~NAME of an unknown user
         raise BadInput("data.path", text, f"an existing file or folder that can be read ({error})") from None
     return path
 
 
 def visible_entries(text: str, folder: Path) -> list[Path]:
-    """What lies directly in the folder, sorted, without hidden things. Raises BadInput when it can't be listed."""
+    """The entries directly in the folder, sorted, without hidden ones. Raises BadInput when it can't be listed."""
     try:
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -40,7 +40,7 @@ def load_local(builder: str, patterns: Mapping[str, Sequence[str]], **options: A
 
     `patterns` are glob patterns: pass a plain path through `glob.escape`.
     """
-    from datasets import load_dataset  # takes a second: only those who read files pay
+    from datasets import load_dataset  # importing it takes a second
 
     with quiet_progress():
         return load_dataset(builder, data_files=patterns, **options)
@@ -53,7 +53,7 @@ def escaped(paths: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def quiet_progress() -> Iterator[None]:
-    """Without datasets' progress bars, which would run through our own lines."""
+    """Hides the progress bars of `datasets`, which would mix with our own lines."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     was_quiet = are_progress_bars_disabled()

@@ -1,5 +1,4 @@
-"""data=python_packages: pieces of the source code of Python's own library, each of one of ten packages. Texts with a
-class that every machine has."""
+"""data=python_packages: pieces of source code of Python's library, to classify by package. Every machine has them."""
 
 from __future__ import annotations
 
@@ -14,12 +13,21 @@ from lowvram.config.errors import BadInput, require
 from lowvram.data.padded import padded
 from lowvram.data.python_source import library_files
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Following, Source, Texts, TextSource, given, require_count
+from lowvram.data.source import (
+    Data,
+    FollowedModel,
+    ResolvedTextSource,
+    Source,
+    Texts,
+    TextSource,
+    require_count,
+    resolved_size,
+)
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.tokenizer import Bytes
 from lowvram.data.windows import TokenStream
 
-# Of those that every Python since 3.11 has, the larger ones.
+# The larger ones of those that every Python since 3.11 has.
 PACKAGES = (
     "asyncio",
     "email",
@@ -32,15 +40,15 @@ PACKAGES = (
     "urllib",
     "xml",
 )
-HELD_OUT_SHARE = 10  # one byte in so many, at the end of each file
-SHORTEST_SHARE = 4  # the shortest piece is one in so many of the longest
+HELD_OUT_SHARE = 10  # one byte in 10, at the end of each file
+SHORTEST_SHARE = 4  # the longest piece is 4 times as long as the shortest
 
 
 @final
 @dataclass(frozen=True)
 class PythonPackages(TextSource):
-    """Which of ten packages is a piece of source code from? Places and lengths are random, and new in every epoch. The
-    last tenth of each file is held out.
+    """Pieces of source code, each of one of ten packages. Their places and lengths are random, and new in every epoch.
+    The last tenth of each file is held out.
 
     Raises:
         BadInput: a value out of range, or a Python without its source.
@@ -59,10 +67,10 @@ class PythonPackages(TextSource):
 
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]
-        return Following(replace(self, sequence_length=length), model.text_rules)
+        return ResolvedTextSource(replace(self, sequence_length=length), model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
-        length = given("data.sequence_length", self.sequence_length)
+        length = resolved_size("data.sequence_length", self.sequence_length)
         train, held_out = package_texts()
         missing = [name for name, text in zip(PACKAGES, held_out, strict=True) if not len(text)]
         if missing:
@@ -87,41 +95,41 @@ class Pieces(Texts):
     def __init__(
         self, texts: list[TokenStream], num_samples: int, length: int, rules: TextRules, stream: Stream, seed: int
     ) -> None:
-        self.texts, self.num_samples, self._room, self.rules = texts, num_samples, length, rules
+        self.texts, self.num_samples, self._padded_length, self.rules = texts, num_samples, length, rules
         self.stream, self.seed = stream, seed
 
     @property
-    def room(self) -> int:
-        return self._room
+    def padded_length(self) -> int:
+        return self._padded_length
 
     def __len__(self) -> int:
         return self.num_samples
 
     def length(self, index: int, epoch: int) -> int:
         num_bytes, _ = self.drawn(index, epoch)
-        return num_bytes if self.rules.end_id is None else min(num_bytes + 1, self.room)
+        return num_bytes if self.rules.end_id is None else min(num_bytes + 1, self.padded_length)
 
     def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         label = index % len(self.texts)
         num_bytes, rng = self.drawn(index, epoch)
         text = self.texts[label]
         piece = text.read(int(rng.integers(len(text) - num_bytes + 1)), num_bytes)
-        return padded(piece, self.room, self.rules), torch.tensor(label)
+        return padded(piece, self.padded_length, self.rules), torch.tensor(label)
 
     def drawn(self, index: int, epoch: int) -> tuple[int, np.random.Generator]:
-        """How many bytes a sample has, and what draws the rest."""
+        """How many bytes a sample has, and the generator for its other random choices."""
         rng = generator(self.stream, self.seed, epoch, index)
-        shortest = max(1, self.room // SHORTEST_SHARE)
-        return min(int(rng.integers(shortest, self.room + 1)), len(self.texts[index % len(self.texts)])), rng
+        shortest = max(1, self.padded_length // SHORTEST_SHARE)
+        return min(int(rng.integers(shortest, self.padded_length + 1)), len(self.texts[index % len(self.texts)])), rng
 
 
 def package_texts() -> tuple[list[TokenStream], list[TokenStream]]:
-    """The text of each package to train on, and that which is held out."""
+    """The text of each package to train on, and the held-out text of each."""
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in PACKAGES}
     for name, path in library_files().items():
         package = name.partition("/")[0]
         if package in pieces:
             pieces[package].append(np.frombuffer(path.read_bytes(), np.uint8))
-    cut = [[(text, len(text) - len(text) // HELD_OUT_SHARE) for text in texts] for texts in pieces.values()]
-    train = [TokenStream([text[:end] for text, end in texts]) for texts in cut]
-    return train, [TokenStream([text[end:] for text, end in texts]) for texts in cut]
+    cuts = [[(text, len(text) - len(text) // HELD_OUT_SHARE) for text in texts] for texts in pieces.values()]
+    train = [TokenStream([text[:end] for text, end in texts]) for texts in cuts]
+    return train, [TokenStream([text[end:] for text, end in texts]) for texts in cuts]

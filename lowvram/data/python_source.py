@@ -14,13 +14,13 @@ from typing import ClassVar, final
 import numpy as np
 
 from lowvram.config.errors import BadInput, require
-from lowvram.data.source import Data, FollowedModel, Source, given, require_count
+from lowvram.data.source import Data, FollowedModel, Source, require_count, resolved_size
 from lowvram.data.spec import Modality
 from lowvram.data.tokenizer import Bytes
 from lowvram.data.windows import TokenStream, windowed
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-HELD_OUT_SHARE = 10  # one file in so many, and one byte in so many
+HELD_OUT_SHARE = 10  # one file in 10, and one byte in 10
 
 
 @final
@@ -47,7 +47,7 @@ class PythonSource(Source):
         return replace(self, sequence_length=self.sequence_length or model.natural_shape()[0])
 
     def open(self, seed: int) -> Data:
-        length = given("data.sequence_length", self.sequence_length)
+        length = resolved_size("data.sequence_length", self.sequence_length)
         files = library_files()
         if not files:
             allowed = "another source: this Python came without its library's source code"
@@ -65,7 +65,7 @@ class PythonSource(Source):
 
 
 def library_files() -> dict[str, Path]:
-    """The library's `.py` files by their name inside it, sorted, without tests and installed packages."""
+    """The library's `.py` files by their relative path, sorted, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
     for folder, inner, names in os.walk(root):

@@ -1,4 +1,4 @@
-"""Randomness that is looked up, not drawn in turn: so any sample can be made alone, in any process."""
+"""Random numbers as a function of seed, epoch and index, so any process can make any sample without the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What the numbers are for. Two streams never share a number."""
+    """What the numbers are used for. Streams are independent of each other."""
 
     ORDER = 0
     SHIFT = 1

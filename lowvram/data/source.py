@@ -1,4 +1,4 @@
-"""The interfaces of data: a source is configured, follows the model, and is opened."""
+"""The interfaces of data: a source is configured, resolved for the model, and opened."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class FollowedModel(Protocol):
-    """The part of a model's configuration that a source follows."""
+    """The part of a model's configuration that a source takes sizes and text rules from."""
 
     @property
     def modality(self) -> Modality | None:
-        """What it reads; None: whatever the data are."""
+        """What it reads; None: anything, as the data have it."""
         ...
 
     @property
     def text_rules(self) -> TextRules: ...
 
     def check_packed(self) -> None:
-        """Raises BadInput unless sequences of one row are kept apart that count their positions from 0 each."""
+        """Raises BadInput unless the model can keep the sequences of a row apart by their positions, each from 0."""
         ...
 
     def reading(self, modality: Modality) -> FollowedModel:
-        """The same, if it reads whatever the data are, once they are known to be such."""
+        """The model with its modality set to `modality`, where it was open."""
         ...
 
     def natural_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's inputs when the source leaves its size open."""
+        """Shape of one sample's inputs, for sizes that the source leaves open."""
         ...
 
 
@@ -57,20 +57,20 @@ class Samples(ABC):
 
 
 class Texts(Samples):
-    """Samples of tokens whose lengths differ: what follows the last real token is padding."""
+    """Samples of tokens whose lengths differ: padding follows the last real token."""
 
     @property
     @abstractmethod
-    def room(self) -> int:
-        """Tokens of a sample, with padding."""
+    def padded_length(self) -> int:
+        """Tokens of a sample, padding included."""
 
     @abstractmethod
     def length(self, index: int, epoch: int) -> int:
         """How many tokens of a sample are real: at least 1."""
 
     def longest(self, num_samples: int) -> int:
-        """How many real tokens so many samples have at most, all together; more where nobody has counted."""
-        return num_samples * self.room
+        """An upper bound of the real tokens of any `num_samples` samples, all together."""
+        return num_samples * self.padded_length
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Source(ABC):
 
 
 class TextSource(Source):
-    """A source that does what the model asks of texts. `resolve` it into a `Following`."""
+    """A source of texts, read by the model's rules: `resolve` returns a `ResolvedTextSource`, which holds them."""
 
     @abstractmethod
     def read(self, rules: TextRules, seed: int) -> Data:
-        """Like `open`."""
+        """`open` with the rules of the model."""
 
     def open(self, seed: int) -> Data:
         return self.read(TextRules(), seed)
@@ -111,8 +111,8 @@ class TextSource(Source):
 
 @final
 @dataclass(frozen=True)
-class Following(Source):
-    """A source of texts, and what the model asks of them."""
+class ResolvedTextSource(Source):
+    """A source of texts with the rules of a model."""
 
     source: TextSource
     rules: TextRules
@@ -128,7 +128,7 @@ def resolve_source(source: Source, model: FollowedModel) -> Source:
     """The source, ready to be opened for this model.
 
     Raises:
-        BadInput: the model reads something else than the source holds. No file has been opened yet.
+        BadInput: the source has no samples that the model reads. No file has been opened yet.
     """
     option = type(source).__module__.rpartition(".")[2]  # a source's module is named like its option
     check_modality(option, source.modalities, model)
@@ -137,7 +137,7 @@ def resolve_source(source: Source, model: FollowedModel) -> Source:
 
 
 def check_modality(option: str, held: tuple[Modality, ...], model: FollowedModel) -> None:
-    """Raises BadInput unless the model reads something that the option can hold."""
+    """Raises BadInput unless the model reads one of the modalities in `held`."""
     wanted = model.modality
     if wanted is not None and wanted not in held:
         allowed = f"a source of {wanted.value}, which this model reads: {fitting_options(wanted)}"
@@ -157,7 +157,7 @@ def fitting_options(wanted: Modality) -> str:
 
 
 def followed_modality(option: str, model: FollowedModel) -> Modality:
-    """What the model reads, for an option that has something for each kind of model."""
+    """What the model reads, for an option that has data of several modalities. Raises BadInput if that is open."""
     if model.modality is None:
         kinds = ", ".join(kind.name for kind in Modality if kind is not Modality.OTHER)
         raise BadInput("model.reads", None, f"one of {kinds} with data={option}, which follows the model")
@@ -169,8 +169,8 @@ def require_count(key: str, value: int | None) -> None:
     require(value is None or value >= 1, key, value, "null or at least 1")
 
 
-def given(key: str, value: int | None) -> int:
-    """The value. Raises BadInput for a size that nobody has chosen: the source was opened without a model."""
+def resolved_size(key: str, value: int | None) -> int:
+    """The value. Raises BadInput if it is null: the source was opened without `resolve`."""
     if value is None:
-        raise BadInput(key, None, "a number when no model is there to follow: see resolve_source")
+        raise BadInput(key, None, "a number, or taken from a model: call resolve_source first")
     return value

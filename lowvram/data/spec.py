@@ -1,4 +1,4 @@
-"""What a model has to know of its data before it is built."""
+"""What a model has to know of its data before it is built: modality, shapes, number of classes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lowvram.core.rig import IGNORE
 class Modality(Enum):
     """What a sample is."""
 
-    TOKENS = "tokens"  # each the target of those before it
-    LABELLED_TOKENS = "labelled tokens"  # filled up to one length; each sample has a class
+    TOKENS = "tokens"  # the next token is predicted
+    LABELLED_TOKENS = "labelled tokens"  # padded to one length; each sample has a class
     IMAGES = "images"  # each has a class
     OTHER = "other tensors"  # as the user's own data hold them
 
@@ -29,10 +29,10 @@ TEXTS = (Modality.TOKENS, Modality.LABELLED_TOKENS)
 class TextRules:
     """What a model asks of texts.
 
-    pad_id     the token that short texts are filled up with
+    pad_id     the token that short texts are padded with
     end_id     the token that must end each text; None: none must
-    tokenizer  where the model's own tokenizer would be: a folder, or a name on the hub; None: it has none
-    revision   of the hub
+    tokenizer  where to look for the model's tokenizer: a folder, or a name on the hub; None: it has none
+    revision   of the tokenizer on the hub
     """
 
     pad_id: int = 0
@@ -54,20 +54,20 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """All tensors of a sample. One that is the input by itself has the name ""."""
+    """All tensors of a sample. A single input tensor has the name ""."""
 
     inputs: tuple[tuple[str, TensorLayout], ...]
     targets: TensorLayout
 
     def example(self, num_samples: int) -> tuple[Any, Tensor]:
         """Inputs and targets like those of so many samples, all zero (a mask: all one)."""
-        tensors = {name: each.full(num_samples, int(name == MASK)) for name, each in self.inputs}
+        tensors = {name: tensor.full(num_samples, int(name == MASK)) for name, tensor in self.inputs}
         return tensors.get("", tensors), self.targets.full(num_samples, 0)
 
 
 def layout_from(plain: Mapping[str, Any]) -> Layout:
-    """The inverse of dataclasses.asdict, also of what JSON has made of it."""
-    inputs = tuple((name, tensor_from(each)) for name, each in plain["inputs"])
+    """The inverse of dataclasses.asdict, also after a round trip through JSON."""
+    inputs = tuple((name, tensor_from(tensor)) for name, tensor in plain["inputs"])
     return Layout(inputs, tensor_from(plain["targets"]))
 
 
@@ -77,7 +77,7 @@ def tensor_from(plain: Mapping[str, Any]) -> TensorLayout:
 
 IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
 POSITIONS = "position_ids"  # beside IDS where a row holds several sequences: each counts its tokens from 0
-FEW_SHAPES = 16  # of batches: as many can be compiled one by one
+FEW_SHAPES = 16  # of batches: at most so many are compiled one by one
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class DataSpec:
     modality     TOKENS                        LABELLED_TOKENS      IMAGES                     OTHER
     num_classes  size of the vocabulary        classes              classes                    classes, or 0
     shape        (sequence_length,)            (sequence_length,)   (channels, height, width)  of the first input
-    vocab_size   None: that are the classes    tokens there are     None                       None
+    vocab_size   None: as num_classes          size of the vocab.   None                       None
     layout       None, unless a sample has other tensors than its modality says
 
-    has_few_shapes: whether batches of one number of samples have the same shape, or one of a few.
+    has_few_shapes: whether batches of equally many samples have at most `FEW_SHAPES` different shapes.
     """
 
     modality: Modality
@@ -102,7 +102,7 @@ class DataSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Size of the vocabulary, where there is one."""
+        """Size of the vocabulary, of tokens."""
         return self.num_classes if self.vocab_size is None else self.vocab_size
 
     def example(self, num_samples: int) -> tuple[Any, Tensor]:
@@ -120,8 +120,8 @@ class DataSpec:
 
 
 def real_lengths(inputs: Any, targets: Tensor) -> Tensor:
-    """Up to where each row of tokens is more than padding, (rows,) int64: up to the last one that its mask lets through
-    or, where there is no mask, that has a target. Of rows without such a token the first one counts.
+    """Number of tokens of each row up to its last real one, 1 or more, (rows,) int64. A token is real if its mask isn't
+    0 or, without a mask, if it has a target.
 
     Args:
         inputs: (rows, length), or tensors by name with a mask or several sequences in a row.
@@ -134,5 +134,5 @@ def real_lengths(inputs: Any, targets: Tensor) -> Tensor:
 
 
 def num_places(inputs: Any) -> int:
-    """How many tokens there is room for."""
+    """Number of tokens, padding included."""
     return (inputs[IDS] if isinstance(inputs, Mapping) else inputs).numel()

@@ -1,4 +1,4 @@
-"""Data sets of the hub, or in local files: what is trained on, and what is held out. Read through `datasets`."""
+"""Reads the training and the held-out split of a data set, on the hub or in local files, through `datasets`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lowvram.config.errors import BadInput, require
 from lowvram.data.local import escaped, quiet_progress
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
-EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that is there
-SAVED = ("dataset_dict.json", "state.json")  # in folders that `save_to_disk` makes
+EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that exists counts
+SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder that `save_to_disk` made
 LOCAL = f"a file ({', '.join(BUILDERS)}) or a folder of such files"
 ELSEWHERE = (
     f"{LOCAL}, or the name of a data set on the hub that can be reached and read from here; `hf download NAME"
@@ -23,14 +23,14 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class SplitSource:
-    """Where a data set is, as the user says it: `data.<field>`."""
+    """Where a data set is: the user's settings `data.<field>`."""
 
     name: str
     revision: str | None
     config: str | None
     train_split: str
     eval_split: str | None
-    buffer_samples: int | None  # samples that are read of a stream; None: it isn't streamed, all are there
+    buffer_samples: int | None  # read from a stream; None: not streamed, all samples are read
 
     @property
     def path(self) -> Path:
@@ -42,10 +42,10 @@ class SplitSource:
 
 
 def read_splits(place: SplitSource, eval_samples: int) -> tuple[Any, Any | None]:
-    """Two `datasets.Dataset`: to train on, and held out, if there is one.
+    """Two `datasets.Dataset`: to train on, and held out; None if there is no held-out split.
 
     Raises:
-        BadInput: there is no such data set or split, or it can't be read.
+        BadInput: the data set or split doesn't exist, or can't be read.
     """
     splits = loaded(place)
     train = split_of(splits, "data.train_split", place.train_split)
@@ -57,7 +57,7 @@ def read_splits(place: SplitSource, eval_samples: int) -> tuple[Any, Any | None]
 
 
 def split_of(splits: Any, key: str, name: str) -> Any:
-    require(name in splits, key, name, f"one of the splits that there are: {', '.join(splits)}")
+    require(name in splits, key, name, f"one of the splits: {', '.join(splits)}")
     return splits[name]
 
 
@@ -65,7 +65,9 @@ def first_rows(stream: Any, num_rows: int) -> Any:
     """The first rows of a `datasets.IterableDataset`, in memory."""
     from datasets import Dataset
 
-    undecoded = stream if stream.features is None else stream.decode(False)  # of some files they come with the rows
+    undecoded = (
+        stream if stream.features is None else stream.decode(False)
+    )  # some files name their columns in their rows only
     return Dataset.from_list(list(islice(undecoded, num_rows)), features=stream.features)
 
 
@@ -94,14 +96,16 @@ def load_from_hub(place: SplitSource) -> Any:
 
 
 def load_local_set(place: SplitSource) -> Any:
-    """Nothing here goes near a network."""
+    """All splits of local files by their names, read without a network."""
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     path, streaming = place.path, is_streamed(place)
     if path.is_file():
         builder = BUILDERS.get(path.suffix.lower())
         if builder is None:
-            raise BadInput("data.name", place.name, f"{LOCAL}: what {path.suffix or 'a file without an ending'} is")
+            raise BadInput(
+                "data.name", place.name, f"{LOCAL}: {path.suffix or 'a file without an ending'} can't be read"
+            )
         return load_dataset(builder, data_files={place.train_split: escaped([path])}, streaming=streaming)
     if any((path / name).is_file() for name in SAVED):
         saved = load_from_disk(str(path))

@@ -18,8 +18,8 @@ from lowvram.data.spec import DataSpec, Modality, TextRules
 
 NUM_SAMPLES = 65_536  # in an epoch
 POOL_SIZE = 32  # different samples in memory; the others are views of them
-VOCABULARY = 256  # when neither the source nor the model says
-NUM_CLASSES = {Modality.LABELLED_TOKENS: 2, Modality.IMAGES: 1000}  # the same
+VOCABULARY = 256  # when neither the source nor the model fixes it
+NUM_CLASSES = {Modality.LABELLED_TOKENS: 2, Modality.IMAGES: 1000}  # likewise
 
 
 @final
@@ -46,7 +46,7 @@ class Synthetic(Source):
 
     def resolve(self, model: FollowedModel) -> Source:
         modality = followed_modality("synthetic", model)
-        # A model that pins nothing need not have the field.
+        # A model that doesn't fix these sizes has no such fields.
         vocab_size = self.vocab_size or getattr(model, "vocab_size", None) or VOCABULARY
         num_classes = self.num_classes or getattr(model, "num_classes", None) or NUM_CLASSES.get(modality, 0)
         if modality is Modality.IMAGES:
@@ -60,13 +60,13 @@ class Synthetic(Source):
         return SyntheticLabelledTokens(spec, self.eval_samples, model.text_rules)
 
     def open(self, seed: int) -> Data:
-        raise BadInput("data", "synthetic", "resolved for a model first: see resolve_source")
+        raise BadInput("data", "synthetic", "resolved for a model first: call resolve_source")
 
 
 @final
 @dataclass(frozen=True)
 class SyntheticTokens(Source):
-    """Random tokens; the targets are the tokens one further on."""
+    """Random tokens; each target is the next token."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
@@ -140,7 +140,7 @@ class Pool(Samples):
 
 
 def pooled(spec: DataSpec, inputs: Iterable[Any], targets: Tensor, eval_samples: int) -> Data:
-    """One half of the pool to train on, the other held out; samples of one tensor are views of it."""
+    """Data whose samples are the first half of a pool, the other half held out. Samples are views of the tensors."""
     samples, half = list(zip(inputs, targets, strict=True)), POOL_SIZE // 2
     shape = "x".join(map(str, spec.shape))
     kind = f"synthetic {spec.modality.value} of shape {shape}, {spec.num_classes} classes"

@@ -1,4 +1,4 @@
-"""data=text: text files of the user's own. Read through the library `datasets`."""
+"""data=text: the user's text files, read through the library `datasets`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from omegaconf import MISSING
 from lowvram.config.errors import BadInput, require
 from lowvram.data.documents import Documents, Unit, as_documents
 from lowvram.data.local import escaped, existing_path, is_hidden, load_local
-from lowvram.data.source import Data, FollowedModel, Following, Source, TextSource, given, require_count
+from lowvram.data.source import (
+    Data,
+    FollowedModel,
+    ResolvedTextSource,
+    Source,
+    TextSource,
+    require_count,
+    resolved_size,
+)
 from lowvram.data.spec import Modality, TextRules
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
-HELD_OUT_SHARE = 10  # one token in so many, at the end of each file
+HELD_OUT_SHARE = 10  # one token in 10, at the end of each file
 CHUNK_BYTES = 1 << 20  # read at once
-MAX_FILE_BYTES = 2**31 - 1  # of one text in an Arrow table
+MAX_FILE_BYTES = 2**31 - 1  # Arrow's limit for one text
 
 
 @final
 @dataclass(frozen=True)
 class Text(TextSource):
-    """The next token of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out, or every
-    tenth file where each is a sample by itself.
+    """The next token of a UTF-8 file, or of all files of a folder. The last tenth of each file is held out or, with
+    samples=documents, every tenth file.
 
     Raises:
         BadInput: a value out of range; a path that is missing or empty, too short for one sample, or that
@@ -49,10 +57,10 @@ class Text(TextSource):
 
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]
-        return Following(replace(self, sequence_length=length), model.text_rules)
+        return ResolvedTextSource(replace(self, sequence_length=length), model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
-        length = given("data.sequence_length", self.sequence_length)
+        length = resolved_size("data.sequence_length", self.sequence_length)
         files = text_files(self.path, self.pattern)
         for file in files:
             check_text(self.path, file)
@@ -73,24 +81,24 @@ class Text(TextSource):
         return windowed(train, held_out, tokenizer, length, self.eval_samples, seed, origin)
 
     def documents(self, texts: list[np.ndarray], tokenizer: Tokenizer, rules: TextRules, origin: str) -> Data:
-        """Each file by itself."""
-        length = given("data.sequence_length", self.sequence_length)
+        """A sample holds tokens of one file only."""
+        length = resolved_size("data.sequence_length", self.sequence_length)
         last = min(HELD_OUT_SHARE, len(texts)) - 1
         held_out = [text for number, text in enumerate(texts) if number % HELD_OUT_SHARE == last]
         train = [text for number, text in enumerate(texts) if number % HELD_OUT_SHARE != last]
         trained_on, evaluated = (
-            documents_of(each, tokenizer, length, rules.pad_id, limit)
-            for each, limit in ((train, None), (held_out, self.eval_samples))
+            as_document_samples(split, tokenizer, length, rules.pad_id, limit)
+            for split, limit in ((train, None), (held_out, self.eval_samples))
         )
-        allowed = f"two files with text, or more: every {HELD_OUT_SHARE}th is held out, of fewer the last"
+        allowed = f"at least two files with text: every {HELD_OUT_SHARE}th is held out, of fewer the last"
         require(min(len(trained_on), len(evaluated)) > 0, "data.path", self.path, allowed)
         return as_documents(trained_on, evaluated, tokenizer, origin)
 
 
-def documents_of(
+def as_document_samples(
     texts: list[np.ndarray], tokenizer: Tokenizer, length: int, pad_id: int, limit: int | None
 ) -> Documents:
-    """Samples of texts, each with the marks of its beginning and its end."""
+    """Samples of texts without marks: the tokenizer's beginning and end marks are added."""
     opening, end = tokenizer.opening, tokenizer.separator
     lengths = np.array([len(opening) + len(text) + len(end) for text in texts], np.int64)
     return Documents(lambda number: [opening, texts[number], end], lengths, length, pad_id, limit)
@@ -105,9 +113,9 @@ def text_files(path: str, pattern: str) -> list[Path]:
         matches = list(root.glob(pattern))
     except (ValueError, NotImplementedError) as error:
         raise BadInput("data.pattern", pattern, f"a pattern inside data.path, such as **/*.txt ({error})") from None
-    found = sorted(file for file in matches if not file.is_dir() and not is_hidden(file, root))
-    require(bool(found), "data.path", path, f"a folder with files that match data.pattern={pattern}")
-    return found
+    files = sorted(file for file in matches if not file.is_dir() and not is_hidden(file, root))
+    require(bool(files), "data.path", path, f"a folder with files that match data.pattern={pattern}")
+    return files
 
 
 def check_text(path: str, file: Path) -> None:

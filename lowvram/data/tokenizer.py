@@ -1,4 +1,4 @@
-"""How text becomes tokens: each byte is one, or a tokenizer of transformers says."""
+"""Turns text into tokens: one per byte, or by a tokenizer of transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FILES = (  # a folder with a tokenizer has at least one of them
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-PIECE_LETTERS = 1 << 14  # a long text is cut at the end of a line after so many: no list of its tokens is ever whole
-PIECES = 256  # that are tokenised at once
+PIECE_LETTERS = 1 << 14  # long texts are cut at line ends after so many, to keep Python's lists of token ids short
+PIECES = 256  # tokenised at once
 ALLOWED = "bytes, auto (the model's own) or a folder with a tokenizer of transformers"
 
 
@@ -37,21 +37,21 @@ class Tokenizer(ABC):
 
     unit: str  # what a token is called
     vocab_size: int
-    key: str  # all that its tokens depend on: what is cached is found by it
-    separator: np.ndarray  # what ends a text, and so parts two of them in a stream
-    opening: np.ndarray  # what a text by itself begins with, if anything
+    key: str  # cache key: identifies everything that the tokens depend on
+    separator: np.ndarray  # tokens that end a text: end of sequence, or a new line
+    opening: np.ndarray  # tokens that a text by itself begins with: beginning of sequence, or nothing
 
     @abstractmethod
-    def in_stream(self, texts: list[str]) -> list[np.ndarray]:
-        """Texts among others, without any marks."""
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The tokens of each text, without any marks."""
 
     @abstractmethod
-    def alone(self, texts: list[str], length: int) -> list[np.ndarray]:
-        """Each text by itself, with the marks that belong there, cut to at most `length` tokens."""
+    def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
+        """The tokens of each text with the tokenizer's special tokens, truncated to at most `length`."""
 
     @abstractmethod
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
-        """All texts of a column of a `datasets.Dataset`, as in a stream: views of a mapped file."""
+        """The tokens of each text of a column of a `datasets.Dataset`, without marks: views of a mapped file."""
 
 
 @final
@@ -64,11 +64,11 @@ class Bytes(Tokenizer):
     separator = np.frombuffer(b"\n", np.uint8)
     opening = np.zeros(0, np.uint8)
 
-    def in_stream(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def alone(self, texts: list[str], length: int) -> list[np.ndarray]:
-        return [tokens[:length] for tokens in self.in_stream(texts)]
+    def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
+        return [tokens[:length] for tokens in self.encode(texts)]
 
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
         return list(mapped_texts(dataset.data.column(column)))
@@ -83,13 +83,13 @@ class Pretrained(Tokenizer):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
-        self.key = hash_of_files(inner.save_pretrained)  # now: it keeps how it was last called
-        end = inner.eos_token_id  # where it has none: a new line, as far as it knows one
-        self.separator = self.in_stream(["\n"])[0] if end is None else np.array([end], np.int32)
+        self.key = hash_of_files(inner.save_pretrained)  # before the first call: calls change what it saves
+        end = inner.eos_token_id  # without one a new line separates texts, if the vocabulary has it
+        self.separator = self.encode(["\n"])[0] if end is None else np.array([end], np.int32)
         marks = inner("", verbose=False)["input_ids"]
         self.opening = np.array(marks[:1] if marks and marks[0] == inner.bos_token_id else [], np.int32)
 
-    def in_stream(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.concatenate([np.zeros(0, np.int32), *self.pieces(text)]) for text in texts]
 
     def pieces(self, text: str) -> Iterator[np.ndarray]:
@@ -99,16 +99,16 @@ class Pretrained(Tokenizer):
             for ids in self.inner(batch, add_special_tokens=False, verbose=False)["input_ids"]:
                 yield np.array(ids, np.int32)
 
-    def alone(self, texts: list[str], length: int) -> list[np.ndarray]:
+    def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         ids = self.inner(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
-        return [np.array(each, np.int32) for each in ids]
+        return [np.array(tokens, np.int32) for tokens in ids]
 
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
-        return list(mapped_lists(tokenised(dataset, column, self.in_stream, f"documents {self.key}")))
+        return list(mapped_lists(tokenised(dataset, column, self.encode, f"documents {self.key}")))
 
 
 def hash_of_files(save: Callable[[str], Any]) -> str:
-    """Of all that is saved to a folder."""
+    """Hash of all files that `save` writes to a folder."""
     digest = hashlib.blake2b(digest_size=16)
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
@@ -118,7 +118,7 @@ def hash_of_files(save: Callable[[str], Any]) -> str:
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
-    """Pieces of a text; all but the last end with a line."""
+    """Pieces of a text; all but the last end with a new line."""
     start = 0
     while start < len(text):
         stop = text.find("\n", start + PIECE_LETTERS) + 1 or len(text)
@@ -127,16 +127,16 @@ def cut_at_lines(text: str) -> Iterator[str]:
 
 
 def choose_tokenizer(choice: str, rules: TextRules) -> Tokenizer:
-    """What `data.tokenizer` says, for a model with such rules.
+    """The tokenizer that `data.tokenizer` names, for a model with such rules.
 
     Raises:
-        BadInput: there is no such tokenizer, or it can't be read.
+        BadInput: the tokenizer doesn't exist, or can't be read.
     """
     make = BY_NAME.get(choice)
     return pretrained(choice, choice, None) if make is None else make(rules)
 
 
-def of_the_model(rules: TextRules) -> Tokenizer:
+def model_tokenizer(rules: TextRules) -> Tokenizer:
     """The tokenizer of the model's folder; where there is none, bytes."""
     name = rules.tokenizer
     if name is None:
@@ -147,12 +147,12 @@ def of_the_model(rules: TextRules) -> Tokenizer:
     return pretrained("auto", name, rules.revision)
 
 
-BY_NAME: dict[str, Callable[[TextRules], Tokenizer]] = {"auto": of_the_model, "bytes": lambda rules: Bytes()}
+BY_NAME: dict[str, Callable[[TextRules], Tokenizer]] = {"auto": model_tokenizer, "bytes": lambda rules: Bytes()}
 
 
 def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
-    """The tokenizer of a folder or, where there is none of this name, of a model on the hub. Code beside it is never
-    run."""
+    """The tokenizer in the folder `name` or, if there is no such folder, of that model on the hub. Code that comes with
+    it is never run."""
     if is_folder(name):
         require(has_tokenizer(name), "data.tokenizer", choice, f"{ALLOWED}: {name} has none of {', '.join(FILES)}")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -167,7 +167,7 @@ def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
 
 
 def library() -> Any:
-    """transformers' class of all tokenizers."""
+    """transformers.AutoTokenizer. Raises BadInput if transformers isn't installed."""
     try:
         with quiet():
             import transformers

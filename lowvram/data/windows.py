@@ -1,4 +1,4 @@
-"""Text of any length, read in windows of sequence_length tokens and the one that follows."""
+"""Text of any length, read in windows of sequence_length tokens and the token after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowvram.data.tokenizer import Tokenizer
 
 @final
 class TokenStream:
-    """Pieces of text as one long text. Pieces may be mapped files: only what is read is copied."""
+    """Arrays of tokens, read as one. The arrays may be mapped files: only what is read is copied."""
 
     def __init__(self, pieces: Sequence[np.ndarray]) -> None:
         self.pieces = pieces  # each (num_tokens,) integers
@@ -38,7 +38,7 @@ class TokenStream:
 
 @final
 class TrainWindows(Samples):
-    """Windows side by side, all over the text. In each epoch they start somewhere else."""
+    """Adjacent windows over the whole text. Each epoch shifts all of them by a random number of tokens."""
 
     def __init__(self, stream: TokenStream, sequence_length: int, seed: int) -> None:
         self.stream, self.sequence_length, self.seed = stream, sequence_length, seed
@@ -70,7 +70,7 @@ class EvalWindows(Samples):
 
 @lru_cache(maxsize=8)
 def shift(seed: int, epoch: int, num_starts: int) -> int:
-    """By how many tokens the windows of an epoch are moved."""
+    """By how many tokens the windows of an epoch are shifted."""
     return int(generator(Stream.SHIFT, seed, epoch).integers(num_starts))
 
 
@@ -89,7 +89,7 @@ def windowed(
     seed: int,
     origin: str,
 ) -> Data:
-    """Windows over two texts. Each must be longer than `sequence_length`; `origin` says what they are."""
+    """Windows over two texts, each longer than `sequence_length`; `origin` says in the log where they come from."""
     trained_on = TrainWindows(train, sequence_length, seed)
     evaluated = EvalWindows(held_out, sequence_length, eval_samples)
     description = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.core.rig import Update
-from lowvram.data.loader import Waited
+from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields
 from lowvram.loops.evaluate import evaluate
 from lowvram.loops.profiling.clock import clock_for, synchronise
@@ -70,7 +70,7 @@ class History:
     def num_steps(self) -> int:
         return len(self._steps)
 
-    def step(self, batches: Waited) -> None:
+    def step(self, batches: TimedBatches) -> None:
         limits = self._session.settings.measure
         batch = next(batches)
         self._num_targets.append(self._session.problem.num_targets(batch))

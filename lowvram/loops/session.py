@@ -16,7 +16,7 @@ from lowvram.core.knob import Knob
 from lowvram.core.ranks import agree, num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig, Update
 from lowvram.core.step import step
-from lowvram.data.loader import Loader, Waited
+from lowvram.data.loader import Loader, TimedBatches
 from lowvram.data.source import Data
 from lowvram.loops.schedule import Schedule
 from lowvram.tasks import Problem
@@ -93,13 +93,13 @@ class Session:
             **parts,
         )
 
-    def batches(self, first_step: int) -> Waited:
+    def batches(self, first_step: int) -> TimedBatches:
         """The logical batches from `first_step` on, without end; each rank gets its slice."""
         loader: Loader = self.settings.groups["loader"]
         batch_size, seed = self.settings.train.batch_size, self.settings.root.seed
-        return Waited(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device), first_step)
+        return TimedBatches(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device), first_step)
 
-    def largest(self, batches: Waited, last: Part) -> Part:
+    def largest(self, batches: TimedBatches, last: Part) -> Part:
         """The largest of the batches so far, made again; or `last`, if all have one size."""
         if len(set(batches.sizes)) == 1:
             return last

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowvram.core.ranks import gather_from_all, rank
 from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
-from lowvram.data.loader import Waited
+from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.export import Origin, check_free, export
@@ -177,7 +177,7 @@ class TrainingRun:
             made_from = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
             export(session.folder / EXPORTED, model, made_from, settings.export.merge)
 
-    def finish(self, batches: Waited, step_ms: list[float]) -> dict[str, Any]:
+    def finish(self, batches: TimedBatches, step_ms: list[float]) -> dict[str, Any]:
         """Make the last snapshot, evaluation and export; return the row. `post_run` comes last, since it disturbs."""
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)

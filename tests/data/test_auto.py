@@ -7,7 +7,7 @@ from lowvram.data.auto import Auto
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.python_packages import PythonPackages
 from lowvram.data.python_source import PythonSource
-from lowvram.data.source import Following, Source, resolve_source
+from lowvram.data.source import ResolvedTextSource, Source, resolve_source
 from lowvram.data.spec import Modality, TextRules
 from lowvram.data.synthetic import Synthetic
 from tests.data.conftest import FakeModel
@@ -21,7 +21,7 @@ def test_follows_the_model(token_model, image_model) -> None:
 def test_texts_with_a_class_are_pieces_of_packages(classifier_of_texts) -> None:
     model = classifier_of_texts(text_rules=TextRules(pad_id=5))
     source = PythonPackages(sequence_length=32, eval_samples=7)
-    assert Auto(eval_samples=7).resolve(model) == Following(source, TextRules(pad_id=5))
+    assert Auto(eval_samples=7).resolve(model) == ResolvedTextSource(source, TextRules(pad_id=5))
 
 
 @pytest.mark.parametrize("source", [Auto(), Synthetic()])

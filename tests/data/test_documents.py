@@ -100,7 +100,9 @@ def test_an_evaluation_reads_as_many_as_it_is_told(tmp_path: Path, make) -> None
 
 @each_source
 def test_one_text_is_too_few(tmp_path: Path, make) -> None:
-    with pytest.raises(BadInput, match=r"data\.(path|name)=.*: must be (two files with text|a data set with texts)"):
+    with pytest.raises(
+        BadInput, match=r"data\.(path|name)=.*: must be (at least two files with text|a data set with texts)"
+    ):
         make(tmp_path / "texts", ["one"]).open(seed=0)
 
 
@@ -116,19 +118,19 @@ def test_lines_of_a_text_file_are_texts(tmp_path: Path) -> None:
 
 
 def test_texts_with_a_class_are_samples_by_themselves_anyway() -> None:
-    with pytest.raises(BadInput, match=r"data\.samples='documents': must be windows where each text has a class"):
+    with pytest.raises(BadInput, match=r"data\.samples='documents': must be windows where data.label is given"):
         Hub("a.csv", label="mood", samples=Unit.documents)
 
 
 def test_tokens_are_made_once_for_windows_and_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    tokenise = Pretrained.in_stream
+    tokenise = Pretrained.encode
 
     def counted(self: Pretrained, texts: list[str]) -> list[np.ndarray]:
         calls.extend(text for text in texts if text != "\n")
         return tokenise(self, texts)
 
-    monkeypatch.setattr(Pretrained, "in_stream", counted)
+    monkeypatch.setattr(Pretrained, "encode", counted)
     file = tmp_path / "a.txt"
     file.write_text("the quick brown fox\n" * 60)
     words = str(save_tokenizer(tmp_path / "words", end="<end>"))

@@ -83,9 +83,9 @@ def test_splits_by_name(tmp_path: Path) -> None:
     DatasetDict(parts).save_to_disk(str(tmp_path))
     data = opened(tmp_path, label="mood", train_split="large", eval_split="small")
     assert (len(data.train), len(data.eval)) == (20, 4)
-    with pytest.raises(BadInput, match=r"data\.train_split='train': must be one of the splits .*: small, large"):
+    with pytest.raises(BadInput, match=r"data\.train_split='train': must be one of the splits: small, large"):
         opened(tmp_path)
-    with pytest.raises(BadInput, match=r"data\.eval_split='tiny': must be one of the splits .*: small, large"):
+    with pytest.raises(BadInput, match=r"data\.eval_split='tiny': must be one of the splits: small, large"):
         opened(tmp_path, train_split="large", eval_split="tiny")
 
 
@@ -118,7 +118,7 @@ def test_a_class_label_has_an_order_of_its_own(tmp_path: Path) -> None:
     [
         ([0.5, 1.5, 0.5], r"a column of classes: text or whole numbers, in each row; it has 0\.5, 1\.5"),
         (["a", None, "b"], r"in each row; it has None"),
-        (["a", "a", "a"], r"at least 2 classes; it has 'a' alone"),
+        (["a", "a", "a"], r"at least 2 classes; it has only 'a'"),
     ],
 )
 def test_what_is_no_class_is_refused(tmp_path: Path, column: list[Any], said: str) -> None:
@@ -130,7 +130,7 @@ def test_what_is_no_class_is_refused(tmp_path: Path, column: list[Any], said: st
 def test_labels_outside_the_classes_are_refused(tmp_path: Path) -> None:
     csv_of(MOODS, tmp_path / "train.csv")
     csv_of([*MOODS, {"text": "x", "mood": "odd"}], tmp_path / "test.csv")
-    with pytest.raises(BadInput, match=r"all among the 2 classes to train on: what is held out has 'odd'"):
+    with pytest.raises(BadInput, match=r"all among the 2 classes to train on: the held-out split has 'odd'"):
         opened(tmp_path, label="mood")
 
 
@@ -282,7 +282,9 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"data\.name='\./nowhere\.csv': must be a file .*; nothing is there"):
         opened("./nowhere.csv")
     (tmp_path / "a.docx").write_text("x")
-    with pytest.raises(BadInput, match=r"data\.name='.*a\.docx': must be a file \(\.csv, .*\) .*: what \.docx is"):
+    with pytest.raises(
+        BadInput, match=r"data\.name='.*a\.docx': must be a file \(\.csv, .*\) .*: \.docx can't be read"
+    ):
         opened(tmp_path / "a.docx")
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match=r"data\.name='.*empty': must be a file .*doesn't contain any data files"):

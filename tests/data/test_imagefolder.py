@@ -17,8 +17,8 @@ from lowvram.data.imagefolder import (
     CHANNEL_STD,
     ImageFolder,
     RandomCrop,
+    center_crop,
     held_out_tenth,
-    middle,
 )
 from lowvram.data.source import Data, Samples
 
@@ -149,7 +149,7 @@ def test_a_sample_is_pure_in_seed_epoch_and_index(tmp_path: Path) -> None:
 def test_eval_is_the_middle_in_every_epoch(tmp_path: Path) -> None:
     held_out = opened(make_folder(tmp_path)).eval
     assert torch.equal(held_out.sample(0, 0)[0], held_out.sample(0, 1)[0])
-    assert middle(20, 16, 0, 0) == ((2, 0, 18, 16), False)
+    assert center_crop(20, 16, 0, 0) == ((2, 0, 18, 16), False)
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 16), (1, 100), (300, 2)])

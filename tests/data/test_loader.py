@@ -16,7 +16,7 @@ from torch import Tensor
 from lowvram.core.rig import Part
 from lowvram.data import loader as loader_module
 from lowvram.data.glyphs import Glyphs
-from lowvram.data.loader import Inline, Loader, Waited, Workers, batch_keys, eval_batches, slice_of, stacked
+from lowvram.data.loader import Inline, Loader, TimedBatches, Workers, batch_keys, eval_batches, slice_of, stacked
 from lowvram.data.source import Samples
 
 # torch's advice on a machine of one core; two workers are right there too.
@@ -164,7 +164,7 @@ def test_evaluation_reads_every_sample_once_in_order() -> None:
 def test_waiting_is_counted_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # each look at the clock is a second
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    waited = Waited(Inline().batches(Numbers(10), 4, 0, 0, CPU))
+    waited = TimedBatches(Inline().batches(Numbers(10), 4, 0, 0, CPU))
     for _ in range(2):
         next(waited)
         time.perf_counter()

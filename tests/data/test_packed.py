@@ -12,7 +12,7 @@ from lowvram.core.rig import IGNORE, Part
 from lowvram.data import packed as packed_module
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.loader import collate
-from lowvram.data.packed import WIDEST, Packed, arranged, best_fit, narrowest, packing
+from lowvram.data.packed import WIDEST, Packed, assign_rows, best_fit, narrowest, pack
 from lowvram.data.python_packages import PythonPackages
 from lowvram.data.python_source import PythonSource
 from lowvram.data.source import Data, Source
@@ -53,7 +53,7 @@ def sequences(part: Part) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("unit", [1, 2, 4])
 def test_every_sequence_has_one_place(seed: int, unit: int) -> None:
     lengths = lengths_like(16, 32, torch.Generator().manual_seed(seed))
-    rows = arranged(lengths, 32, unit)
+    rows = assign_rows(lengths, 32, unit)
     assert sorted(itertools.chain(*rows)) == list(range(16))
     assert len(rows) % unit == 0
     assert all(rows)
@@ -63,14 +63,14 @@ def test_every_sequence_has_one_place(seed: int, unit: int) -> None:
 def test_little_is_left_over() -> None:
     """Of 64 sequences whose lengths are like those of real texts."""
     lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 64).astype(int).clip(1, 512).tolist()
-    rows = arranged(lengths, 512, 1)
+    rows = assign_rows(lengths, 512, 1)
     width = max(sum(lengths[each] for each in row) for row in rows)
     assert 1 - sum(lengths) / (len(rows) * width) <= 0.02
     assert 1.5 * len(rows) * width < 64 * 512
 
 
 def test_sequences_that_fill_their_rows_are_left_alone() -> None:
-    assert arranged([32] * 5, 32, 1) == [[0], [1], [2], [3], [4]]
+    assert assign_rows([32] * 5, 32, 1) == [[0], [1], [2], [3], [4]]
 
 
 def test_the_narrowest_rows_are_found() -> None:
@@ -79,7 +79,7 @@ def test_the_narrowest_rows_are_found() -> None:
 
 
 def test_no_row_stays_empty_where_ranks_need_more_rows_than_there_is_text() -> None:
-    rows = arranged([9, 1, 1, 1], 32, 4)
+    rows = assign_rows([9, 1, 1, 1], 32, 4)
     assert sorted(map(len, rows)) == [1, 1, 1, 1]
 
 
@@ -141,7 +141,7 @@ def test_a_plan_has_room_for_the_longest_sequences() -> None:
             PythonSource(32),
             "must be inline or workers for samples that are all of one length: .* data.samples=documents",
         ),
-        (PythonPackages(32), "must be bucketed for labelled tokens: each has a class of its own"),
+        (PythonPackages(32), "must be bucketed for labelled tokens: a row has one class"),
         (Glyphs(16), "must be inline or workers for images, which have no lengths"),
     ],
 )
@@ -167,4 +167,4 @@ def test_numbers_out_of_range() -> None:
 
 def test_packing_is_a_function_of_the_lengths() -> None:
     keys = [(index, 0) for index in range(16)]
-    assert packing(TEXTS, keys, 1) == packing(TEXTS, keys, 1)
+    assert pack(TEXTS, keys, 1) == pack(TEXTS, keys, 1)

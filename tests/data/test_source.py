@@ -9,7 +9,7 @@ from lowvram.data.auto import Auto
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
-from lowvram.data.source import Following, Source, fitting_options, given, require_count, resolve_source
+from lowvram.data.source import ResolvedTextSource, Source, fitting_options, resolved_size, require_count, resolve_source
 from lowvram.data.spec import Modality, TextRules
 from lowvram.data.synthetic import Synthetic
 from lowvram.data.text import Text
@@ -42,8 +42,8 @@ def test_every_option_that_fits_is_named_and_no_other(kind: Modality) -> None:
 def test_a_chosen_length_is_kept_and_another_is_the_models(token_model) -> None:
     model, rules = token_model(), TextRules()
     assert resolve_source(PythonSource(sequence_length=7), model) == PythonSource(sequence_length=7)
-    assert resolve_source(Text("x", sequence_length=7), model) == Following(Text("x", sequence_length=7), rules)
-    assert resolve_source(Text("x"), model) == Following(Text("x", sequence_length=32), rules)
+    assert resolve_source(Text("x", sequence_length=7), model) == ResolvedTextSource(Text("x", sequence_length=7), rules)
+    assert resolve_source(Text("x"), model) == ResolvedTextSource(Text("x", sequence_length=32), rules)
 
 
 def test_opened_without_a_model_a_source_says_what_it_lacks() -> None:
@@ -56,6 +56,6 @@ def test_opened_without_a_model_a_source_says_what_it_lacks() -> None:
 def test_counts() -> None:
     require_count("data.x", None)
     require_count("data.x", 1)
-    assert given("data.x", 3) == 3
+    assert resolved_size("data.x", 3) == 3
     with pytest.raises(BadInput, match=r"data\.x=0: must be null or at least 1"):
         require_count("data.x", 0)

@@ -202,13 +202,13 @@ def test_a_tokenizer_makes_the_tokens(tmp_path: Path, token_model) -> None:
 def test_tokens_are_kept_until_text_or_tokenizer_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, calls = tmp_path / "book.txt", []
     file.write_text("the fox\n" * 100)
-    tokenise = Pretrained.in_stream
+    tokenise = Pretrained.encode
 
     def counted(self: Pretrained, texts: list[str]) -> list[np.ndarray]:
         calls.extend(text for text in texts if text != "\n")
         return tokenise(self, texts)
 
-    monkeypatch.setattr(Pretrained, "in_stream", counted)
+    monkeypatch.setattr(Pretrained, "encode", counted)
 
     def read_with(folder: Path) -> int:
         opened(file, tokenizer=str(folder))

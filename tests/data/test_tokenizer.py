@@ -29,16 +29,16 @@ def listed(tokens: list[np.ndarray]) -> list[list[int]]:
 
 
 def test_every_byte_is_a_token() -> None:
-    assert listed(Bytes().in_stream(["é", ""])) == [list("é".encode()), []]
-    assert listed(Bytes().alone(["abc"], 2)) == [[97, 98]]
+    assert listed(Bytes().encode(["é", ""])) == [list("é".encode()), []]
+    assert listed(Bytes().encode_with_marks(["abc"], 2)) == [[97, 98]]
     assert Bytes().separator.tolist() == [10]
 
 
 def test_marks_stand_around_a_text_that_is_alone(words: Tokenizer) -> None:
-    (the, fox), (bare,) = words.in_stream(["the fox", "the"])[0].tolist(), words.in_stream(["the"])[0].tolist()
+    (the, fox), (bare,) = words.encode(["the fox", "the"])[0].tolist(), words.encode(["the"])[0].tolist()
     assert the == bare
-    assert listed(words.alone(["the fox", "the"], 8)) == [[2, the, fox, 3], [2, the, 3]]
-    assert listed(words.alone(["the fox the fox"], 4)) == [[2, the, fox, 3]]
+    assert listed(words.encode_with_marks(["the fox", "the"], 8)) == [[2, the, fox, 3], [2, the, 3]]
+    assert listed(words.encode_with_marks(["the fox the fox"], 4)) == [[2, the, fox, 3]]
     assert max(the, fox) < words.vocab_size == 4 + 11
 
 
@@ -50,16 +50,16 @@ def test_texts_in_a_stream_are_parted_by_the_end_token_if_there_is_one(folder: P
 
 def test_a_long_text_is_tokenised_piece_by_piece(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the quick brown fox\n\n" * 50
-    whole = words.in_stream([text])
+    whole = words.encode([text])
     monkeypatch.setattr(tokenizer_module, "PIECE_LETTERS", 30)
     monkeypatch.setattr(tokenizer_module, "PIECES", 2)
     assert len(list(cut_at_lines(text))) > 10
     assert "".join(cut_at_lines(text)) == text
-    assert listed(words.in_stream([text])) == listed(whole)
+    assert listed(words.encode([text])) == listed(whole)
 
 
 def test_another_tokenizer_has_another_key(folder: Path, tmp_path: Path, words: Tokenizer) -> None:
-    words.alone(["the quick fox"], 2)  # it keeps how it was called
+    words.encode_with_marks(["the quick fox"], 2)  # it keeps how it was called
     again, other = choose_tokenizer(str(folder), TextRules()), save_tokenizer(tmp_path / "other", end="<end>")
     assert again.key == words.key
     assert choose_tokenizer(str(other), TextRules()).key != words.key

@@ -18,7 +18,7 @@ from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.ranks import agree, rank
 from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
-from lowvram.data.loader import Waited
+from lowvram.data.loader import TimedBatches
 from lowvram.loops.fields import Fields, status_bytes
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import NO_KINDS
@@ -28,7 +28,7 @@ from lowvram.loops.session import Session
 PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one step
 
 
-def post_run(session: Session, batches: Waited) -> Fields:
+def post_run(session: Session, batches: TimedBatches) -> Fields:
     """Measure the phases of a step, then the memory of a step on the largest batch so far. The run's own peaks are read
     first, so that these steps don't count in them."""
     before, batch = headline(session), next(batches)
