@@ -15,8 +15,8 @@ from lowvram.results.row import Row, Status
 from lowvram.results.shown import shown
 
 Settings = Mapping[str, str]  # what differs: a group's option, or a dotted key's value
-LEAST_STEPS = 3  # of a waterfall: a baseline and two choices that were added
-ACCUMULATION = "accum"  # saves what a smaller batch would: no evidence for the other knobs
+LEAST_STEPS = 3  # of a waterfall: the baseline and two added choices
+ACCUMULATION = "accum"  # saves only what a smaller batch would, so a waterfall draws it in grey
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Effect:
 
 
 def ablations(rows: Sequence[Row]) -> list[Settings]:
-    """Of each row the options and values that are not the same in all; an option's own values are left out."""
+    """Of each row the options and values that differ between rows. Values are compared within one option."""
     flat = [{**dict(_leaves(row["config"])), **row["choices"]} for row in rows]
     names = dict.fromkeys(name for row in rows for name in row["choices"]) | dict.fromkeys(
         name for leaves in flat for name in leaves
@@ -57,13 +57,13 @@ def _is_setting(name: str) -> bool:
 
 
 def _varies(name: str, rows: Sequence[Row], flat: Sequence[Mapping[str, Any]]) -> bool:
-    """A group: between rows. A key: between rows that chose the same option of its group."""
+    """Whether a group differs between rows, or a key between rows that chose the same option of its group."""
     group, dot, _ = name.partition(".")
-    seen: dict[str | None, set[str]] = {}
+    values_by_option: dict[str | None, set[str]] = {}
     for row, leaves in zip(rows, flat, strict=True):
         if name in leaves:
-            seen.setdefault(row["choices"].get(group) if dot else None, set()).add(_text(leaves[name]))
-    return any(len(values) > 1 for values in seen.values())
+            values_by_option.setdefault(row["choices"].get(group) if dot else None, set()).add(_text(leaves[name]))
+    return any(len(values) > 1 for values in values_by_option.values())
 
 
 def _text(value: Any) -> str:
@@ -71,7 +71,7 @@ def _text(value: Any) -> str:
 
 
 def baseline(rows: Sequence[Row]) -> int:
-    """The point that others are compared to: of those that ran to their end, the one closest to the defaults."""
+    """The point that others are compared with: of those that finished, the one closest to the defaults."""
     neutral = neutral_options()
 
     def place(i: int) -> tuple[bool, int]:
@@ -82,13 +82,13 @@ def baseline(rows: Sequence[Row]) -> int:
 
 
 def memory_bytes(row: Row) -> float | None:
-    """Measured, or else planned: only plans never measure."""
+    """The measured peak; of a row of mode=plan the planned one."""
     is_plan = row["choices"].get("mode") == "plan"
     return value_at(row, "plan.allocated_bytes" if is_plan else "memory.peak_bytes")
 
 
 def samples_per_s(row: Row) -> float | None:
-    """Measured, or else planned."""
+    """The measured rate; of a row of mode=plan the planned one."""
     planned_ms = value_at(row, "plan.step_ms")
     if row["choices"].get("mode") == "plan" and planned_ms:
         return row["config"]["train"]["batch_size"] / planned_ms * 1000
@@ -96,16 +96,16 @@ def samples_per_s(row: Row) -> float | None:
 
 
 def effects(rows: Sequence[Row], differing: Sequence[Settings], reference: int) -> list[Effect]:
-    """What each option and value did against that of the point `reference`, in the order of the points."""
+    """The effect of each option and value against that of the point `reference`, in the order of the points."""
     finished = [i for i, row in enumerate(rows) if row["status"] == Status.OK]
-    found = {frozenset(differing[i].items()): i for i in reversed(finished)}
+    by_settings = {frozenset(differing[i].items()): i for i in reversed(finished)}
     pairs: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for i in finished:
         for name, value in differing[i].items():
             against = differing[reference].get(name)
             if against is None or value == against:
                 continue
-            without = found.get(frozenset({**differing[i], name: against}.items()))
+            without = by_settings.get(frozenset({**differing[i], name: against}.items()))
             if without is not None and rows[i]["memory"]["source"] == rows[without]["memory"]["source"]:
                 pairs.setdefault((name, value), []).append((i, without))
     return [_effect(rows, name, value, differing[reference][name], couples) for (name, value), couples in pairs.items()]
@@ -118,7 +118,7 @@ def _effect(rows: Sequence[Row], name: str, value: str, against: str, pairs: lis
     losses = [
         _ratio(value_at(rows[i], "loss.eval"), value_at(rows[j], "loss.eval"))
         for i, j in pairs
-        if rows[i]["time"]["steps"] == rows[j]["time"]["steps"]  # a window that was cut short has trained less
+        if rows[i]["time"]["steps"] == rows[j]["time"]["steps"]  # a window that was cut short trained fewer steps
     ]
     errors = [value_at(rows[i], "fidelity.gradient_error") for i, _ in pairs]
     return Effect(name, value, against, tuple(pairs), *(_middle(values) for values in (*ratios, losses, errors)))
@@ -134,16 +134,17 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def frontier(rows: Sequence[Row]) -> list[int]:
-    """The points that no other one beats in memory and speed, the smallest first; none if peaks can't be compared."""
-    found = [
+    """The points that no other beats in both memory and speed, the smallest first; none if their peaks were measured in
+    different ways."""
+    candidates = [
         (memory, -speed, i)
         for i, row in enumerate(rows)
         if row["status"] == Status.OK and (memory := memory_bytes(row)) and (speed := samples_per_s(row))
     ]
-    if len({rows[i]["memory"]["source"] for *_, i in found}) > 1:
+    if len({rows[i]["memory"]["source"] for *_, i in candidates}) > 1:
         return []
     best, fastest = [], 0.0
-    for _, slowness, i in sorted(found):
+    for _, slowness, i in sorted(candidates):
         if -slowness > fastest:
             best.append(i)
             fastest = -slowness
@@ -151,8 +152,8 @@ def frontier(rows: Sequence[Row]) -> list[int]:
 
 
 def waterfall(rows: Sequence[Row], differing: Sequence[Settings]) -> list[dict[str, Any]] | None:
-    """The steps of a sweep whose points add knobs one by one, each with what it added; None for another sweep."""
-    if len(rows) < LEAST_STEPS or any(name not in KNOB_GROUPS for each in differing for name in each):
+    """The points of a sweep that adds knobs one by one, each with the knobs it added; None for any other sweep."""
+    if len(rows) < LEAST_STEPS or any(name not in KNOB_GROUPS for settings in differing for name in settings):
         return None
     steps: list[dict[str, Any]] = [{"point": 0, "added": [], "is_accumulation": False}]
     before: set[tuple[str, str]] = set()
@@ -163,7 +164,7 @@ def waterfall(rows: Sequence[Row], differing: Sequence[Settings]) -> list[dict[s
         added = sorted(changed - before)
         names = [name for name, _ in added]
         steps.append(
-            {"point": i, "added": ["=".join(one) for one in added], "is_accumulation": names == [ACCUMULATION]}
+            {"point": i, "added": ["=".join(choice) for choice in added], "is_accumulation": names == [ACCUMULATION]}
         )
         before = changed
     return steps

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_WORTH_SAYING = 0.1
+_LEAST_SHARE = 0.1  # of the time
 
 
 def data_wait_advice(data_wait_frac: float | None, choices: Mapping[str, str]) -> str | None:
     """A line when more than a tenth of the time was spent waiting for data, None otherwise."""
-    if data_wait_frac is None or not data_wait_frac > _WORTH_SAYING or choices.get("loader") != "inline":
+    if data_wait_frac is None or not data_wait_frac > _LEAST_SHARE or choices.get("loader") != "inline":
         return None
     return f"{100 * data_wait_frac:.0f} % of the time was spent waiting for data: try loader=workers"

@@ -1,6 +1,6 @@
-"""What of a row can't be true: figures that contradict each other. The parent looks at every row. Needs no torch.
+"""Figures of a row that contradict each other. The parent process checks every row. Needs no torch.
 
-A measurement can lie in few ways without a trace: what is measured twice, or in two ways, must agree.
+Most errors of measurement show: figures that are measured twice, or in two ways, then disagree.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from lowvram.config.settings import parse_bytes
 from lowvram.results.columns import value_at
 from lowvram.results.row import Row, size_text
 
-WHOLE_STEP = 0.5  # share of the phases' time that a step takes at least, on a machine that is disturbed meanwhile
-EXACT = 1.01  # what is counted, not timed
-Doubt = Callable[[Row], str | None]
+WHOLE_STEP = 0.5  # a step takes at least this share of its phases' total time, also on a disturbed machine
+EXACT = 1.01  # tolerance of figures that are counted, not timed
+Check = Callable[[Row], str | None]
 
 
 def failed_checks(row: Row) -> Iterator[str]:
     """A sentence for each contradiction."""
-    return filter(None, (doubt(row) for doubt in ALL))
+    return filter(None, (check(row) for check in ALL))
 
 
 def budget(row: Row) -> str | None:
     peak_bytes, vram_bytes = row["memory"]["peak_bytes"], parse_bytes("vram", row["config"].get("vram"))
-    is_capped = row["memory"]["source"] != "process"  # its growth holds pages of files too, which no cap is for
+    is_capped = row["memory"]["source"] != "process"  # its growth includes pages of files, which the cap doesn't limit
     if peak_bytes is None or vram_bytes is None or not is_capped or peak_bytes <= vram_bytes:
         return None
     return f"vram={row['config']['vram']} was not enforced: the peak was {size_text(peak_bytes)}"
 
 
 def late_reset(row: Row) -> str | None:
-    """Beside a whole run's peak a single step's, taken afterwards, may hold one batch more."""
+    """The peak of a single step, measured afterwards, may exceed the whole run's by one batch only."""
     peak_bytes, steady_bytes = row["memory"]["peak_bytes"], row["memory"]["steady_peak_bytes"]
     more_bytes = (value_at(row, "memory.by_kind_max.inputs") or 0) + 2**20
     if peak_bytes is None or steady_bytes is None or steady_bytes <= peak_bytes + more_bytes:
@@ -41,7 +41,7 @@ def late_reset(row: Row) -> str | None:
 
 
 def unfinished_steps(row: Row) -> str | None:
-    """Marks between the phases may make a compiler begin again."""
+    """A step takes about as long as its phases. Not for compiled ones: marks between phases may recompile."""
     step_ms = row["time"]["step_ms_p50"]
     phases = [row["time"][f"{phase}_ms"] for phase in ("forward", "backward", "update")]
     if step_ms is None or None in phases or row["compiled"] or step_ms >= WHOLE_STEP * sum(phases):
@@ -50,7 +50,7 @@ def unfinished_steps(row: Row) -> str | None:
 
 
 def best_of_several(row: Row) -> str | None:
-    """A mean is not below 95 % of the 5th percentile, whatever the other values are."""
+    """The mean step time is at least 95 % of the 5th percentile, whatever the other values are."""
     samples_per_s, fastest_ms = row["throughput"]["samples_per_s"], row["time"]["step_ms_p05"]
     batch_size = value_at(row, "config.train.batch_size")
     if not (samples_per_s and fastest_ms and batch_size) or 1e3 * batch_size / samples_per_s >= 0.94 * fastest_ms:
@@ -81,4 +81,4 @@ def eager(row: Row) -> str | None:
     return f"compile={row['choices']['compile']} was measured eager"
 
 
-ALL: tuple[Doubt, ...] = (budget, late_reset, unfinished_steps, best_of_several, padding, too_much_arithmetic, eager)
+ALL: tuple[Check, ...] = (budget, late_reset, unfinished_steps, best_of_several, padding, too_much_arithmetic, eager)

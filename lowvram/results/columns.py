@@ -24,25 +24,25 @@ class Column:
     better: Better = Better.NEITHER
     is_shown: bool = True  # in the terminal and in Markdown
     is_exported: bool = True  # in CSV
-    of_training: bool = False  # only compared after equally many steps
+    of_training: bool = False  # comparable only after equally many steps
 
 
 def words_column(title: str, words: Iterable[str | None], is_exported: bool = True) -> Column:
-    """Words come from anywhere: names, reasons, values that were typed."""
+    """A column of names, reasons or typed values; control characters in them are escaped."""
     values = tuple(word and shown(word) for word in words)
     return Column(shown(title), values, tuple(value or "" for value in values), is_exported=is_exported)
 
 
 def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int], kind: Shown) -> Column:
-    """A figure of all rows.
+    """One figure of all rows.
 
     Args:
-        unit: in which sizes are told, and how many bytes it holds.
-        kind: of the table: which figures it shows.
+        unit: of memory: its name and its number of bytes.
+        kind: which figures the table shows.
     """
     name, num_bytes = unit
-    found = [value_at(row, metric.path) for row in rows]
-    values = tuple(value if value is None or not metric.is_size else value / num_bytes for value in found)
+    figures = [value_at(row, metric.path) for row in rows]
+    values = tuple(value if value is None or not metric.is_size else value / num_bytes for value in figures)
     texts = metric.format.column(values)
     return Column(
         metric.title.format(unit=name),
@@ -67,7 +67,7 @@ def at(row: Row, path: str) -> Any:
 
 
 def value_at(row: Row, path: str) -> float | None:
-    """The same of a number; None also where it isn't finite."""
+    """The number under a dotted path; None where there is none or it isn't finite."""
     value = at(row, path)
     return value if value is not None and math.isfinite(value) else None
 
@@ -75,7 +75,7 @@ def value_at(row: Row, path: str) -> float | None:
 def best_rows(
     rows: Sequence[Row], values: Sequence[float | None], texts: Sequence[str], better: Better
 ) -> frozenset[int]:
-    """The rows that nobody can tell from the best one; none where there is nothing to compare."""
+    """The indices of the rows that show the same text as the best; empty where there is nothing to compare."""
     finished = {
         i: value
         for i, value in enumerate(values)

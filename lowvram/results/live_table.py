@@ -10,20 +10,20 @@ from typing import final
 
 from lowvram.results import table
 
-REST = 20.0  # times as long as a table took, none is made
+REST = 20.0  # pause between two tables, in multiples of the time that the last one took
 
 
 @final
 class LiveTable:
-    """Rebuilt from all rows after a point, but not after each: the more rows, the longer it takes, so that in a long
-    sweep it would take more time than the points. It takes at most a twentieth."""
+    """Rebuilds the table from all rows as points end, in at most a twentieth of the time: after each point of a long
+    sweep it would take longer than the points."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next_s = float("-inf")
 
     def save(self, folder: Path) -> None:
-        """Of a sweep's folder. The end of a sweep saves it once more, with all rows."""
+        """Saves the table of a sweep's folder, unless it is too early. It is saved again at the end of a sweep."""
         begin_s = self._clock()
         if begin_s < self._next_s:
             return

@@ -1,10 +1,10 @@
-"""The lines of a `metrics.jsonl`, each with a checksum of itself, and their one reader. Imports no torch.
+"""Writes and reads the lines of `metrics.jsonl`, each with its own checksum. Imports no torch.
 
 A line is JSON. Its last field is the CRC-32 of the bytes in front of it, as eight hex digits:
 
     {"step": 1, "loss/train": 5.1, "crc32": "2f1c7a90"}
 
-Early versions wrote none: such lines count as long as no line with one is in front of them.
+Early versions wrote no checksum: such a line counts if no line with a checksum precedes it.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lines:
-    """What a file holds."""
+    """The content of a file."""
 
     rows: list[Values]  # `step` and the values, without the checksum
     num_damaged: int  # lines that can't be read
-    is_foreign: bool = False  # they were another run's
+    is_foreign: bool = False  # whether the lines were another run's
 
     @property
     def wrong(self) -> str | None:
-        """What was done about them."""
+        """What is wrong with the lines, and what was done; None if they are all right."""
         if self.is_foreign:
             return "its lines are another run's: all are left out"
         return f"{self.num_damaged} damaged lines are left out" if self.num_damaged else None
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """A row as the file has it, with the end of the line."""
+    """A row as a line of the file, with its checksum and the new line."""
     text = to_json(row).removesuffix("}")
     return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
 
 
 def read_lines(path: Path, most: int | None = None) -> Lines:
-    """All rows that can be read. What was written half, without the end of its line, is none and no damage.
+    """All rows that can be read. A last line that was half written is left out and doesn't count as damaged.
 
     Args:
-        most: of a longer file only every so many-th line is looked at, and the last one.
+        most: the most lines to read: of a longer file evenly spaced ones, the last among them.
 
     Raises:
-        OSError: the file is there, and can't be read.
+        OSError: the file exists but can't be read.
     """
     try:
         *lines, half = path.read_bytes().split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return Lines([], 0)
     lines = [line for line in lines if line.strip()]
-    if parsed(list(bodies([half]))):  # it is whole: an editor has left out the last end of a line
+    if parsed(list(bodies([half]))):  # whole: an editor removed the last new line
         lines.append(half)
     stride = 1 if most is None else -(-len(lines) // most) or 1
-    looked_at = lines[(len(lines) - 1) % stride :: stride]
-    rows = parsed(list(bodies(looked_at)))
-    return Lines(rows, len(looked_at) - len(rows))
+    sampled = lines[(len(lines) - 1) % stride :: stride]
+    rows = parsed(list(bodies(sampled)))
+    return Lines(rows, len(sampled) - len(rows))
 
 
 def bodies(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """The JSON of those whose checksums are right, and of older ones."""
+    """The JSON of the lines whose checksums match, and of lines of early versions."""
     has_checksums = False
     for line in lines:
         if match := WITH_CHECKSUM.fullmatch(line):
@@ -81,21 +81,21 @@ def bodies(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def parsed(texts: Sequence[bytes]) -> list[Values]:
-    """The rows among some texts. All at once is ten times as fast as one by one, which is what finds the bad ones."""
+    """The texts that are rows. Parsing all at once is ten times as fast; only if that fails, each is parsed alone."""
     try:
-        found = json.loads(b"[" + b",".join(texts) + b"]", parse_constant=lambda _: None)
+        values = json.loads(b"[" + b",".join(texts) + b"]", parse_constant=lambda _: None)
     except (ValueError, RecursionError):
-        found = []
+        values = []
         for text in texts:
             try:
-                found.append(json.loads(text, parse_constant=lambda _: None))
+                values.append(json.loads(text, parse_constant=lambda _: None))
             except (ValueError, RecursionError):
                 continue
-    return [row for row in found if is_row(row)]
+    return [row for row in values if is_row(row)]
 
 
 def is_row(row: Any) -> bool:
-    """A step, and numbers."""
+    """Whether a value is a mapping with a step, an integer, and numbers."""
     is_numeric = isinstance(row, dict) and all(
         value is None or isinstance(value, int | float) for value in row.values()
     )

@@ -1,4 +1,4 @@
-"""The figures of a row: the one list of which rows, tables, CSV, summaries, W&B, reports and docs are made.
+"""The one list of a row's figures. Rows, tables, CSV, summaries, W&B, reports and docs are made from it.
 
 A new figure is one entry here and the code that measures it. Needs no torch.
 """
@@ -15,7 +15,7 @@ from typing import final
 from lowvram.core.knob import Kind
 
 GIB = 2**30
-BYTES = "bytes"  # the unit of what tables tell in MiB or GiB
+BYTES = "bytes"  # tables show these figures in MiB or GiB
 
 
 class Better(IntEnum):
@@ -27,13 +27,13 @@ class Better(IntEnum):
 
 
 class Shown(Flag):
-    """Where a figure is told, beside the row. A CSV file has every column of a table."""
+    """Where a figure is shown, beside the row. A CSV file has every column of a table."""
 
     TABLE = auto()  # in the terminal, in Markdown and in reports
     TABLE_OF_PLANS = auto()  # where nothing was measured
     TABLE_WITH_BUDGET = auto()  # of plans, or of points with a cap
     TABLE_WITH_PADDING = auto()
-    CSV = auto()  # there alone
+    CSV = auto()  # in no other table
     SUMMARY = auto()  # after a single run
 
     COLUMN = TABLE | TABLE_OF_PLANS | TABLE_WITH_BUDGET | TABLE_WITH_PADDING | CSV
@@ -44,17 +44,17 @@ class Format(ABC):
 
     @abstractmethod
     def column(self, values: Sequence[float | None]) -> tuple[str, ...]:
-        """Those of a column; empty where there is none."""
+        """The values of a column; "" for None."""
 
     @abstractmethod
     def alone(self, value: float) -> str:
-        """One in a line of its own."""
+        """A single value in a line of text."""
 
 
 @final
 @dataclass(frozen=True)
 class Digits(Format):
-    """So many at least, and as many decimals in a whole column, so that it can be compared."""
+    """At least `num_digits` digits; all values of a column have equally many decimals."""
 
     num_digits: int = 3
 
@@ -68,7 +68,7 @@ class Digits(Format):
 @final
 @dataclass(frozen=True)
 class PowersOfTen(Format):
-    """For numbers that lie powers of ten apart."""
+    """For figures that span powers of ten, such as 1.2e-03."""
 
     def column(self, values: Sequence[float | None]) -> tuple[str, ...]:
         return tuple("" if value is None else f"{value:.1e}" if value else "0" for value in values)
@@ -78,7 +78,7 @@ class PowersOfTen(Format):
 
 
 def number_texts(values: Sequence[float | None], num_digits: int) -> tuple[str, ...]:
-    """As many decimals for all as the smallest needs for its digits."""
+    """The values with equally many decimals: as many as the smallest needs for `num_digits` digits."""
     sizes = [abs(value) for value in values if value]
     exponent = math.floor(math.log10(min(sizes))) if sizes else 0
     num_decimals = min(max(num_digits - 1 - exponent, 0), num_digits + 1)
@@ -90,11 +90,11 @@ class Metric:
     """One figure.
 
     Args:
-        path: of its value in a row, dotted.
-        title: of its column; `{unit}` stands for the unit of memory of a table.
+        path: dotted path of its value in a row.
+        title: of its column; `{unit}` is replaced by the table's unit of memory.
         unit: "" if the value is a pure number.
-        wandb_name: in the summary of a W&B run, bytes as GiB; None: not there.
-        of_training: whether it can only be compared after equally many steps.
+        wandb_name: its name in the summary of a W&B run, where bytes are GiB; None: not in W&B.
+        of_training: whether it is comparable only after equally many steps.
     """
 
     path: str
@@ -112,16 +112,16 @@ class Metric:
 
     @property
     def section(self) -> str:
-        """Of the row."""
+        """The section of the row that holds it."""
         return self.path.partition(".")[0]
 
     @property
     def name(self) -> str:
-        """In its section, in words and without the unit."""
+        """Its name in its section, in words and without the unit."""
         return self.path.rpartition(".")[2].removesuffix("_bytes").replace("_", " ")
 
     def in_wandb(self, value: float) -> float:
-        """Its value there."""
+        """Its value in W&B's unit."""
         return value / GIB if self.is_size else value
 
 
@@ -130,9 +130,9 @@ LEAST_VRAM = "plan.least_vram_bytes"
 SLOW_STEP = "time.step_ms_p95"
 PADDING = "data.padding"
 SMALLER, LARGER = Better.SMALLER, Better.LARGER
-NOWHERE = Shown(0)  # but in the row, and in W&B
+NOWHERE = Shown(0)  # only in the row and in W&B
 
-# In the order of the columns. Of what the summary tells in sentences of its own: results/terminal.py.
+# In the order of the columns. results/terminal.py writes some of them into sentences of the summary.
 METRICS: tuple[Metric, ...] = (
     Metric(PEAK, "peak {unit}", BYTES, better=SMALLER, wandb_name="memory/peak_gib"),
     Metric("memory.reserved_bytes", "reserved {unit}", BYTES, wandb_name="memory/reserved_gib", shown_in=NOWHERE),
@@ -214,7 +214,7 @@ METRICS: tuple[Metric, ...] = (
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
-    # None is the best: below some size they are all noise.
+    # No best value is marked: below some size they are all noise.
     Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), wandb_name="fidelity/gradient_error"),
     Metric(
         "fidelity.gradient_cosine",

@@ -17,26 +17,26 @@ DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines
 
 @final
 class Metrics:
-    """The file, which is open from the moment when the point begins with its steps. A point may begin again."""
+    """The file of one point, open from `begin` to `close`. A point that is resumed or retried begins again."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
         self._file: TextIO | None = None
-        self._last_kinds = set[Any]()  # of the rows of the step after which the point began: one may come again
+        self._last_kinds = set[Any]()  # of the rows of the step after which the point began; they may be written again
 
     def begin(self, step: int, untold: Sequence[Values], known: Sequence[Values] = ()) -> Lines:
-        """The steps after `step` come; what was written of such ones is void.
+        """Open the file for the steps after `step`; rows of later steps, from an earlier attempt, are removed.
 
         Args:
-            untold: rows up to `step` that an earlier process of the point may not have found a reader for.
-            known: what some of the rows say, if they are there: those of another run say something else.
+            untold: rows up to `step` that an earlier process of the point may not have written.
+            known: rows that the file has if it is this run's; if they differ, its lines are another run's.
 
         Returns:
-            Those of them that were indeed missing, and what was wrong with the file.
+            The rows of `untold` that were indeed missing, and what was wrong with the file.
         """
         self.close()
         before = read_lines(self._path)
-        is_foreign = any(row[name] != one[name] for row, one, name in told_twice(before.rows, known))
+        is_foreign = any(row[name] != expected[name] for row, expected, name in comparable(before.rows, known))
         if before.num_damaged or is_foreign:
             self._path.replace(self._path.with_name(DAMAGED))
         kept = [] if is_foreign else [row for row in before.rows if row["step"] <= step]
@@ -48,20 +48,20 @@ class Metrics:
         return Lines(missing, before.num_damaged, is_foreign)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line."""
+        """Append the row of one step."""
         assert self._file is not None
         row = {"step": step, **values}
-        if kind(row) in self._last_kinds:  # made again after a death, maybe with other words: this one is the row's
+        if kind(row) in self._last_kinds:  # written again after the process died: the new row replaces the old
             self._file.close()
             self._rewrite(old for old in read_lines(self._path).rows if kind(old) != kind(row))
         self._file.write(to_line(row))
         self._file.flush()
 
     def commit(self) -> None:
-        """All lines are on the disk.
+        """Flush all lines to the disk.
 
         Raises:
-            FileNotFoundError: somebody has removed them.
+            FileNotFoundError: somebody removed the file.
         """
         if self._file is None:
             return
@@ -83,15 +83,15 @@ class Metrics:
         self._file = self._path.open("a", encoding="utf-8")
 
 
-def told_twice(rows: Iterable[Values], known: Sequence[Values]) -> Iterator[tuple[Values, Values, str]]:
-    """Each row whose step is known, what is known of it, and the name of a value in both."""
-    by_step = {one["step"]: one for one in known}
+def comparable(rows: Iterable[Values], known: Sequence[Values]) -> Iterator[tuple[Values, Values, str]]:
+    """Each row, the known row of the same step, and the name of a value that both have."""
+    by_step = {expected["step"]: expected for expected in known}
     for row in rows:
-        one = by_step.get(row["step"], {})
-        for name in (one.keys() & row.keys()) - {"step"}:
-            yield row, one, name
+        expected = by_step.get(row["step"], {})
+        for name in (expected.keys() & row.keys()) - {"step"}:
+            yield row, expected, name
 
 
 def kind(row: Values) -> Any:
-    """What makes a row the same one again: its step, and what it tells."""
+    """Two rows of the same kind are of the same step and have the same names of values."""
     return row["step"], *sorted(row)

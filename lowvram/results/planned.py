@@ -8,12 +8,12 @@ from typing import Any
 from lowvram.results.row import size_text
 
 NUM_LARGEST = 3
-LEAST_SHARE = 0.01  # of a step's time that is worth a word
+LEAST_SHARE = 0.01  # of a step's time: smaller parts are left out
 Plan = Mapping[str, Any]
 
 
 def plan_lines(plan: Plan | None) -> list[str]:
-    """What is planned, whether it fits, what it is made of and what it doesn't know."""
+    """The planned sizes, whether they fit, what they are made of, and what the plan doesn't know."""
     if plan is None:
         return []
     if plan.get("allocated_bytes") is None:
@@ -54,7 +54,7 @@ def _verdict(plan: Plan) -> str | None:
 
 
 def _host(plan: Plan) -> str | None:
-    """Only where the host is what it doesn't fit into."""
+    """A line only if the plan doesn't fit into the host's memory."""
     needed, budget = plan.get("host_bytes"), plan.get("host_budget_bytes")
     if not needed or not budget or needed * (1 + plan["margin"]) <= budget:
         return None
@@ -70,7 +70,7 @@ def _time(plan: Plan) -> str | None:
 
 
 def _ms_text(milliseconds: float) -> str:
-    """Of three digits: no more is known."""
+    """Three digits: a plan is no more accurate."""
     return f"{float(f'{milliseconds:.3g}'):g}"
 
 
@@ -81,7 +81,7 @@ def _kinds(plan: Plan) -> str | None:
 
 
 def _largest(plan: Plan) -> str | None:
-    texts = [f"{size_text(one['bytes'])} {one['name']}" for one in plan.get("largest", [])[:NUM_LARGEST]]
+    texts = [f"{size_text(tensor['bytes'])} {tensor['name']}" for tensor in plan.get("largest", [])[:NUM_LARGEST]]
     return f"largest: {', '.join(texts)}" if texts else None
 
 

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 SCHEMA = 1
 FILE_NAME = "result.json"
-LONGEST_FAULT = 400  # characters of what is wrong with a file
+LONGEST_FAULT = 400  # characters of a message about a damaged file
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
 _HELD_MEMORY = "another process held"
@@ -61,7 +61,7 @@ class Status(StrEnum):
 
 
 def empty_row() -> Row:
-    """A row in which nothing is known yet: every key is there, every value is null."""
+    """A row in which nothing is known yet: it has every key, and every value is null."""
     row = _without_figures()
     for metric in METRICS:
         section, _, name = metric.path.partition(".")
@@ -128,7 +128,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: str | os.PathLike[str]) -> Row | None:
-    """The row of a point's folder; None when there is none, or when the file isn't a whole row, which is said once."""
+    """The row of a point's folder; None when there is none or, with one warning, when the file isn't a whole row."""
     path = Path(folder) / FILE_NAME
     try:
         return parsed(opened(path.read_text(encoding="utf-8")))
@@ -138,29 +138,29 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
         why = "it is a folder"
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, NoRow | Damaged) else "it is no JSON"
-    if path.absolute() not in _told:
-        _told.add(path.absolute())
+    if path.absolute() not in _reported:
+        _reported.add(path.absolute())
         print(shown(f"{path} doesn't count, as it is no row of lowvram's: {why}"), file=sys.stderr)
     return None
 
 
-_told: set[Path] = set()  # files that are no rows
+_reported: set[Path] = set()  # files that a warning has named
 
 
 class NoRow(ValueError):
-    """What is wrong with it."""
+    """A JSON value that is no row; the message says why."""
 
 
 def parsed(text: str) -> Row:
     """A row that was written as JSON.
 
     Raises:
-        ValueError: it is none; a NoRow says why.
+        ValueError: it isn't JSON, or (NoRow) not a row.
     """
     stored = json.loads(text, parse_constant=lambda _: None)
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        found = stored.get("schema") if isinstance(stored, dict) else None
-        raise NoRow(f"schema={found!r}: must be {SCHEMA}")
+        schema = stored.get("schema") if isinstance(stored, dict) else None
+        raise NoRow(f"schema={schema!r}: must be {SCHEMA}")
     row = _merged(empty_row(), stored)
     if wrong := fault(row, empty_row(), tuple(Status)):
         raise NoRow(shortened(wrong, LONGEST_FAULT))
@@ -173,7 +173,7 @@ def write(folder: str | os.PathLike[str], row: Row, name: str = FILE_NAME) -> No
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON without secrets: NaN and infinity, which it doesn't know, become null."""
+    """Strict JSON without secrets: NaN and infinity, which JSON doesn't have, become null."""
     return json.dumps(_finite(without_secrets(value)), indent=indent, allow_nan=False)
 
 
@@ -200,7 +200,7 @@ def is_final(row: Row) -> bool:
 
 
 def is_missing(row: Row) -> bool:
-    """Whether a re-run brings something: what was skipped would only be skipped again."""
+    """Whether a re-run may add a result: a skipped point would only be skipped again."""
     return not is_final(row) and row["status"] != Status.SKIPPED
 
 
@@ -224,7 +224,7 @@ def exit_code(rows: Iterable[Row], sweep: bool) -> int:
 
 
 def attempts_text(row: Row) -> str | None:
-    """In how many parts a batch ran after attempts with fewer; None if there were none."""
+    """The number of parts with which a batch ran after attempts with fewer; None if there were no attempts."""
     fewer = [str(attempt["parts"]) for attempt in row["attempts"] or ()]
     if not fewer:
         return None
@@ -233,20 +233,22 @@ def attempts_text(row: Row) -> str | None:
 
 
 def reruns_text(row: Row) -> str | None:
-    """What other measurements of the point have found; None if there was no other one."""
+    """The results of the point's other measurements; None if it was measured once."""
     others = row["reruns"]
     if not others:
         return None
-    found = [one["reason"] or one["status"] if one["step_ms_p50"] is None else _rerun_text(one) for one in others]
-    return f"measured {len(others) + 1} times; the others: {', '.join(found)}"
+    texts = [
+        rerun["reason"] or rerun["status"] if rerun["step_ms_p50"] is None else _rerun_text(rerun) for rerun in others
+    ]
+    return f"measured {len(others) + 1} times; the others: {', '.join(texts)}"
 
 
-def _rerun_text(one: Mapping[str, Any]) -> str:
-    return f"{one['step_ms_p50']:.4g} ms a step ({one['disturbed']})"
+def _rerun_text(rerun: Mapping[str, Any]) -> str:
+    return f"{rerun['step_ms_p50']:.4g} ms a step ({rerun['disturbed']})"
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for a reader: "0.123 GiB", or "3.21 MiB" when that would lose its digits."""
+    """Bytes for a reader: "0.123 GiB"; "3.21 MiB" below 0.01 GiB."""
     if num_bytes >= GIB // 100:
         return f"{num_bytes / GIB:.3f} GiB"
     return f"{num_bytes / MIB:.2f} MiB"

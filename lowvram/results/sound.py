@@ -1,4 +1,4 @@
-"""Whether a row that was read is one: files can be damaged, or made by hand. Needs no torch."""
+"""Checks the types of a row that was read: files can be damaged, or edited by hand. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 from lowvram.results.metrics import METRICS
 
 Test = Callable[[Any], bool]
-Kind = tuple[str, Test]  # in words, and how it is told; null is always one
+Kind = tuple[str, Test]  # a type's name in messages, and its test; null is always allowed
 
 
 def is_number(value: Any) -> bool:
-    is_small = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)  # others are no float
+    is_small = isinstance(value, float) or (
+        isinstance(value, int) and abs(value) < 2**1000
+    )  # larger integers don't fit a float
     return is_small and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -22,7 +24,7 @@ def is_text(value: Any) -> bool:
 
 
 def all_are(test: Test) -> Test:
-    """Of the values of a mapping."""
+    """A test that a value is a mapping whose values all pass `test`."""
     return lambda value: isinstance(value, Mapping) and all(item is None or test(item) for item in value.values())
 
 
@@ -34,7 +36,7 @@ NUMBERS: Kind = ("keys with numbers", all_are(is_number))
 TEXTS: Kind = ("keys with texts", all_are(is_text))
 LIST: Kind = ("a list of keys with values", lambda value: isinstance(value, list) and all(map(VALUES[1], value)))
 
-KINDS: Mapping[str, Kind] = {  # of what isn't a number
+KINDS: Mapping[str, Kind] = {  # of all values that aren't numbers
     **dict.fromkeys(("id", "name", "status", "reason", "disturbed", "semantics_changed", "model.blocks"), TEXT),
     **dict.fromkeys(("memory.source", "memory.by_kind_reason", "fidelity.reason", "plan.reason"), TEXT),
     **dict.fromkeys(("provenance.git_sha", "provenance.lowvram", "provenance.torch", "provenance.driver"), TEXT),
@@ -45,7 +47,7 @@ KINDS: Mapping[str, Kind] = {  # of what isn't a number
     **dict.fromkeys(("config", "config.train", "config.accum", "plan", "fidelity"), VALUES),
     "choices": TEXTS,
 }
-# What views read of the sections that an empty row doesn't tell.
+# Keys that tables and reports read from sections that are null or empty in an empty row.
 INNER = {
     "config": ("train", "accum"),
     "config.train": ("batch_size",),
@@ -57,11 +59,11 @@ OF_LISTS = {
     "attempts": {"parts": NUMBER},
     "reruns": {"step_ms_p50": NUMBER, "reason": TEXT, "status": TEXT, "disturbed": TEXT},
 }
-SIZES = ("_bytes", "_ms")  # names of a plan's numbers end so
+SIZES = ("_bytes", "_ms")  # endings of the names of a plan's numbers
 
 
 def fault(row: Mapping[str, Any], empty: Mapping[str, Any], statuses: Collection[str]) -> str | None:
-    """What is wrong with a row, in words.
+    """The first thing wrong with a row, in words; None if all is right.
 
     Args:
         empty: a row in which nothing is known.
@@ -78,7 +80,7 @@ def fault(row: Mapping[str, Any], empty: Mapping[str, Any], statuses: Collection
 
 
 def _checks(row: Mapping[str, Any], empty: Mapping[str, Any]) -> Iterator[tuple[str, Any, Kind]]:
-    """Each value that is to be of some kind, those around it first."""
+    """Each value with its path and expected kind; a mapping precedes its values."""
     for key, without in empty.items():
         if isinstance(without, Mapping) and key not in KINDS:
             yield from ((f"{key}.{name}", row[key][name], KINDS.get(f"{key}.{name}", NUMBER)) for name in without)

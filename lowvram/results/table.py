@@ -58,35 +58,35 @@ def collect_with_folders(folder: str | Path) -> list[tuple[Path, Row]]:
     """The same, each row with its point's folder."""
     folder = Path(folder)
     points = [path.parent for path in folder.glob(f"*/{FILE_NAME}")] or [folder]
-    found = [(point, row) for point in points if (row := read(point)) is not None]
-    for point, row in found:
-        tell_exchanged(point, row)
-    return sorted(found, key=lambda one: (one[1]["index"] is None, one[1]["index"] or 0, label(one[1])))
+    rows = [(point, row) for point in points if (row := read(point)) is not None]
+    for point, row in rows:
+        warn_if_exchanged(point, row)
+    return sorted(rows, key=lambda pair: (pair[1]["index"] is None, pair[1]["index"] or 0, label(pair[1])))
 
 
-def tell_exchanged(folder: Path, row: Row) -> None:
-    """Warn, once, of a row of another point than the one that a sweep has run in the folder."""
+def warn_if_exchanged(folder: Path, row: Row) -> None:
+    """Warn, once, if the row is of another point than the one that the sweep ran in the folder."""
     point = point_of(folder)
-    if point not in (None, row["id"]) and folder.absolute() not in _told:
-        _told.add(folder.absolute())
+    if point not in (None, row["id"]) and folder.absolute() not in _warned:
+        _warned.add(folder.absolute())
         text = (
             f"{folder / FILE_NAME} is the row of another point than the sweep's: exchanged, or resumed with other words"
         )
         print(shown(f"warning: {text}"), file=sys.stderr)
 
 
-_told: set[Path] = set()  # folders whose row is another point's
+_warned: set[Path] = set()  # folders whose row is another point's
 
 
 def label(row: Row) -> str:
-    """How a row is called: by what was swept, else by the point's id."""
+    """The name of a row: the swept settings, else the point's id."""
     return shown(row["name"] or row["id"] or "-")
 
 
 def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     """The table of `rows`; columns without a value are left out.
 
-    `kept`: ids of the rows that an earlier launch has measured. Bytes of all columns share one unit.
+    `kept`: ids of the rows that an earlier launch measured. All columns of bytes share one unit.
     """
     columns = (
         words_column("name", map(label, rows)),
@@ -97,7 +97,7 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
 
 
 def _figures(rows: Sequence[Row]) -> Iterator[Column]:
-    """Those of the list, with the words that stand beside some."""
+    """The columns of the figures in METRICS, some followed by columns of words."""
     unit, kind, has_budget = memory_unit(rows), _kind(rows), _has_budget(rows)
     sources = [SOURCES.get(row["memory"]["source"]) for row in rows]
     kinds = {source for source in sources if source}
@@ -122,7 +122,7 @@ def _figures(rows: Sequence[Row]) -> Iterator[Column]:
 
 
 def _kind(rows: Sequence[Row]) -> Shown:
-    """Which figures a table shows. Beside what was measured one planned number is enough, unless there is a budget."""
+    """Which figures a table shows. Beside measured figures one planned number is shown, unless there is a budget."""
     kind = Shown.TABLE
     if _is_plan(rows):
         kind |= Shown.TABLE_OF_PLANS
@@ -142,11 +142,11 @@ def _has_budget(rows: Sequence[Row]) -> bool:
 
 
 def memory_unit(rows: Sequence[Row]) -> tuple[str, int]:
-    """In which bytes of a sweep are told, and how many of them it holds."""
+    """The unit in which the sweep's memory is shown, and its number of bytes."""
     paths = ("memory.peak_bytes", "plan.allocated_bytes", "memory.by_kind_max.activations")
-    each = {path: [value for row in rows if (value := value_at(row, path))] for path in paths}
-    largest = max((value for values in each.values() for value in values), default=0)
-    smallest = min((value for path in paths[:2] for value in each[path]), default=0)
+    values_by_path = {path: [value for row in rows if (value := value_at(row, path))] for path in paths}
+    largest = max((value for values in values_by_path.values() for value in values), default=0)
+    smallest = min((value for path in paths[:2] for value in values_by_path[path]), default=0)
     return ("GiB", GIB) if largest >= _LARGEST_IN_MIB and smallest >= _SMALLEST_IN_GIB else ("MiB", MIB)
 
 
@@ -163,7 +163,7 @@ def _fits(row: Row) -> str | None:
 
 
 def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
-    """One line for everything that a reader of the numbers must know."""
+    """One line for each thing that a reader of the numbers must know."""
     is_mixed = len({row["provenance"]["git_sha"] for row in rows} - {None}) > 1
     for row in rows:
         name = label(row)
@@ -199,7 +199,7 @@ def _revision(row: Row) -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """The table for a page of Markdown; the best of each column is in bold."""
+    """The table in Markdown; the best value of each column is in bold."""
     titles = [column.title for column in table.shown]
     rules = ["---:" if column.is_number else "---" for column in table.shown]
     cells = [
@@ -267,7 +267,7 @@ def render(rows: Sequence[Row], stream: TextIO | None = None, kept: Collection[s
 
 
 def _cell(column: Column, i: int, star: str) -> Any:
-    """The best of a column in colour, or with a star; the others keep its place free, so that digits line up."""
+    """A cell; the best value is coloured, or has a star, for which other cells have a blank so that digits line up."""
     from rich.text import Text
 
     is_best = i in column.best

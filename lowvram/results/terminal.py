@@ -1,4 +1,4 @@
-"""What a person sees while a point runs, and after it. Needs no torch; imports rich on first use."""
+"""Prints the progress of a point, and its summary at the end. Needs no torch; imports rich on first use."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _SHOW_CURSOR_AND_RESET_COLORS = "\x1b[?25h\x1b[0m"
 
 
 class Progress(ABC):
-    """Shows how far a point is. One point at a time: start, update, stop, and again."""
+    """Shows how far a point is, one point at a time: start, update, stop; then the next."""
 
     @abstractmethod
     def start(self, name: str, total_steps: int | None, unit: str = "step") -> None:
-        """A point begins; `total_steps` is None when time ends it, not a number of steps. `unit`: what is counted."""
+        """A point begins; `total_steps` is None if a time limit ends it. `unit`: the name of what is counted."""
 
     @abstractmethod
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -51,7 +51,7 @@ class Progress(ABC):
 
     @abstractmethod
     def show(self, text: str) -> None:
-        """Prints lines that are ready to be shown above the progress."""
+        """Prints escaped lines above the progress."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -59,7 +59,7 @@ class Progress(ABC):
 
 
 class LiveProgress(Progress):
-    """One bar that moves, for a terminal."""
+    """A progress bar, for a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -84,7 +84,7 @@ class LiveProgress(Progress):
         )
         self._bar.add_task(shown(name), total=total_steps, values="")
         self._bar.start()
-        # An exception that nobody caught must not leave the shell without a cursor.
+        # An uncaught exception must not leave the shell without a cursor.
         atexit.register(self.stop)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -142,13 +142,13 @@ class QuietProgress(Progress):
 
 
 def progress_for(stream: TextIO) -> Progress:
-    """A bar where it can move, lines elsewhere."""
+    """A progress bar on a terminal that can redraw lines, else plain lines."""
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return LiveProgress(stream) if can_move else QuietProgress(stream)
 
 
 def tell(line: str, stream: TextIO | None = None) -> None:
-    """Prints a line that may have names and messages from anywhere; on standard output, unless told otherwise."""
+    """Prints a line, escaped, as it may hold text from anywhere, to `stream` or standard output."""
     print(shown(line), file=stream)
 
 
@@ -172,7 +172,7 @@ def terminal_restored() -> Iterator[None]:
 
 
 def values_text(values: Mapping[str, float]) -> str:
-    """The metrics that are worth a look at every step, on one line; tokens/s rather than samples/s."""
+    """The metrics shown at every step, on one line; tokens/s if known, else samples/s."""
     unit = "tokens" if "throughput/tokens_per_s" in values else "samples"
     texts: dict[str, Callable[[float], str]] = {
         "loss/train": lambda loss: f"loss {loss:.4g}",
@@ -188,16 +188,16 @@ def _rate(per_s: float) -> str:
 
 
 def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()) -> list[str]:
-    """The lines that are printed after a single run. What the row doesn't know is left out.
+    """The lines that are printed after a single run. Values that the row doesn't have are left out.
 
-    `more_words`: what the command that goes on needs beside the words of the run.
+    `more_words`: further arguments for the command that resumes the run.
     """
     lines = [
         _parts(": ", row["name"], row["status"], row["reason"]),
         _titled("parts", [attempts_text(row)]),
         _titled("memory", [_memory(row), *_figures(row, "memory")]),
         _titled("moved", [*_traffic(row), *_figures(row, "traffic")]),
-        *(plan_lines(row["plan"]) if _stands_for_itself(row) else []),
+        *(plan_lines(row["plan"]) if _shows_plan(row) else []),
         _titled("speed", [*_speeds(row), *_figures(row, "throughput", "time")]),
         *(_titled(section, _figures(row, section)) for section in _other_sections()),
         _titled("fidelity", [*_fidelity(row["fidelity"] or {}), *_figures(row, "fidelity")]),
@@ -209,8 +209,8 @@ def summary(row: Row, folder: Path | None = None, more_words: Iterable[str] = ()
     return [shown(line) for line in lines if line]
 
 
-def _stands_for_itself(row: Row) -> bool:
-    """Whether a plan is what the point ended with, or tells why it ended."""
+def _shows_plan(row: Row) -> bool:
+    """Whether the plan is the point's result, or the reason why it ended."""
     return row["memory"]["peak_bytes"] is None and row["status"] in (Status.OK, Status.OOM, Status.SKIPPED)
 
 
@@ -222,22 +222,28 @@ def _titled(title: str, parts: list[str | None]) -> str:
     return _parts(": ", title, _parts(", ", *parts)) if any(parts) else ""
 
 
-_IN_SENTENCES = ("memory", "traffic", "throughput", "time", "fidelity")  # sections of lines with words of their own
+_IN_SENTENCES = (
+    "memory",
+    "traffic",
+    "throughput",
+    "time",
+    "fidelity",
+)  # sections that `summary` writes into lines of their own
 
 
 def _other_sections() -> Iterable[str]:
-    """Whose figures have a line of their own, each with its name."""
-    told = [metric.section for metric in METRICS if Shown.SUMMARY in metric.shown_in]
-    return dict.fromkeys(section for section in told if section not in _IN_SENTENCES)
+    """The other sections with figures in the summary: one line each, headed by its name."""
+    sections = [metric.section for metric in METRICS if Shown.SUMMARY in metric.shown_in]
+    return dict.fromkeys(section for section in sections if section not in _IN_SENTENCES)
 
 
 def _figures(row: Row, *sections: str) -> list[str | None]:
-    """Those of the list, and of an evaluation also the scores that only its task knows."""
-    found = [metric for metric in METRICS if metric.section in sections and Shown.SUMMARY in metric.shown_in]
-    told = [_figure(metric, value) for metric in found if (value := at(row, metric.path)) is not None]
+    """The summary's figures in these sections, and for `eval` also the scores of the task that METRICS doesn't list."""
+    metrics = [metric for metric in METRICS if metric.section in sections and Shown.SUMMARY in metric.shown_in]
+    figures = [_figure(metric, value) for metric in metrics if (value := at(row, metric.path)) is not None]
     listed = {metric.path for metric in METRICS}
     scores = row["eval"].items() if "eval" in sections else ()
-    return [*told, *(_number(name, value) for name, value in scores if f"eval.{name}" not in listed)]
+    return [*figures, *(_number(name, value) for name, value in scores if f"eval.{name}" not in listed)]
 
 
 def _figure(metric: Metric, value: float) -> str:
@@ -279,13 +285,13 @@ def _speeds(row: Row) -> list[str | None]:
     return [*(None if rate is None else f"{_rate(rate)} {unit}/s" for rate, unit in rates), step]
 
 
-def _fidelity(found: Mapping[str, Any]) -> list[str | None]:
-    error, cosine, gap = (found.get(name) for name in ("gradient_error", "gradient_cosine", "loss_gap"))
+def _fidelity(fidelity: Mapping[str, Any]) -> list[str | None]:
+    error, cosine, gap = (fidelity.get(name) for name in ("gradient_error", "gradient_cosine", "loss_gap"))
     return [
         None if error is None else f"gradient error {error:.1e}",
         None if cosine is None else f"cosine {cosine:.6f}",
-        None if gap is None else f"loss gap {gap:.3g} over {found['steps']} steps",
-        found.get("reason"),
+        None if gap is None else f"loss gap {gap:.3g} over {fidelity['steps']} steps",
+        fidelity.get("reason"),
     ]
 
 
@@ -294,28 +300,28 @@ def _can_continue(row: Row, folder: Path) -> bool:
 
 
 def resume_command(folder: Path, *more_words: str) -> str:
-    """The command that goes on with the run of this folder; it works as typed."""
+    """The shell command that resumes the run of this folder."""
     return command_line(f"resume={hydra_quoted(shown_path(folder))}", *more_words)
 
 
 def command_line(*arguments: str) -> str:
-    """The command that starts this program again, with `arguments`, as it was typed, quoted for a shell.
+    """The shell command that starts this program again with `arguments`.
 
-    Secrets must be typed anew.
+    It holds no secrets: the user must type them again.
     """
     num_program_words = len(sys.orig_argv) - len(sys.argv[1:])
     return shlex.join([*sys.orig_argv[:num_program_words], *words_without_secrets(arguments)])
 
 
 def hydra_quoted(value: str) -> str:
-    """`value` as Hydra reads it back, whatever characters a path has."""
-    # A slash, or Hydra might read a number or a null.
+    """`value` quoted so that Hydra's command line reads it back unchanged."""
+    # Unquoted only with a slash: Hydra may read other words as a number or null.
     if re.fullmatch(r"[\w./@%+-]*/[\w./@%+-]*", value, re.ASCII):
         return value
     return '"' + re.sub(r'(\\*)("|$)', r"\1\1\2", value).replace('"', '\\"') + '"'
 
 
 def shown_path(path: Path) -> str:
-    """Relative to where the user is, when it lies below."""
+    """The path, relative to the current folder if it lies below it."""
     path, here = path.resolve(), Path.cwd().resolve()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.loops.snapshot import is_sound
-from lowvram.results.row import _told, read
+from lowvram.results.row import _reported, read
 from tests.calls import history
 
 Results = dict[str, Any]
@@ -45,7 +45,7 @@ def without_choice(found: Results) -> Results:
 
 def of_run(folder: Path) -> Results:
     row = read(folder)
-    _told.clear()  # of this process: a program that is forked from it says it too
+    _reported.clear()  # of this process: a program that is forked from it says it too
     if row is None:
         return {"row": "no whole row"}
     weights = folder / "model" / "model.safetensors"

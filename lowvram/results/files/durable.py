@@ -1,8 +1,8 @@
 """Files that are there as a whole or not at all, after a power cut too. Imports no torch.
 
 A file is written beside its place under a name that is free, flushed to the disk, moved to its place in one step, and
-then the folder, which holds the name, is flushed. Who dies in between leaves the old file, and at most a leftover
-beside it, whose name `LEFTOVER` knows.
+then the folder, which holds the name, is flushed. A process that dies in between leaves the old file, and at most a
+leftover beside it, whose name matches `LEFTOVER`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def unfinished(path: Path) -> Iterator[Path]:
     try:
         yield beside
     finally:
-        with suppress(OSError):  # what went wrong before counts; it was moved already if nothing did
+        with suppress(OSError):  # it was moved if all went well; else the earlier error counts
             beside.unlink()
 
 
@@ -45,12 +45,12 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
 
 
 def unfinished_name(path: Path) -> Path:
-    """A name beside `path` that nobody has."""
+    """A free name beside `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
 
 
 def settle(beside: Path, path: Path) -> None:
-    """Move a file that is written to its place, over an older one: a power cut leaves the older or this one, whole."""
+    """Move a written file to `path`, over an older one: a power cut leaves the older or the new one, whole."""
     flush(beside)
     beside.replace(path)
     flush_folder(path.parent)
@@ -74,7 +74,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """What was written into a file is on the disk."""
+    """Flush the content of a file to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -83,7 +83,7 @@ def flush(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """The names in a folder are on the disk, where a file system can do that."""
+    """Flush the names in a folder to the disk, if the file system can do that."""
     try:
         flush(folder)
     except OSError as error:
@@ -92,7 +92,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What programs that died have left in a folder. For whoever knows that nobody writes there now."""
+    """Remove what died programs left in a folder. The caller must know that no program writes there now."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
             if path.is_dir() and not path.is_symlink():

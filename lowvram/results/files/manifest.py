@@ -1,8 +1,8 @@
-"""`files.json` in an exported folder: what lowvram has written there, with the hash of each file. Imports no torch.
+"""`files.json` in an exported folder: the files that lowvram wrote there, with their hashes. Imports no torch.
 
-An export replaces an earlier one file by file, because the user may have put files into the folder too. While it does,
-the list says both what comes and what was there `before`, so that the next export still knows our files if this one is
-cut off; the last thing that it writes is a list of what came. A folder that is not as its list says is refused.
+An export replaces an earlier one file by file, because the user may have put files into the folder too. Meanwhile the
+list names both the new files and those from `before`, so that the next export still knows our files if this one is cut
+off; at the end it names only the new ones. A folder that doesn't match its list is refused.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAME = "files.json"
 @final
 @dataclass(frozen=True)
 class Content:
-    """What is in a file."""
+    """Hash and size of a file's content."""
 
     sha256: str
     bytes: int
 
     def is_in(self, path: Path) -> bool:
-        """Whether a file holds just that; a link to one doesn't."""
+        """Whether the path is a regular file, not a link, with this content."""
         with suppress(FileNotFoundError):
-            told = path.lstat()
-            return stat.S_ISREG(told.st_mode) and told.st_size == self.bytes and content_of(path) == self
+            status = path.lstat()
+            return stat.S_ISREG(status.st_mode) and status.st_size == self.bytes and content_of(path) == self
         return False
 
 
@@ -46,7 +46,7 @@ Files = Mapping[str, Content]  # by their names
 @final
 @dataclass(frozen=True)
 class Manifest:
-    """The list, and what was there before it; None: all of its files have come."""
+    """The files of an export, and those of the export before; None: the export is complete."""
 
     files: Files
     before: Files | None = None
@@ -60,21 +60,21 @@ def content_of(path: Path) -> Content:
 def read(folder: Path) -> Manifest | None:
     """The list of a folder; None where there is none. Raises ValueError if it is damaged or somebody else's."""
     try:
-        told = json.loads((folder / NAME).read_bytes())
+        fields = json.loads((folder / NAME).read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(error.strerror) from None
     try:
-        return Manifest(files_of(told["files"]), told["before"] and files_of(told["before"]))
+        return Manifest(files_of(fields["files"]), fields["before"] and files_of(fields["before"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is no list of files: {error}") from None
 
 
-def files_of(told: Mapping[str, Mapping[str, Any]]) -> Files:
-    if any(name != Path(name).name for name in told):
+def files_of(entries: Mapping[str, Mapping[str, Any]]) -> Files:
+    if any(name != Path(name).name for name in entries):
         raise ValueError("a name in it leads out of the folder")
-    return {name: Content(**about) for name, about in told.items()}
+    return {name: Content(**about) for name, about in entries.items()}
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -82,10 +82,10 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def check(folder: Path) -> None:
-    """Whether an exported folder is as it was written. Early versions of lowvram wrote no list.
+    """Check that an exported folder is as it was written. Early versions of lowvram wrote no list: that is a warning.
 
     Raises:
-        BadInput: a file isn't, or isn't there, or an export was cut off.
+        BadInput: a file was changed or is missing, or an export was cut off.
     """
     try:
         manifest = read(folder)
@@ -131,10 +131,10 @@ def ours_in(folder: Path, names: Iterable[str]) -> Files:
     """The files of an earlier export, as they are now.
 
     Args:
-        names: of what is to come.
+        names: of the files of the new export.
 
     Raises:
-        FileExistsError: one of these names, or of those of the list, is taken by what isn't ours, or is no more.
+        FileExistsError: a file with one of these names, or of the list's, isn't ours or was changed.
     """
     if not os.path.lexists(folder):
         return {}

@@ -1,4 +1,4 @@
-"""`.lowvram`, the file that marks a folder whose results are ours: what it says. run_folder.py writes and locks it.
+"""Reads `.lowvram`, the file that marks a folder as holding our results. run_folder.py writes and locks it.
 Imports no torch, and nothing that takes time.
 """
 
@@ -12,16 +12,16 @@ MARKER = ".lowvram"
 
 
 def read_marker(text: bytes) -> dict[str, Any]:
-    """What a marker says; nothing if it can't be read."""
+    """The fields of a marker; empty if it can't be parsed."""
     try:
-        told = json.loads(text)
+        fields = json.loads(text)
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def point_of(folder: Path) -> str | None:
-    """The point of a sweep that the marker of its folder names."""
+    """The id of the point that the marker of its folder names; None if it names none."""
     try:
         return read_marker((folder / MARKER).read_bytes()).get("point")
     except OSError:

@@ -1,9 +1,9 @@
 """The folder of a run or of a sweep: which program writes in it, and what in it is ours. Imports no torch.
 
 `.lowvram` marks a folder whose results are ours. A program that runs a point holds a lock on that file (flock), and so
-do the point's processes, until the last of them has ended: the kernel lets the lock go whichever way they die, and
-network file systems pass it on to other machines. The file also tells who holds it. Where a file system has no such
-locks, the process that it names counts, if it runs on this machine, and any other machine's does.
+do the point's processes, until the last of them has ended: the kernel releases the lock however they die, and
+network file systems pass it on to other machines. The file also names the process that holds it. On a file system
+without such locks the folder counts as held while that process runs on this machine, or if it is another machine's.
 
 A program removes only what it has made itself: folders that it has created, and files whose names it has found free.
 """
@@ -31,7 +31,7 @@ from lowvram.results import row as rows
 from lowvram.results.files.durable import flush_folder, remove_leftovers
 from lowvram.results.files.marker import MARKER, read_marker
 
-NUM_TRIES, TRY_S = 5, 0.05  # somebody may only look whether the lock is held
+NUM_TRIES, TRY_S = 5, 0.05  # another program may hold the lock only for a moment, to test it
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
 LARGEST_MARKER_BYTES = 2**16
@@ -46,7 +46,7 @@ class Kind(Enum):
     SWEEP = "sweep"
 
 
-# Patterns of the files and folders that are written there.
+# Patterns of the files and folders that lowvram writes there.
 SHARED = ("table.md", "table.csv", "rows.jsonl", "report.html", "figures", "wandb", "wandb_run_id", "wandb_table")
 NAMES = {
     Kind.RUN: (
@@ -90,7 +90,7 @@ class Owner:
     pid: int
     host: str
     started: str  # UTC
-    born_ticks: int  # since the machine started: another process may get the same pid
+    born_ticks: int  # start time in clock ticks since boot: another process may get the same pid
 
     @classmethod
     def me(cls) -> Owner:
@@ -98,7 +98,7 @@ class Owner:
         return cls(os.getpid(), socket.gethostname(), started, born_ticks(os.getpid()) or 0)
 
     def may_be_alive(self) -> bool:
-        """What can be told without its lock."""
+        """Whether the process may still run, judged without the lock."""
         return self.host != socket.gethostname() or born_ticks(self.pid) == self.born_ticks
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Owner:
 
 
 def born_ticks(pid: int) -> int | None:
-    """When a process of this machine began; None: there is none."""
+    """When a process of this machine started, in clock ticks since boot; None: there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -129,17 +129,17 @@ class Claim:
 
     def __init__(self, folder: Path, kind: Kind, key: str, point: str | None = None) -> None:
         self.folder, self.kind, self._key = folder.absolute(), kind, key
-        self.made = made_folders(self.folder)
-        self._before = b""  # what the marker said
+        self.created = made_folders(self.folder)
+        self._before = b""  # the marker's content before this claim
         self.is_new = False  # whether this program has made the marker
-        self.run: str | None = None  # what the run is called in its snapshots
+        self.run: str | None = None  # id of the run, stored in its snapshots
         self.fd = -1
         try:
             self.fd = self._open()
             self._check(self._before, point)
             self._tidy()
             self.run = self._named_run()
-            self._tell(Owner.me(), point)
+            self._write_marker(Owner.me(), point)
         except BaseException:
             self.undo()
             raise
@@ -149,7 +149,7 @@ class Claim:
         return self.folder / MARKER
 
     def _open(self) -> int:
-        """The marker, locked."""
+        """Open the marker and lock it."""
         while True:
             fd = self._open_marker()
             try:
@@ -157,7 +157,7 @@ class Claim:
                 if self.kind is Kind.SWEEP:
                     self._tidy_alone(fd)
                 self._lock(fd)
-                if is_same_file(fd, self.marker):  # else whoever held it has just removed it
+                if is_same_file(fd, self.marker):  # else another program has just removed it
                     self._before = os.pread(fd, LARGEST_MARKER_BYTES, 0)
                     return fd
             except BaseException:
@@ -197,7 +197,7 @@ class Claim:
         raise Held(self._key, self.folder, owner)
 
     def _check(self, text: bytes, point: str | None) -> None:
-        """What the marker says must go with what comes."""
+        """Raise BadInput if the marker is damaged, or says that the folder is for another kind or point."""
         held = read_marker(text)
         if text.strip() and "lowvram" not in held:  # empty: its maker was killed at once
             allowed = (
@@ -211,7 +211,7 @@ class Claim:
             raise other_point(self._key, str(self.folder))
 
     def _check_names(self) -> None:
-        """Nobody else's file may be where one of ours will be. What an early version has left is ours."""
+        """Raise BadInput if somebody else's file has the name of one of ours. Results of an early version are ours."""
         if HOLDS[self.kind](self.folder):
             return
         taken = sorted(path.name for name in NAMES[self.kind] for path in self.folder.glob(name))
@@ -220,7 +220,7 @@ class Claim:
             raise BadInput(self._key, str(self.folder), f"{allowed} what is there")
 
     def _tidy_alone(self, fd: int) -> None:
-        """What programs of this sweep left that died while they wrote, if none of them runs now."""
+        """Remove what programs of this sweep left that died while they wrote, if none of them runs now."""
         if read_marker(self._before).get("kind") != self.kind.value:
             return
         with suppress(OSError):
@@ -230,7 +230,7 @@ class Claim:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
     def _tidy(self) -> None:
-        """What programs left here that died while they wrote. Those of a sweep share its folder: see `_tidy_alone`."""
+        """Remove what programs left in a run's folder that died while they wrote. For a sweep's see `_tidy_alone`."""
         if self.kind is Kind.RUN:
             probes = [path for path in self.folder.iterdir() if POINT.fullmatch(path.name)]
             for folder in (self.folder, *(self.folder / name for name in FOLDERS), *probes):
@@ -238,28 +238,28 @@ class Claim:
                     remove_leftovers(folder)
 
     def _named_run(self) -> str | None:
-        """Of the run that the folder holds; None if an early version, or nobody, has named it."""
+        """The id of the run in the folder, new if it has none; None for an early version's snapshots."""
         named = read_marker(self._before).get("run")
         is_new = self.kind is Kind.RUN and not has_snapshots(self.folder)
         return named or (secrets.token_hex(8) if is_new else None)
 
-    def _tell(self, owner: Owner | None, point: str | None) -> None:
-        """Write into the marker who holds the lock; the file stays the same one, as its lock must."""
-        told = {
+    def _write_marker(self, owner: Owner | None, point: str | None) -> None:
+        """Write into the marker who holds the lock, in place: a new file would not be locked."""
+        fields = {
             "lowvram": __version__,
             "kind": self.kind.value,
             "point": point or read_marker(self._before).get("point"),
             "run": self.run,
         }
-        self._rewrite(json.dumps(told | {"owner": owner and vars(owner)}).encode() + b"\n")
+        self._rewrite(json.dumps(fields | {"owner": owner and vars(owner)}).encode() + b"\n")
 
     def _rewrite(self, text: bytes) -> None:
-        """In one call, over all of an older text: whoever is killed before the next one leaves blanks at its end."""
+        """Overwrite the old text in one call: a process killed before the second call leaves only blanks at the end."""
         os.pwrite(self.fd, text.ljust(os.fstat(self.fd).st_size), 0)
         os.ftruncate(self.fd, len(text))
 
     def release(self) -> None:
-        """The results stay, and others may go on with them."""
+        """Give up the folder; its results stay, and other programs may resume them."""
         if self.fd >= 0:
             with suppress(OSError):
                 text = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
@@ -268,7 +268,7 @@ class Claim:
             self.fd = -1
 
     def undo(self) -> None:
-        """What was to come was refused: all is as before."""
+        """The run was refused: leave the folder as it was before."""
         if self.fd >= 0:
             with suppress(OSError):
                 if self.is_new and self._is_alone():
@@ -277,7 +277,7 @@ class Claim:
                     self._rewrite(self._before)
             os.close(self.fd)
             self.fd = -1
-        remove_empty(self.made)
+        remove_empty(self.created)
 
     def _is_alone(self) -> bool:
         """Whether no other program has joined."""
@@ -296,24 +296,24 @@ class Claim:
 
 
 def other_point(key: str, folder: str) -> BadInput:
-    """A folder has the results of another point."""
+    """The error for a folder that has the results of another point."""
     return BadInput(
         key, folder, "a folder for each point: this one is another point's; choose another, such as ${point_id:}"
     )
 
 
 def made_folders(folder: Path) -> list[Path]:
-    """Make a folder, and those above it; returns those that were not there, the uppermost first."""
+    """Make a folder and its parents; returns those that this call created, the uppermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    made: list[Path] = []
+    created: list[Path] = []
     for path in reversed(missing):
         with suppress(FileExistsError):  # another program was faster
             path.mkdir()
-            made.append(path)
+            created.append(path)
             flush_folder(path.parent)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    return made
+    return created
 
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -323,7 +323,7 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """From the lowest up, as long as nothing is in them."""
+    """Remove the folders that are empty, the lowest first."""
     for folder in reversed(list(folders)):
         with suppress(OSError):
             folder.rmdir()
@@ -336,9 +336,9 @@ def is_same_file(fd: int, path: Path) -> bool:
         return False
 
 
-def owner_of(told: dict[str, Any]) -> Owner | None:
+def owner_of(fields: dict[str, Any]) -> Owner | None:
     try:
-        return Owner(**told["owner"])
+        return Owner(**fields["owner"])
     except (KeyError, TypeError):
         return None
 
@@ -376,9 +376,9 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folder: Path) -> list[Path]:
-    """The newest first. What else has such a name, a folder, a link to nothing or a pipe, is none of ours."""
-    found = (path for path in folder.glob("step_*.pt") if SNAPSHOT_NAME.fullmatch(path.name) and path.is_file())
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    """The snapshots, the newest first. Folders, broken links and pipes with such names aren't ours."""
+    files = (path for path in folder.glob("step_*.pt") if SNAPSHOT_NAME.fullmatch(path.name) and path.is_file())
+    return sorted(files, key=lambda path: path.name, reverse=True)
 
 
 HOLDS = {Kind.RUN: holds_run, Kind.SWEEP: holds_sweep}

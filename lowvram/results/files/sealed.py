@@ -1,7 +1,7 @@
-"""JSON files with a checksum of themselves, so that damage is seen wherever it is. Imports no torch.
+"""JSON files with their own checksum, so that damage anywhere is noticed. Imports no torch.
 
-The last field of the object is the CRC-32 of the bytes in front of it, as eight hex digits. A file without one counts
-as it is: an early version has written it, or somebody's own hand, who leaves the field out.
+The last field of the object is the CRC-32 of the bytes in front of it, as eight hex digits. A file without one is
+accepted unchecked: an early version wrote it, or somebody edited it and removed the field.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sealed(text: str, space: str = " ") -> str:
     """An object's JSON with its checksum.
 
     Args:
-        space: what stands in front of each field.
+        space: the whitespace before each field.
     """
     front = text.rstrip().removesuffix("}").rstrip()
     return f'{front},{space}"{FIELD}": "{zlib.crc32(front.encode()):08x}"\n}}\n'
@@ -31,7 +31,7 @@ def opened(text: str) -> str:
     """The JSON without its checksum.
 
     Raises:
-        Damaged: it doesn't match.
+        Damaged: the checksum doesn't match.
     """
     match = SEALED.fullmatch(text)
     if match is None:

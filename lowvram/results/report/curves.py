@@ -11,18 +11,18 @@ from lowvram.results.columns import value_at
 from lowvram.results.metric_lines import FILE_NAME, read_lines
 from lowvram.results.row import Row
 
-NUM_KEPT = 200  # values of one curve: no screen shows more
-MOST_READ = 4000  # lines of one log; of a longer one only every so many-th is looked at
+NUM_KEPT = 200  # values of one curve: a screen shows no more
+MOST_READ = 4000  # lines of one log; of a longer one evenly spaced lines are read
 LOSS, STEP_MS = "loss/train", "time/step_ms"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The training loss, and at each value how far the run was. Empty where nothing was logged.
+    """The training loss, with the time and the samples or tokens up to each value. Empty where nothing was logged.
 
-    `seconds`: of steps, without set-up, evaluations and snapshots; None where no step was timed.
-    `seen`: what had been trained on, in the unit of `seen_per_step`.
-    `num_damaged`: lines of the log that can't be read, of those that were looked at.
+    `seconds`: spent in steps, without set-up, evaluations and snapshots; None where no step was timed.
+    `seen`: samples or tokens trained on, in the unit of `seen_per_step`.
+    `num_damaged`: lines of the log that can't be read, among those that were read.
     """
 
     loss: tuple[float, ...] = ()
@@ -32,13 +32,13 @@ class Curve:
 
 
 def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
-    """Of the point in `folder`, thinned evenly to at most `NUM_KEPT` values, the last one among them.
+    """The curve of the point in `folder`, thinned evenly to at most `NUM_KEPT` values, the last one among them.
 
     Where the log doesn't time its steps (mode=measure) each one counts as the median step.
     """
     try:
         lines = read_lines(folder / FILE_NAME, MOST_READ)
-    except OSError:  # no log of ours
+    except OSError:  # a file that isn't our log
         return Curve()
     logged = [line for line in lines.rows if line.get(LOSS) is not None]
     stride = -(-len(logged) // NUM_KEPT) or 1
@@ -53,7 +53,7 @@ def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
 
 
 def _seconds(logged: Sequence[dict[str, Any]], step_ms: float | None) -> list[float] | None:
-    """When each logged step had ended."""
+    """Time of all steps up to the end of each logged one; None if no step was timed."""
     seconds, before, times = 0.0, 0, []
     for line in logged:
         last_ms = line.get(STEP_MS) or step_ms

@@ -33,7 +33,7 @@ PEAK_KINDS = tuple(kind for kind in KINDS if kind != "host")  # the host's is no
 
 @dataclass(frozen=True)
 class Entry:
-    """A row, and where it was found."""
+    """A row, with the folders of its sweep and its point."""
 
     sweep: Path
     folder: Path
@@ -49,15 +49,15 @@ def entries(folders: Sequence[Path]) -> list[Entry]:
     ]
 
 
-def evidence(found: Sequence[Entry]) -> Evidence:
-    """All that the report shows of at least one point."""
-    rows = [entry.row for entry in found]
+def evidence(all_entries: Sequence[Entry]) -> Evidence:
+    """All data of the report, of at least one point."""
+    rows = [entry.row for entry in all_entries]
     unit, unit_bytes = table.memory_unit(rows)
     differing, reference = ablations(rows), baseline(rows)
     has_tokens = any(value_at(row, "throughput.tokens_per_s") for row in rows)
     is_plan = all(row["choices"].get("mode") == "plan" for row in rows)
-    sweeps = list(dict.fromkeys(entry.sweep for entry in found))
-    points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(found, differing, strict=True)]
+    sweeps = list(dict.fromkeys(entry.sweep for entry in all_entries))
+    points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(all_entries, differing, strict=True)]
     return {
         "title": shown(", ".join(sweep.name for sweep in sweeps)),
         "about": _about(rows, differing),
@@ -71,19 +71,19 @@ def evidence(found: Sequence[Entry]) -> Evidence:
         "frontier": frontier(rows),
         "effects": [vars(effect) for effect in effects(rows, differing, reference)],
         "waterfall": waterfall(rows, differing),
-        "columns": [_column(column) for column in _columns(found, differing)],
+        "columns": [_column(column) for column in _columns(all_entries, differing)],
         "notes": [*table.build(rows).notes, *_damages(points)],
     }
 
 
 def _damages(points: Sequence[Evidence]) -> list[str]:
-    """Of which points lines of the log can't be read."""
+    """A note for each point whose log has damaged lines."""
     damaged = ((point["name"], point["curve"]["num_damaged"]) for point in points)
     return [f"{name}: {number} damaged lines of {LOG_FILE} are left out" for name, number in damaged if number]
 
 
 def _about(rows: Sequence[Row], differing: Sequence[Settings]) -> list[str]:
-    """What was swept, on what and with what it was measured; each once."""
+    """The swept settings, models, devices and versions; each once."""
     names = ", ".join(dict.fromkeys(name for each in differing for name in each))
     where = [row["provenance"] for row in rows]
     models = [f"model={model}" for model in dict.fromkeys(row["choices"].get("model") for row in rows) if model]
@@ -100,7 +100,7 @@ def _source(rows: Sequence[Row]) -> str:
 
 
 def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool) -> Evidence:
-    """One point, for every figure."""
+    """The data of one point, for all figures."""
     row = entry.row
     speed, per_sample = samples_per_s(row), _tokens_per_sample(row) if has_tokens else 1.0
     batch_size = (row["config"].get("train") or {}).get("batch_size")
@@ -130,7 +130,7 @@ def _is_plan(row: Row) -> bool:
 
 
 def _tokens_per_sample(row: Row) -> float | None:
-    """Real ones, as they were counted."""
+    """Measured, without padding."""
     samples, tokens = value_at(row, "throughput.samples_per_s"), value_at(row, "throughput.tokens_per_s")
     return tokens / samples if samples and tokens else None
 
@@ -139,17 +139,17 @@ def _scaled(num_bytes: float | None, unit_bytes: int) -> float | None:
     return None if num_bytes is None else float(f"{num_bytes / unit_bytes:.6g}")
 
 
-def _columns(found: Sequence[Entry], differing: Sequence[Settings]) -> list[Column]:
-    """Those of the table, with what differs, the reasons and the commands."""
-    rows = [entry.row for entry in found]
+def _columns(all_entries: Sequence[Entry], differing: Sequence[Settings]) -> list[Column]:
+    """The columns of the table, with the settings that differ, the reasons and the commands."""
+    rows = [entry.row for entry in all_entries]
     name, status, *numbers = table.build(rows).shown
     names = dict.fromkeys(key for each in differing for key in each)
-    sweeps = [entry.sweep.name for entry in found]
+    sweeps = [entry.sweep.name for entry in all_entries]
     columns = [
         name,
-        words_column("sweep", sweeps if len({entry.sweep for entry in found}) > 1 else ()),
+        words_column("sweep", sweeps if len({entry.sweep for entry in all_entries}) > 1 else ()),
         status,
-        *(words_column(key, (each.get(key) for each in differing)) for key in names),
+        *(words_column(key, (settings.get(key) for settings in differing)) for key in names),
         *numbers,
         words_column("reason", (row["reason"] for row in rows)),
         words_column("command", (row["provenance"]["command"] for row in rows)),

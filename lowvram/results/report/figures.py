@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WIDTH_INCHES, HEIGHT_INCHES, ROW_INCHES = 6.4, 4.2, 0.28
 DOTS_PER_INCH = 200
 MOST_NAMED = 12  # curves that a legend can name
-LOG_FROM = 12  # times between the smallest and the largest peak
+LOG_FROM = 12  # ratio of the largest to the smallest peak above which an axis is logarithmic
 # Okabe and Ito's colours, which colour-blind people can tell apart; as in page/report.css.
 GOOD, BAD, GREY, DIM = "#0063a0", "#b54800", "#8a8f96", "#55595f"
 KIND_COLOURS = {
@@ -31,7 +31,7 @@ Draw = Callable[["Axes", Evidence], None]
 
 
 def save_figures(folder: Path, shown: Evidence) -> list[Path]:
-    """Leaves a PNG of each figure that the evidence has something for; returns their paths.
+    """Writes a PNG of each figure that the evidence has data for; returns their paths.
 
     Raises:
         Refused: matplotlib isn't installed.
@@ -41,18 +41,18 @@ def save_figures(folder: Path, shown: Evidence) -> list[Path]:
     except ImportError:
         raise Refused("PNGs need matplotlib, which isn't installed: pip install 'lowvram[report]'") from None
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    paths = []
     for name, (draw, num_rows) in _wanted(shown).items():
         height = max(HEIGHT_INCHES, ROW_INCHES * num_rows + 1.2)
         figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
         draw(figure.add_subplot(), shown)
-        made.append(folder / f"{name}.png")
-        figure.savefig(made[-1])
-    return made
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
+    return paths
 
 
 def _wanted(shown: Evidence) -> dict[str, tuple[Draw, int]]:
-    """Name -> how it is drawn, and how many rows it has."""
+    """Name -> the function that draws it, and its number of rows."""
     points = shown["points"]
     figures: dict[str, tuple[Draw, int]] = {}
     if any(point["memory"] and point["speed"] for point in points):
@@ -75,20 +75,20 @@ def _memory(shown: Evidence) -> str:
 
 
 def _plain(text: str) -> str:
-    """Not read as a formula."""
+    """The text, escaped so that matplotlib doesn't read it as a formula."""
     return text.replace("$", r"\$")
 
 
 def _scatter(axes: Axes, shown: Evidence) -> None:
-    found = [(i, point) for i, point in enumerate(shown["points"]) if point["memory"] and point["speed"]]
-    errors = [point["gradient_error"] for _, point in found]
-    at = [point["memory"] for _, point in found], [point["speed"] for _, point in found]
+    points = [(i, point) for i, point in enumerate(shown["points"]) if point["memory"] and point["speed"]]
+    errors = [point["gradient_error"] for _, point in points]
+    at = [point["memory"] for _, point in points], [point["speed"] for _, point in points]
     if any(error is not None for error in errors):
         colours = [float("nan") if error is None else max(error, 1e-8) for error in errors]
         dots = axes.scatter(*at, c=colours, cmap="cividis", norm="log", edgecolors=GREY, plotnonfinite=True, zorder=3)
         axes.get_figure().colorbar(dots, label="error of the gradient")  # pyright: ignore[reportOptionalMemberAccess]
     else:
-        axes.scatter(*at, c=[GOOD if i in shown["frontier"] else GREY for i, _ in found], zorder=3)
+        axes.scatter(*at, c=[GOOD if i in shown["frontier"] else GREY for i, _ in points], zorder=3)
     edge = [shown["points"][i] for i in shown["frontier"]]
     axes.plot([point["memory"] for point in edge], [point["speed"] for point in edge], "--", color=GOOD, linewidth=1)
     named = edge if len(edge) <= MOST_NAMED else [edge[0], edge[-1]]
@@ -113,13 +113,13 @@ def _log_axis(axes: Axes) -> None:
 
 
 def _effects(axes: Axes, shown: Evidence) -> None:
-    found = sorted(shown["effects"], key=lambda effect: -(effect["memory_ratio"] or 1))
+    effects = sorted(shown["effects"], key=lambda effect: -(effect["memory_ratio"] or 1))
     for shift, key, label, colour in ((0.2, "memory_ratio", "memory", GOOD), (-0.2, "speed_ratio", "speed", "#e69f00")):
-        places = [i + shift for i in range(len(found))]
-        changes = [100 * ((effect[key] or 1) - 1) for effect in found]
+        places = [i + shift for i in range(len(effects))]
+        changes = [100 * ((effect[key] or 1) - 1) for effect in effects]
         axes.barh(places, changes, 0.38, label=label, color=colour)
-    names = [_plain(f"{effect['name']}={effect['value']}") for effect in found]
-    axes.set_yticks(range(len(found)), names)
+    names = [_plain(f"{effect['name']}={effect['value']}") for effect in effects]
+    axes.set_yticks(range(len(effects)), names)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("change, % (median over pairs that differ in nothing else)")
     axes.legend()
@@ -162,37 +162,37 @@ def _pace(shown: Evidence, index: int) -> str:
 
 
 def _kinds(axes: Axes, shown: Evidence) -> None:
-    found = sorted(
+    points = sorted(
         (point for point in shown["points"] if point["by_kind"] and point["memory"]), key=lambda point: point["memory"]
     )
-    left = [0.0] * len(found)
+    left = [0.0] * len(points)
     for k, kind in enumerate(shown["kinds"]):
-        sizes = [point["by_kind"][k] for point in found]
+        sizes = [point["by_kind"][k] for point in points]
         if any(sizes):
-            axes.barh(range(len(found)), sizes, left=left, label=kind, color=KIND_COLOURS[kind])
+            axes.barh(range(len(points)), sizes, left=left, label=kind, color=KIND_COLOURS[kind])
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    rests = [max(0.0, point["memory"] - start) for point, start in zip(found, left, strict=True)]
-    if any(rest > 0.005 * point["memory"] for point, rest in zip(found, rests, strict=True)):
-        axes.barh(range(len(found)), rests, left=left, label="kind unknown", color=GREY, alpha=0.45)
-    planned = [(point["planned"], row) for row, point in enumerate(found) if point["planned"] is not None]
+    rests = [max(0.0, point["memory"] - start) for point, start in zip(points, left, strict=True)]
+    if any(rest > 0.005 * point["memory"] for point, rest in zip(points, rests, strict=True)):
+        axes.barh(range(len(points)), rests, left=left, label="kind unknown", color=GREY, alpha=0.45)
+    planned = [(point["planned"], row) for row, point in enumerate(points) if point["planned"] is not None]
     if planned:
         axes.plot(*zip(*planned, strict=True), "|", color="black", markersize=10, label="planned")
-    axes.set_yticks(range(len(found)), [_plain(point["name"]) for point in found], fontsize=7)
+    axes.set_yticks(range(len(points)), [_plain(point["name"]) for point in points], fontsize=7)
     axes.set_xlabel(_memory(shown))
     axes.legend(fontsize=8)
 
 
 def _losses(field: str) -> Draw:
     def draw(axes: Axes, shown: Evidence) -> None:
-        found: list[dict[str, Any]] = [point for point in shown["points"] if point["curve"][field]]
-        for point in found:
-            label = _plain(point["name"]) if len(found) <= MOST_NAMED else None
+        points: list[dict[str, Any]] = [point for point in shown["points"] if point["curve"][field]]
+        for point in points:
+            label = _plain(point["name"]) if len(points) <= MOST_NAMED else None
             axes.plot(point["curve"][field], point["curve"]["loss"], linewidth=1.2, label=label)
         axes.set(
             xlabel="time of steps, s" if field == "seconds" else f"{shown['speed_unit']} seen", ylabel="training loss"
         )
         axes.grid(alpha=0.3)
-        if len(found) <= MOST_NAMED:
+        if len(points) <= MOST_NAMED:
             axes.legend(fontsize=7)
 
     return draw

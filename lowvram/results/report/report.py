@@ -1,6 +1,6 @@
 """The report of a sweep: one HTML file that holds its data, style and script, and opens offline. Needs no torch.
 
-What it shows is made in data.py; how, in the files of page/. Names, reasons and commands come from outside: they
+data.py makes the data that it shows; the files of page/ draw them. Names, reasons and commands come from outside: they
 are escaped here, and the script writes them as text, never as markup.
 """
 
@@ -38,20 +38,20 @@ SCRIPTS = (
     "table",
     "main",
 )
-# No script can be named in JSON that ends the element which holds it.
+# Escaped, so that no text in the JSON can end the <script> element that holds it.
 _ENDS_AN_ELEMENT = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "<>&\u2028\u2029"})
 
 
 def save(folder: Path) -> Path | None:
-    """Leaves the report of the sweep in `folder` beside its table; None if there is no row yet."""
-    found = entries([folder])
-    return write(folder, found) if found else None
+    """Writes the report of the sweep in `folder` beside its table; None if there is no row yet."""
+    points = entries([folder])
+    return write(folder, points) if points else None
 
 
-def write(folder: Path, found: Sequence[Entry]) -> Path:
-    """Leaves the report of these points in `folder`, in one move."""
+def write(folder: Path, points: Sequence[Entry]) -> Path:
+    """Writes the report of these points in `folder`, in one move."""
     path = folder / FILE_NAME
-    write_text(path, page(evidence(found)))
+    write_text(path, page(evidence(points)))
     return path
 
 
@@ -70,7 +70,7 @@ def page(shown: Evidence) -> str:
 
 
 def _hash(text: str) -> str:
-    """By which the page's own policy knows its script and style, and refuses any other."""
+    """For the page's content security policy, which allows only this script and style."""
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -79,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m lowvram.report", description=main.__doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="a sweep's folder, or that of a run")
     parser.add_argument("--png", action="store_true", help=f"also PNGs, in {FIGURES}/ beside the report")
-    parser.add_argument("--to", metavar="FOLDER", type=Path, help="where to leave it; needed for several sweeps")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, help="where to write it; needed for several sweeps")
     typed = parser.parse_args(arguments)
     try:
-        for path in _made(typed.folders, typed.to, typed.png):
+        for path in _written(typed.folders, typed.to, typed.png):
             tell(f"report: {shown_path(path)}")
     except Refused as error:
         tell(str(error), sys.stderr)
@@ -90,21 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _made(folders: Sequence[Path], to: Path | None, wants_png: bool) -> list[Path]:
-    """The files that were asked for."""
+def _written(folders: Sequence[Path], to: Path | None, wants_png: bool) -> list[Path]:
+    """Writes the report, and PNGs if wanted; returns their paths."""
     for folder in folders:
         if not folder.is_dir():
             raise Refused(f"{folder} is not a folder: name the folder of a sweep or of a run")
         if not entries([folder]):
             raise Refused(f"{folder} holds no {ROW_FILE}, neither itself nor one folder deeper")
     if to is None and len(folders) > 1:
-        raise Refused("several sweeps make one report: say where it shall lie, with --to FOLDER")
+        raise Refused("several sweeps make one report: name its folder with --to FOLDER")
     target = to or folders[0]
     target.mkdir(parents=True, exist_ok=True)
-    found = entries(folders)
-    made = [write(target, found)]
+    points = entries(folders)
+    paths = [write(target, points)]
     if wants_png:
         from lowvram.results.report.figures import save_figures
 
-        made += save_figures(target / FIGURES, evidence(found))
-    return made
+        paths += save_figures(target / FIGURES, evidence(points))
+    return paths

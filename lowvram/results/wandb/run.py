@@ -36,9 +36,9 @@ _FLUSH_INTERVAL_S = 2.0  # what a kill may cost of an offline run; W&B's own def
 
 
 class Recorder(ABC):
-    """Where the metrics of one point go, or the table of a sweep."""
+    """Records the metrics of one point, or the table of a sweep."""
 
-    records = True  # whether anything is kept
+    records = True  # whether it records anything
     notice: str | None = None  # what the user must know: why it is offline, or why it stopped
     address: str | None = None  # the page of an online run
     sync_command: str | None = None  # uploads what was recorded offline
@@ -56,7 +56,7 @@ class Recorder(ABC):
         resume_id: str | None = None,
         job_type: str = "point",
     ) -> Recorder:
-        """Begins to record a point, or goes on with the run `resume_id`.
+        """Begins to record a point, or resumes the run `resume_id`.
 
         `folder` is the point's, `logger_cfg` names `entity` and `project`, `group` is the sweep.
         """
@@ -140,7 +140,7 @@ class Run(Recorder):
         self.sync_command = sync_command(folder.parent, shlex.quote(folder.name)) if run.offline else None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        # Not committed, a step would reach the log only after the next one, and then overwrite the summary.
+        # Without commit W&B writes a step only when the next one comes, and then overwrites the summary.
         self._attempt(lambda: self._run.log(dict(values), step=step, commit=True))
 
     def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
@@ -168,7 +168,7 @@ class Run(Recorder):
 
 
 def choice_columns(choices: Mapping[str, str]) -> dict[str, str]:
-    """By which runs are sorted, grouped and filtered."""
+    """Columns by which users sort, group and filter runs."""
     return {f"choice.{axis}": option for axis, option in choices.items()}
 
 
@@ -176,19 +176,21 @@ RECORDERS: dict[str, type[Recorder]] = {"wandb": Run, "none": NullRecorder}
 
 
 def stored_run_id(folder: Path) -> str | None:
-    """The `resume_id` that goes on with the run of this point's folder, if it had one."""
+    """The id of the W&B run of this point's folder, for `resume_id`; None if it has no run."""
     file = folder / RUN_ID_FILE
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 def final_values(row: Row) -> dict[str, float | str]:
-    """The summary of a run: status, reason, and whatever the row knows, under the names of the metrics."""
+    """The summary of a run: status, reason and the known figures of the row, under their names in W&B."""
     values = {key: row[key] for key in ("status", "reason", "disturbed")}
     for metric in METRICS:
         value = at(row, metric.path)
         if metric.wandb_name is not None and value is not None:
             values[metric.wandb_name] = metric.in_wandb(value)
-    scores = {f"eval/{name}": value for name, value in row["eval"].items()}  # a task may have others than the list
+    scores = {
+        f"eval/{name}": value for name, value in row["eval"].items()
+    }  # a task may have scores that METRICS doesn't list
     return {name: value for name, value in {**values, **scores}.items() if value is not None}
 
 
@@ -200,8 +202,8 @@ def _open(arguments: dict[str, Any]) -> tuple[wandb.Run | None, str | None]:
         mode = _mode()
         return (None if mode == "disabled" else _init(mode, arguments)), None
     except Exception as error:
-        # The service still holds the id of the failed attempt, or it is gone: begin anew. And stay offline:
-        # not every point of a sweep shall wait for the same timeout.
+        # W&B's service process still holds the id of the failed attempt, or has died: restart it. Stay offline, so that
+        # not every point of a sweep waits for the same timeout.
         with contextlib.suppress(Exception):
             wandb.teardown()
         wandb.setup(settings=wandb.Settings(silent=True, mode="offline"))
@@ -209,7 +211,7 @@ def _open(arguments: dict[str, Any]) -> tuple[wandb.Run | None, str | None]:
 
 
 def _mode() -> str:
-    """`online` needs a key (environment, netrc or settings); nobody is ever asked for one."""
+    """`online` needs an API key (environment, netrc or settings); lowvram never prompts for one."""
     import wandb
 
     chosen = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
@@ -237,7 +239,8 @@ def _init(mode: Any, arguments: dict[str, Any]) -> wandb.Run:
 
 @contextlib.contextmanager
 def _waiting_in(folder: Path) -> Iterator[None]:
-    """What a table's upload reads lies there until then, not in the user's home, unless they say where."""
+    """W&B keeps the data of tables in `folder` until they are uploaded, not in the user's home, unless WANDB_DATA_DIR
+    is set."""
     name = "WANDB_DATA_DIR"
     chosen = os.environ.get(name)
     os.environ[name] = chosen or str(folder.resolve())
@@ -269,9 +272,9 @@ def _new_run_id(folder: Path) -> str:
 
 
 def sync_command(folder: Path, points: str = "*") -> str:
-    """Uploads the offline runs of the points below `folder`. The shell fills in the stars.
+    """The shell command that uploads the offline runs of the points below `folder`. The shell expands the stars.
 
-    A resumed run has several parts; W&B joins them when they come together.
+    A resumed run has several parts; W&B joins them if one command uploads all.
     """
     program = ["wandb"] if shutil.which("wandb") else [sys.executable, "-m", "wandb"]
     parts = [shlex.quote(shown_path(folder)), points, "wandb", "offline-run-*"]
@@ -279,5 +282,5 @@ def sync_command(folder: Path, points: str = "*") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says."""
+    """The first line of an error's message, without secrets."""
     return text_without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -1,4 +1,4 @@
-"""A sweep at Weights & Biases: one run more, beside those of its points, with their table and the report's figures.
+"""A W&B run for a whole sweep, beside those of its points, with their table and the report's figures.
 
 The table's columns are those of the points' runs: `choice.*`, whatever else differs, and the names of the metrics.
 Needs no torch; the figures need matplotlib.
@@ -18,7 +18,7 @@ from lowvram.results.row import Row, Status, empty_row, merge
 from lowvram.results.table import label
 from lowvram.results.wandb.run import RECORDERS, choice_columns, final_values, first_line, stored_run_id
 
-FOLDER = "wandb_table"  # in the sweep's, beside the points: one command uploads them all
+FOLDER = "wandb_table"  # in the sweep's folder, beside the points: one command uploads them all
 JOB_TYPE = "sweep"
 TABLE = "sweep/table"
 FIGURE = "figures"
@@ -32,34 +32,34 @@ def record(folder: Path, logger_cfg: Mapping[str, Any]) -> list[str]:
     Returns:
         What to tell the user: where it is online, and what could not be recorded.
     """
-    found = entries([folder])
-    if all(entry.row["choices"].get("mode") == "plan" for entry in found):
+    all_entries = entries([folder])
+    if all(entry.row["choices"].get("mode") == "plan" for entry in all_entries):
         return []  # plans are not recorded
     try:
-        return _recorded(folder, found, logger_cfg)
+        return _recorded(folder, all_entries, logger_cfg)
     except OSError as error:  # a full disk
         return [f"W&B has no table of this sweep: {first_line(error)}"]
 
 
-def _recorded(folder: Path, found: Sequence[Entry], logger_cfg: Mapping[str, Any]) -> list[str]:
+def _recorded(folder: Path, all_entries: Sequence[Entry], logger_cfg: Mapping[str, Any]) -> list[str]:
     (folder / FOLDER).mkdir(exist_ok=True)
     about = (f"{folder.name} table", folder.name, {}, {})
     start = RECORDERS[logger_cfg["name"]].start
     recorder = start(folder / FOLDER, logger_cfg, *about, resume_id=stored_run_id(folder / FOLDER), job_type=JOB_TYPE)
-    said = None
+    problem = None
     if recorder.records:
-        figures, said = _figures(folder, found)
-        recorder.show({TABLE: columns([entry.row for entry in found])}, figures)
+        figures, problem = _figures(folder, all_entries)
+        recorder.show({TABLE: columns([entry.row for entry in all_entries])}, figures)
         recorder.finish(merge(empty_row(), {"status": Status.OK.value}))
     else:
         _forget(folder / FOLDER)
-    return [line for line in (said, recorder.notice, recorder.address) if line]
+    return [line for line in (problem, recorder.notice, recorder.address) if line]
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Cells]:
     """The table, column by column; those without a value are left out."""
     about = [{"name": label(row), "status": row["status"], "reason": row["reason"]} for row in rows]
-    differing = [{name: each[name] for name in each if "." in name} for each in ablations(rows)]
+    differing = [{name: settings[name] for name in settings if "." in name} for settings in ablations(rows)]
     notes = [{key: row[key] for key in ("semantics_changed", "disturbed")} for row in rows]
     commands = [{"command": row["provenance"]["command"]} for row in rows]
     choices = [choice_columns(row["choices"]) for row in rows]
@@ -71,18 +71,18 @@ def columns(rows: Sequence[Row]) -> dict[str, Cells]:
     return {name: values for name, values in cells.items() if any(value is not None for value in values)}
 
 
-def _figures(folder: Path, found: Sequence[Entry]) -> tuple[dict[str, Path], str | None]:
+def _figures(folder: Path, all_entries: Sequence[Entry]) -> tuple[dict[str, Path], str | None]:
     """Name -> PNG, as `python -m lowvram.report --png` makes them; or why there are none."""
     from lowvram.results.report.figures import save_figures
 
     try:
-        made = save_figures(folder / FIGURES, evidence(found))
+        paths = save_figures(folder / FIGURES, evidence(all_entries))
     except Exception as error:
         return {}, f"W&B has no figures of this sweep: {first_line(error)}"
-    return {f"{FIGURE}/{path.stem}": path for path in made}, None
+    return {f"{FIGURE}/{path.stem}": path for path in paths}, None
 
 
 def _forget(folder: Path) -> None:
-    """Nothing was recorded."""
+    """Remove the folder of a run that recorded nothing, unless it holds files."""
     if not any(folder.iterdir()):
         folder.rmdir()
