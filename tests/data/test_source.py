@@ -9,7 +9,14 @@ from lowvram.data.auto import Auto
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
-from lowvram.data.source import ResolvedTextSource, Source, fitting_options, resolved_size, require_count, resolve_source
+from lowvram.data.source import (
+    ResolvedTextSource,
+    Source,
+    fitting_options,
+    require_count,
+    resolve_source,
+    resolved_size,
+)
 from lowvram.data.spec import Modality, TextRules
 from lowvram.data.synthetic import Synthetic
 from lowvram.data.text import Text
@@ -42,7 +49,9 @@ def test_every_option_that_fits_is_named_and_no_other(kind: Modality) -> None:
 def test_a_chosen_length_is_kept_and_another_is_the_models(token_model) -> None:
     model, rules = token_model(), TextRules()
     assert resolve_source(PythonSource(sequence_length=7), model) == PythonSource(sequence_length=7)
-    assert resolve_source(Text("x", sequence_length=7), model) == ResolvedTextSource(Text("x", sequence_length=7), rules)
+    assert resolve_source(Text("x", sequence_length=7), model) == ResolvedTextSource(
+        Text("x", sequence_length=7), rules
+    )
     assert resolve_source(Text("x"), model) == ResolvedTextSource(Text("x", sequence_length=32), rules)
 
 
