@@ -1,5 +1,5 @@
-"""One call of the command line, as Hydra tells it: its folder is taken, its points are checked and launched, and how
-each ended is noted. Imports no torch.
+"""One call of the command line: `Call` reacts to Hydra's callbacks. It locks a sweep's folder, checks and launches the
+points, and keeps how each ended. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lowvram.runs.folders import SweepFolder
 
 @final
 class Call:
-    """Hears what Hydra begins and ends.
+    """Handles what Hydra reports through hydra_hooks.py.
 
     Attributes:
         logger: where metrics go, besides files.
-        endings: of its points, by their index.
-        failure: of the launcher, which then knows nothing of the endings.
+        endings: how the points ended, by their index.
+        failure: why the launcher failed; `endings` is then incomplete.
     """
 
     def __init__(self, launch: Launch | None) -> None:
@@ -67,7 +67,7 @@ class Call:
             self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
 
     def launch(self, launcher: Launcher, coming: Coming) -> None:
-        """Raises the first mistake in those points that stand for all, and what a point has raised."""
+        """Check the representative points of a batch, then run the batch. Raises the first error of either."""
         if not self.is_over():
             self._check(coming)
         if self.is_over():
@@ -80,12 +80,12 @@ class Call:
                 raise
             self._fail(error)
             return
-        for each in jobs:
-            self.end_job(each)
-            _ = each.return_value  # raises what the point has raised: Hydra alone would drop it
+        for finished in jobs:
+            self.end_job(finished)
+            _ = finished.return_value  # raises the job's own exception, which Hydra would drop
 
     def _check(self, coming: Coming) -> None:
-        """Build the objects of those points that stand for all, in a child of their own."""
+        """Build the objects of the representative points in a child process. Raises what is wrong with them."""
         refused: list[str] = []
 
         def on_event(event: Event) -> None:
@@ -117,13 +117,13 @@ class Call:
                 tell(launchers.SIDE_BY_SIDE)
 
     def _fail(self, error: BaseException) -> None:
-        """The launcher has failed, or was left: what its points have reached is on disk alone."""
+        """The launcher raised, or the user left it: only the disk knows how far its points came."""
         assert self.sweep is not None
         if isinstance(error, Exception):
             self.failure = f"hydra/launcher has failed: {unforeseen(error)}"
             launchers.wait_for_points(self.sweep.path)
         else:
-            self.failure = "left before all points had ended"
+            self.failure = "stopped waiting before all points had ended"
 
     def end_job(self, job: JobReturn) -> None:
         if job.status is JobStatus.COMPLETED:
@@ -135,9 +135,9 @@ class Call:
 
     @property
     def refusal(self) -> Refused | OSError | None:
-        """A mistake for which the call ends."""
+        """The first error of a point that ends the whole call."""
         return next((ending.refusal for ending in self.endings.values() if ending.refusal), None)
 
     def leave_hydra(self) -> None:
-        """No more jobs are started."""
+        """Hydra has returned: give signals and the environment back."""
         self._elsewhere.close()

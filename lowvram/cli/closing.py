@@ -1,4 +1,4 @@
-"""The end of a call: what the points have left on disk is printed, and the exit code read off it. Imports no torch."""
+"""The end of a call: prints the rows that the points left on disk, and derives the exit code. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowvram.runs.folders import end_runs
 
 
 def close_run(endings: Iterable[Ending], launch: Launch | None) -> int:
-    """Print what a single run has come to; returns the exit code. A run that was refused leaves nothing."""
+    """Print the result of a single run; returns the exit code. A refused run leaves no files."""
     ran = next(((ending, row) for ending in endings if (row := row_of(ending)) is not None), None)
     end_runs(is_refused=ran is None or ran[1]["status"] == Status.INCOMPATIBLE)
     if ran is None:
@@ -40,7 +40,7 @@ def close_run(endings: Iterable[Ending], launch: Launch | None) -> int:
 
 
 def row_of(ending: Ending) -> Row | None:
-    """A point's, if it has one: another program's is none of this call."""
+    """The row of a point, unless it has none or another program runs the point."""
     if ending.is_stopped or ending.holder or ending.refusal:
         return None
     return ending.row or rows.read(ending.folder)
@@ -52,43 +52,43 @@ def close_sweep(call: Call, words: Sequence[str]) -> int:
     others = held_by_others(endings)
     for ending in others:
         tell(f"{shown_path(ending.folder)}: {ending.holder} runs it: type this again to see its row")
-    found = show_sweep(call, words)
+    finished = show_sweep(call, words)
     if call.failure:
         tell(call.failure, sys.stderr)
     if stop_signals() or others:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if call.failure else rows.exit_code(found, sweep=True)
+    return EXIT_FAILED if call.failure else rows.exit_code(finished, sweep=True)
 
 
 def held_by_others(endings: Collection[Ending]) -> list[Ending]:
-    """Of points that other programs run. Where points run side by side and two are the same one, as with name=a,b, one
-    of this call's own jobs has held it, and has ended by now."""
+    """The endings of points that other programs run. If two points of a sweep are the same one, as with name=a,b, and
+    run side by side, the holder was a job of this call, which has ended by now: those are left out."""
     ours = {ending.folder for ending in endings if not ending.holder}
     return [ending for ending in endings if ending.holder and ending.folder not in ours]
 
 
 def show_sweep(call: Call, words: Sequence[str]) -> list[Row]:
-    """The table and the report, where they lie, how to upload the runs and how to go on; returns the rows. Without any
-    the sweep leaves nothing."""
+    """Print the table, where the results are, and how to upload and continue; returns the rows. Without rows, the sweep
+    leaves no files."""
     assert call.sweep is not None
     folder, endings = call.sweep.path, call.endings.values()
     for ending in endings:
         if ending.is_stopped:
             call.sweep.forget(ending.folder)
     by_ending = [(ending, row) for ending in endings if (row := row_of(ending)) is not None]
-    found = table.collect(folder) if call.failure else [row for _, row in by_ending]
-    if not found:
+    finished = table.collect(folder) if call.failure else [row for _, row in by_ending]
+    if not finished:
         call.sweep.undo()
         return []
     table.save(folder, table.collect(folder))
-    print(table.render(found, sys.stdout, kept={row["id"] for ending, row in by_ending if ending.is_kept}))
+    print(table.render(finished, sys.stdout, kept={row["id"] for ending, row in by_ending if ending.is_kept}))
     report.save(folder)
     tell(f"results: {shown_path(folder)} (report.html, table.md, table.csv, rows.jsonl)")
     for line in [] if stop_signals() else wandb_sweep.record(folder, call.logger):
         tell(line)
     if any(folder.glob("*/wandb/offline-run-*")):
         tell(f"to upload: {sync_command(folder)}")
-    if call.failure or stop_signals() or any(map(rows.is_missing, found)):
+    if call.failure or stop_signals() or any(map(rows.is_missing, finished)):
         kept = [word for word in words if not word.startswith("hydra.sweep.dir=")]
         tell(f"to run what is missing: {command_line(*kept, f'hydra.sweep.dir={hydra_quoted(shown_path(folder))}')}")
-    return found
+    return finished

@@ -1,4 +1,4 @@
-"""Mistakes of the command line, each in one sentence. Imports no torch."""
+"""Errors in what was typed, each as one sentence. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowvram.config.settings import GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS
 from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.results.terminal import hydra_quoted
 
-# What other tools call it -> where it is here.
+# Names that other tools use -> what to type here.
 ELSEWHERE = {
     "lr": "the learning rate is optimizer.lr",
     "learning_rate": "the learning rate is optimizer.lr",
@@ -69,8 +69,8 @@ ELSEWHERE = {
     "output_dir": "it is paths.outputs",
     "resume_from_checkpoint": "it is resume=last or resume=FOLDER",
 }
-PRESETS = ("experiment", "sweep", "debug", "local")  # groups of configurations with a name
-ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that say what is to be done
+PRESETS = ("experiment", "sweep", "debug", "local")  # groups whose options are whole configurations
+ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that exclude each other
 UNFIT = "Hydra has no such value for it; `python train.py --cfg hydra` shows what it has"
 SNAPSHOT_HINT = "ckpt is activation checkpointing; saved training state is a snapshot: resume=last or resume=FOLDER"
 
@@ -91,7 +91,7 @@ def sentence(error: Exception) -> str:
 
 
 def unforeseen(error: Exception) -> str:
-    """The first line of an error that is no mistake of the command line."""
+    """The first line of an error that isn't about what was typed."""
     text = "".join(traceback.format_exception_only(error)).splitlines()[0]
     return shortened(text_without_secrets(text), LONGEST_REASON)
 
@@ -100,7 +100,7 @@ def sorted_words(words: list[str]) -> list[str]:
     """Hydra's own flags before the overrides: argparse can't read `a=1 -m b=1,2`.
 
     Raises:
-        Refused: a flag that nobody knows, or a group without an option.
+        Refused: an unknown flag, flags that exclude each other, or a group without an option.
     """
     parser = args_parser()
     parser.exit_on_error = False
@@ -117,7 +117,7 @@ def sorted_words(words: list[str]) -> list[str]:
 
 
 def check_flags(known: argparse.Namespace) -> None:
-    """What Hydra can't do at once."""
+    """Raises Refused for flags that Hydra can't combine."""
     typed = [flag for flag in ONE_OF if getattr(known, flag[2:].replace("-", "_"))]
     if len(typed) > 1:
         hint = "; --cfg shows one configuration: type one value for each key" if known.multirun and known.cfg else ""
@@ -127,7 +127,7 @@ def check_flags(known: argparse.Namespace) -> None:
 
 
 def unknown_flag(word: str) -> str:
-    """A word with dashes that isn't Hydra's."""
+    """The sentence for a flag that Hydra doesn't have."""
     key, equals, _ = word.lstrip("-").partition("=")
     hint = ELSEWHERE.get(key.replace("-", "_"))
     if hint is None:
@@ -136,7 +136,7 @@ def unknown_flag(word: str) -> str:
 
 
 def check_override(word: str) -> None:
-    """What Hydra's own sentence leaves open: which word it is about."""
+    """Raises Refused for words where Hydra's own message doesn't name the word."""
     key, _, value = word.partition("=")
     if not key:
         raise Refused(unreadable(word))
@@ -145,7 +145,7 @@ def check_override(word: str) -> None:
 
 
 def cause_of_ours(error: BaseException | None) -> BaseException | None:
-    """A BadInput that Hydra or OmegaConf has wrapped."""
+    """The BadInput that Hydra or OmegaConf has wrapped, if there is one."""
     while error is not None and not isinstance(error, BadInput):
         error = error.__cause__ or error.__context__
     return error
@@ -171,7 +171,9 @@ def unknown_key(match: re.Match[str]) -> str:
     key = match[1].lstrip("+~")
     last = key.rpartition(".")[2]
     hint = ELSEWHERE.get(last)
-    if hint and not ("." in key and key in hint):  # else the place is right, but not the option
+    if hint and not (
+        "." in key and key in hint
+    ):  # a full key that the hint itself names exists only with another option
         return f"{key}: no such key; {hint}"
     section, _, _ = key.rpartition(".")
     if section in SECTIONS:
@@ -202,8 +204,8 @@ def quoted(key: str, value: str) -> str:
 
 def closest(word: str, choices: Iterable[str]) -> str:
     """A guess at what was meant."""
-    found = difflib.get_close_matches(word, list(choices), n=2)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    matches = difflib.get_close_matches(word, list(choices), n=2)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def chosen_twice(match: re.Match[str]) -> str:

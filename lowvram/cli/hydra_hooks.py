@@ -1,4 +1,4 @@
-"""What Hydra calls while it begins a run or a sweep and after each job, and who hears of it. Imports no torch.
+"""Hydra calls these hooks when a run, sweep or job begins or ends; they pass it on to `listeners`. Imports no torch.
 
 The classes that Hydra makes are `Start` (conf/hydra/default.yaml) and hydra_plugins/lowvram_sweeper.py.
 """
@@ -22,7 +22,7 @@ from lowvram.config.errors import require
 
 
 class Listener(Protocol):
-    """Who has called Hydra."""
+    """The caller of `hydra.main`: see cli/call.py."""
 
     def begin_run(self, config: DictConfig) -> None:
         """Before a single run's folder is made: take it."""
@@ -45,8 +45,8 @@ listeners: list[Listener] = []  # none in the process of a launcher
 
 
 class NotBegun(BaseException):
-    """What is wrong with a call before Hydra makes its folder. Of an `Exception` of a callback Hydra only warns, and
-    goes on; this one leaves it."""
+    """An error before Hydra makes the run's folder. Hydra only warns of an `Exception` in a callback and goes on; a
+    `BaseException` gets through."""
 
     def __init__(self, mistake: Exception) -> None:
         super().__init__(mistake)
@@ -55,7 +55,7 @@ class NotBegun(BaseException):
 
 @contextmanager
 def mistakes_end_it() -> Iterator[None]:
-    """In a callback."""
+    """Let the errors of a callback end the call."""
     try:
         yield
     except (*MISTAKES, OSError) as error:
@@ -63,7 +63,7 @@ def mistakes_end_it() -> Iterator[None]:
 
 
 class Start(Callback):
-    """Hydra makes it for each run and each sweep, and tells it before any folder is made."""
+    """Hydra creates one for each run and each sweep, and calls it before any folder is made."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         with mistakes_end_it():
@@ -81,10 +81,10 @@ class Start(Callback):
 
 
 def check_plugins(hydra: DictConfig) -> None:
-    """Raises BadInput for what Hydra would only say with a traceback: a plugin that it doesn't have, or settings of the
-    sweeper that it can't use."""
+    """Raises BadInput for a plugin that Hydra doesn't have or settings that the sweeper can't use; Hydra itself would
+    end with a traceback."""
     for key, plugin in {"launcher": Launcher, "sweeper": Sweeper}.items():
-        known = [f"{found.__module__}.{found.__name__}" for found in Plugins.instance().discover(plugin)]
+        known = [f"{cls.__module__}.{cls.__name__}" for cls in Plugins.instance().discover(plugin)]
         target = hydra[key]["_target_"]
         require(target in known, f"hydra.{key}._target_", target, f"one of {', '.join(sorted(known))}")
     size, params = (hydra.sweeper.get(key) for key in ("max_batch_size", "params"))

@@ -1,7 +1,7 @@
 """Hydra's job: one point from its composed configuration to its row on disk, in whatever process a launcher runs it.
 Imports no torch.
 
-It raises nothing but bugs: what else the program must hear, the disk doesn't hold, is returned as an `Ending`.
+It raises only bugs. What the program must know and the disk doesn't hold, it returns as an `Ending`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ identity.register_resolvers()
 
 @dataclass(frozen=True)
 class Ending:
-    """What a job tells the program. Plain values: it may come from another process.
+    """What a job returns to the program. Pickled, if the launcher ran the job in another process.
 
     Attributes:
-        row: the point's, where the disk doesn't hold it: nothing is kept of a refused run, nor on a full disk.
+        row: the point's row if it isn't on disk: the run was refused, or the disk is full.
         is_kept: an earlier program has finished the point.
         is_stopped: somebody asked to stop before anything was known: there is no row.
-        holder: the program that runs the point now instead of this one.
-        refusal: a mistake, or trouble with the disk, for which the whole call ends.
-        error: what the point ended with in this process (process=inline), for the eyes or the debugger.
+        holder: the other program that runs the point now.
+        refusal: an error in the input or of the disk that ends the whole call.
+        error: the exception of a point that ran in this process (process=inline), raised again at the end.
     """
 
     index: int
@@ -68,7 +68,7 @@ class Ending:
 
 
 def hydra_job(config: DictConfig) -> Ending:
-    """Run the point that Hydra has composed in its folder, unless that holds its result."""
+    """Run the point that Hydra has composed, unless its folder already holds the result."""
     about = HydraConfig.get()
     is_sweep = about.mode == RunMode.MULTIRUN
     ending = Ending(about.job.num if is_sweep else 0, output_folder())
@@ -92,13 +92,13 @@ def run_alone(config: DictConfig, ending: Ending) -> Ending:
 
 
 def begin_run(config: DictConfig) -> Claim:
-    """Check what can be checked by now, and take the folder of a single run."""
+    """Check the configuration, and lock the folder of a single run."""
     check(config)
     return folders.begin_run(Path(HydraConfig.get().run.dir), config["resume"])
 
 
 def run_in_sweep(config: DictConfig, ending: Ending) -> Ending:
-    """One point of a sweep: kept as it is if it is finished, left to the program that runs it."""
+    """Run one point of a sweep, unless it is finished or another program runs it."""
     point = make_point(config)
     if stop_signals():
         return replace(ending, is_stopped=True)
@@ -115,26 +115,26 @@ def run_in_sweep(config: DictConfig, ending: Ending) -> Ending:
     return ended(ending, row, error)
 
 
-Found = tuple[Row | None, BaseException | None]  # the row of a point, and the error of one that ran in this process
+Result = tuple[Row | None, BaseException | None]  # the row of a point, and the error of one that ran in this process
 
 
-def run_in_folder(point: Point, claim: Claim, find: Callable[[Point], Found]) -> Found:
-    """Run a point whose results nobody has yet."""
+def run_in_folder(point: Point, claim: Claim, find: Callable[[Point], Result]) -> Result:
+    """Run a point that has no final row yet, with `find`."""
     about = {"locks": (claim.fd,), "run": claim.run, "is_resumed": has_snapshots(point.folder)}
     point = replace(point, **about)
-    if not point.is_resumed:  # else once it is known that it goes on
+    if not point.is_resumed:  # a resumed point writes them at its first step
         write_notes(point.folder, point.notes)
     return find(point)
 
 
 def ended(ending: Ending, row: Row | None, error: BaseException | None) -> Ending:
-    """With the row, unless it can be read."""
+    """The ending with its row, or without if the same row is on disk."""
     is_on_disk = row is not None and rows.read(ending.folder) == row
     return replace(ending, row=None if is_on_disk else row, is_stopped=row is None, error=error)
 
 
-def row_of(point: Point) -> Found:
-    """Whatever its mode asks for. No row: somebody asked to stop before anything was known."""
+def row_of(point: Point) -> Result:
+    """Plan, search or run the point, as its mode asks. The row is None if a stop was requested before there was one."""
     here = job_process.this()
     if is_inline(point.config):
         return inline.row_inline(point, stop_signals)
@@ -150,17 +150,19 @@ def row_of(point: Point) -> Found:
     return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
 
 
-def row_of_sweep(point: Point, mistake: Exception | None) -> Found:
-    """The same of a point of a sweep, which goes on after one that can't run, and after a bug of ours.
+def row_of_sweep(point: Point, mistake: Exception | None) -> Result:
+    """As `row_of`, for a point of a sweep: the sweep goes on after a point that can't run and after a bug of ours.
 
     Args:
-        mistake: what has been raised of the point already.
+        mistake: the error that the check of the point's configuration raised.
     """
     try:
         if mistake is not None:
             raise mistake
         row, error = row_of(point)
-        if row is not None and not (is_plan(point.choices) or is_search(point.choices)):  # those have told it
+        if row is not None and not (
+            is_plan(point.choices) or is_search(point.choices)
+        ):  # those have printed their lines
             tell_point(point, row)
         return row, error
     except MISTAKES as refusal:
@@ -171,7 +173,7 @@ def row_of_sweep(point: Point, mistake: Exception | None) -> Found:
         raise
     except Exception as bug:
         earlier = rows.read(point.folder)
-        if earlier is not None and rows.is_final(earlier):  # the point's result is no worse for it
+        if earlier is not None and rows.is_final(earlier):  # keep the final row
             raise
         progress = job_process.this().progress
         progress.stop()
@@ -181,7 +183,7 @@ def row_of_sweep(point: Point, mistake: Exception | None) -> Found:
 
 
 def left(point: Point, status: Status, reason: str) -> Row:
-    """The row of a point that hasn't run, on disk."""
+    """Write the row of a point that hasn't run."""
     row = rows.merge(point.first_row(), {"status": status.value, "reason": reason})
     rows.write(point.folder, row)
     tell_point(point, row)
@@ -189,19 +191,19 @@ def left(point: Point, status: Status, reason: str) -> Row:
 
 
 def tell_point(point: Point, row: Row) -> None:
-    """After a point of a sweep: one line, and the table as far as it goes."""
+    """After a point of a sweep: print its line, and save the table so far."""
     here = job_process.this()
     here.progress.say(": ".join(filter(None, [point.name, row["status"], row["reason"]])))
     here.table.save(point.folder.parent)
 
 
 def make_point(config: DictConfig) -> Point:
-    """What Hydra composed, as a point."""
+    """The point that Hydra has composed."""
     about, folder, launch = HydraConfig.get(), output_folder(), launch_from()
     is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
     values = {**plain(config), **({} if launch is None or launch.records else {"logger": UNRECORDED})}
     command = shlex.join(["python", "train.py", *words_without_secrets(words)])
-    earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # of a sweep's point that is resumed alone
+    earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # a sweep's point that is resumed alone keeps both
     index = about.job.num if is_sweep else earlier["index"] or 0
     return Point(
         id=identity.point_id(_root_=config),
@@ -218,7 +220,7 @@ def make_point(config: DictConfig) -> Point:
 
 
 def mistake_in(config: DictConfig) -> Exception | None:
-    """Of one point of a sweep, which goes on without it."""
+    """The error in the configuration of a sweep's point, if there is one."""
     try:
         check(config)
     except Exception as error:
@@ -227,7 +229,7 @@ def mistake_in(config: DictConfig) -> Exception | None:
 
 
 def check(config: DictConfig) -> None:
-    """Raises BadInput for what can be told without building anything."""
+    """Raises BadInput for what can be checked without building the objects."""
     about, launch = HydraConfig.get(), launch_from()
     check_root(config)
     check_own(config)

@@ -1,5 +1,5 @@
-"""What the jobs of one process share: a fork server, plans that are ahead of their points, a table that grows. None of
-it is a result: those are on disk. Imports no torch.
+"""What the jobs of one process share: a fork server, plans made ahead, and the live table. Results are on disk, not
+here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowvram.results.terminal import Progress, QuietProgress
 
 @final
 class JobProcess:
-    """Of the program itself, or of a process that a launcher has started. Each is made when it is first used."""
+    """Shared by the jobs of the program, or of a launcher's process. Each attribute is created at its first use."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -47,28 +47,28 @@ _this: list[JobProcess] = []
 
 
 def this() -> JobProcess:
-    """That of this process."""
+    """The one of this process; created if a launcher has started the process."""
     if not _this:
         joined()
     return _this[0]
 
 
 def begin(progress: Progress) -> JobProcess:
-    """Of the program; `end` must follow."""
+    """Create the one of the program; call `end` afterwards."""
     _this[:] = [JobProcess(progress)]
     return _this[0]
 
 
 def end() -> None:
-    """Nothing runs any more, nor will."""
+    """Stop the server; no job may follow."""
     for process in _this:
         process.stop()
     _this.clear()
 
 
 def joined() -> None:
-    """A launcher has started this process: as in the program, nothing that becomes of the output ends it, and signals
-    only count."""
+    """Set up a process that a launcher has started, as the program was: a broken output doesn't end it, and signals are
+    only counted."""
     logging.raiseExceptions = False
     outlasting()
     launchers.join()

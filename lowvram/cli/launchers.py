@@ -1,9 +1,9 @@
-"""Jobs in other processes (hydra/launcher=joblib and its like): how they hear of Ctrl-C, and of who started them.
+"""Jobs in other processes (hydra/launcher=joblib and others): passes Ctrl-C and the call's environment on to them.
 Imports no torch.
 
-A terminal sends Ctrl-C to every process: launchers' own would die of it, some after sending it on, and take their jobs
-along. So they, and all that they start, inherit a mask that blocks it; a thread of the program waits for signals, and
-tells the jobs by the size of a file. Only the first and second count, as always; the third leaves the jobs alone.
+A terminal sends Ctrl-C to every process. A launcher's processes would die of it, and their jobs with them. So they
+inherit a signal mask that blocks it; a thread of the program waits for signals and appends a byte to a file for each,
+and the jobs watch the file's size. The first two signals are passed on; the third makes the program leave the launcher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowvram.results.terminal import hydra_quoted
 
 CALL, CARDS = "LOWVRAM_CALL", "CUDA_VISIBLE_DEVICES"  # in the environment of jobs
 POLL_S = 0.1
-PATIENCE = 2  # signals that are passed on
+MAX_PASSED_ON = 2  # signals that are passed on
 SIDE_BY_SIDE = "points share this machine: their peaks of memory are their own, but their times can't be compared"
 
 
@@ -44,7 +44,7 @@ def is_elsewhere(hydra: DictConfig) -> bool:
 
 @contextmanager
 def jobs_elsewhere(config: DictConfig) -> Iterator[None]:
-    """Jobs that are started inside the block, whichever way, belong to this call."""
+    """Inside the block, the processes that a launcher starts get this call's environment and its signals."""
     with open_dict(config.hydra.overrides):  # each process composes for itself, with another time of day
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_quoted(config.hydra.sweep.dir)}")
     with TemporaryDirectory(prefix="lowvram-call-") as folder:
@@ -72,10 +72,10 @@ def in_environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def heard_by_a_thread(stops: Path) -> Iterator[None]:
-    """Signals are blocked here, and in all that is started; a thread passes them on."""
+    """Block signals in this process and its children; a thread passes them on."""
 
     def hear(number: int, frame: Any = None) -> None:
-        if stop_signals.num >= PATIENCE:
+        if stop_signals.num >= MAX_PASSED_ON:
             raise KeyboardInterrupt  # launchers have no other way to be left
         stop_signals.add(number)
         with stops.open("ab") as file:
@@ -84,7 +84,7 @@ def heard_by_a_thread(stops: Path) -> Iterator[None]:
     def wait() -> None:
         while not is_over.is_set():
             if (heard := signal.sigtimedwait(STOPS, POLL_S)) is not None:
-                interrupt_main() if stop_signals.num >= PATIENCE else hear(heard.si_signo)
+                interrupt_main() if stop_signals.num >= MAX_PASSED_ON else hear(heard.si_signo)
 
     handlers = {number: signal.signal(number, hear) for number in STOPS}
     mask, is_over = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS), threading.Event()
@@ -101,24 +101,24 @@ def heard_by_a_thread(stops: Path) -> Iterator[None]:
 
 
 def join() -> None:
-    """This process runs jobs of a program that is another process."""
+    """Connect this process, which a launcher has started, to the program's call."""
     about = json.loads(os.environ.get(CALL, "{}"))
     stop_signals.listen(Path(about["stops"]) if about else None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # of whoever means this process alone
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # sent to this process alone
     if about:
         sys.argv, sys.orig_argv = about["argv"], about["orig_argv"]  # printed commands start with them
         see_cards(about["cards"])
 
 
 def see_cards(before: str | None) -> None:
-    """submitit_local hides all cards unless hydra.launcher.gpus_per_node is typed; joblib hides none. Points that would
-    run on a CPU then, under the ids of a card's, see those that the program sees."""
+    """Show this process the GPUs that the program sees. submitit_local hides all of them unless
+    hydra.launcher.gpus_per_node is typed; points would then run on the CPU under the ids of a GPU's points."""
     if os.environ.get(CARDS) == "":
         os.environ.pop(CARDS)
         os.environ.update({} if before is None else {CARDS: before})
 
 
 def wait_for_points(folder: Path) -> None:
-    """Of a sweep whose launcher has failed: until the last of those that run has ended."""
+    """After a launcher has failed: wait until no point of the sweep in `folder` runs any more."""
     while any(is_running(marker.parent) for marker in folder.glob(f"*/{MARKER}")):
         time.sleep(POLL_S)

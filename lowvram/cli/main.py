@@ -31,7 +31,7 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def main() -> None:
     """`python train.py …` and `lowvram …`."""
-    logging.raiseExceptions = False  # W&B logs to files of its own: if the disk is full, the row says so
+    logging.raiseExceptions = False  # if the disk is full, W&B's own log files fail too; the row says it
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     launch = launch_from()
     call = Call(launch)
@@ -42,7 +42,7 @@ def main() -> None:
             linger()
     for ending in call.endings.values():
         if ending.error is not None:
-            raise ending.error  # for the eyes, or the debugger, that process=inline was typed for
+            raise ending.error  # with its traceback: process=inline was typed for that
     sys.exit(code)
 
 
@@ -55,12 +55,12 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
         sys.stdout.flush()
         return code
     except MISTAKES as error:
-        show_sweep(call, words) if call.sweep else end_runs(is_refused=True)  # what was found by then is kept
+        show_sweep(call, words) if call.sweep else end_runs(is_refused=True)  # keep the results so far
         if wants_traceback:
             raise
         tell(sentence(error), sys.stderr)
         return EXIT_REFUSED
-    except OSError as error:  # of the results: no room, no permission, no such place
+    except OSError as error:  # writing results: disk full, no permission, no such folder
         tell(f"{error.filename or 'the results'}: can't be written ({error.strerror})", sys.stderr)
         return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
     finally:
@@ -74,17 +74,17 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
     """Hand the words to Hydra, which calls back with each composed point.
 
     Args:
-        aside: the folder of a program whose results another one leaves.
+        aside: the run's folder in a program of torchrun that doesn't record the results.
 
     Raises:
-        what is wrong with the words, or with a point so that the call ends.
+        The error in the words, or that of a point which ends the call.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
     words = with_resumed(words)
     if aside is not None:
         words = moved(words, aside)
     typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(words)]
-    # From 1.4 on Hydra wants to be told what it may instantiate.
+    # From 1.4 on Hydra requires a list of what it may instantiate.
     trust = (
         {"execution_whitelist": ["lowvram.*"]}
         if "execution_whitelist" in inspect.signature(hydra.main).parameters
@@ -104,7 +104,7 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
 
 
 def linger() -> None:
-    """torchrun ends all programs when one has failed: let that one be first that tells what it was."""
+    """torchrun ends all programs once one has failed: wait, so that the one that records the reason fails first."""
     deadline = time.monotonic() + LINGER_S
     while not stop_signals() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The start of the program: what holds before anything slow is imported. streams.py sees to its output."""
+"""The start of the program, before anything slow is imported: signals, and output (streams.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowvram.config.exit_codes import EXIT_INTERRUPTED
 def main() -> None:
     """`python train.py …` and `lowvram …`."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end_at_once)  # until the command line listens itself
+        signal.signal(number, end_at_once)  # until cli/main.py installs its own handlers
     outlasting()
     from lowvram.cli.main import main as command_line  # a third of a second
 
@@ -21,6 +21,6 @@ def main() -> None:
 
 
 def end_at_once(number: int, frame: Any) -> None:
-    """Nothing has begun: there is nothing to save."""
+    """Exit: no run has begun, so there is nothing to save."""
     os.write(STDERR, b"interrupted before anything began\n")
     os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The output of a program takes any text, and whether or not somebody reads it. Imports nothing that takes time."""
+"""Makes stdout and stderr safe: no text and no closed pipe ends the program. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ STDERR = 2
 
 
 def outlasting() -> None:
-    """From here on no text and no reader of the output can end the program."""
+    """Replace stdout and stderr by streams that never raise."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """The same stream, which takes any text, whatever its encoding, and stays usable when nobody reads it any more, as
-    in `python train.py | head`; one that goes nowhere for none at all, as in `python train.py >&-`."""
+    """The stream, made to escape what its encoding lacks, and to survive a closed pipe, as in `python train.py | head`.
+    For None, as in `python train.py >&-`, a stream that discards its text."""
     if stream is None:
         return Path(os.devnull).open("w", errors="backslashreplace")
     outlet = io.BufferedWriter(Outlet(stream.fileno(), "w", closefd=False))
@@ -27,7 +27,7 @@ def lasting(stream: TextIO | None) -> TextIO:
 
 
 class Outlet(io.FileIO):
-    """A file descriptor. Once nobody reads it, or its disk is full, what is written goes nowhere."""
+    """A file descriptor that discards its output once its pipe is closed or its disk is full."""
 
     def write(self, data: Any, /) -> int | None:
         try:

@@ -1,8 +1,8 @@
 """The points of a sweep: grids and lists of them, named by what differs between them, and composed at their turn.
 Imports no torch.
 
-To compose a point takes Hydra about 0.1 s, so a sweep is not composed as a whole: what is wrong with an option is told
-before the first point, what is wrong with one value of many at its point.
+Hydra takes about 0.1 s to compose a point, so a sweep isn't composed as a whole: a wrong option is reported before the
+first point, one wrong value among many when its point's turn comes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowvram.config.identity import point_name
 POINT_NAME = "point"  # in hydra.sweeper of a point's configuration: what it is called
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
-_names: dict[frozenset[str], str] = {}  # of points that a list names, by their words
+_names: dict[frozenset[str], str] = {}  # the names of points that come from a list, by their words
 
 
 def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
@@ -47,14 +47,14 @@ def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
 
 
 def with_points(batch: Batch, points: Any) -> Batch:
-    """Each point of a grid together with each of a list. A word that is typed, or swept, holds for all of the list, and
-    what is the same then as an earlier point is left out.
+    """Combine each point of a grid with each of a list. A typed or swept word overrides the list's, and a point that is
+    then the same as an earlier one is left out.
 
     Args:
         points: their words by their names; None: there is no list.
 
     Raises:
-        BadInput: it is anything else.
+        BadInput: `points` is anything else.
     """
     if points is None:
         return batch
@@ -62,19 +62,19 @@ def with_points(batch: Batch, points: Any) -> Batch:
         allowed = "names, each with the words of a point, such as {small: accum=x4 ckpt=every1}"
         raise BadInput("hydra.sweeper.points", points, allowed)
     swept = swept_keys(batch)
-    found: dict[frozenset[str], Sequence[str]] = {}
+    combined: dict[frozenset[str], Sequence[str]] = {}
     for typed in batch:
         fixed = {key_of(word) for word in typed}
         for name, text in points.items():
             words = [*typed, *(word for word in shlex.split(text) if key_of(word) not in fixed)]
-            if frozenset(words) not in found:
-                found[frozenset(words)] = words
+            if frozenset(words) not in combined:
+                combined[frozenset(words)] = words
                 _names[frozenset(words)] = "-".join(filter(None, [str(name), point_name(list(typed), swept)]))
-    return list(found.values())
+    return list(combined.values())
 
 
 def name_of(words: Sequence[str], swept: list[str]) -> str:
-    """Of a point: that of the list which it is from, or what was swept."""
+    """The name of a point: the list's name for it, or its swept values."""
     return _names.get(frozenset(words)) or point_name(list(words), swept)
 
 
@@ -89,12 +89,12 @@ def swept_keys(batch: Batch) -> list[str]:
         for override in overrides:
             key, _, value = override.partition("=")
             values.setdefault(key, set()).add(value)
-    return [key for key, seen in values.items() if len(seen) > 1]
+    return [key for key, distinct in values.items() if len(distinct) > 1]
 
 
 @final
 class UntilOver(Sequence[Sequence[str]]):
-    """A batch that ends early. Launchers take one point after the other, so this is how a sweep ends between two."""
+    """A batch that ends once `is_over` says so: launchers iterate over it, so the sweep ends between two points."""
 
     def __init__(self, batch: Batch, is_over: Callable[[], bool]) -> None:
         self._batch, self._is_over = batch, is_over
@@ -114,17 +114,17 @@ Compose = Callable[[Sequence[str]], DictConfig]
 
 
 def representative(batch: Batch, num: int = NUM_CHECKED) -> list[int]:
-    """The places of up to `num` points that hold each distinct word of a sweep, as far as they reach: always the one
-    that brings most new words."""
+    """The indices of up to `num` points that together hold as many distinct words as possible: greedily, the point with
+    the most new words first."""
     if len(batch) <= num:
         return list(range(len(batch)))
     left = {place: set(words) for place, words in enumerate(batch)}
     places: list[int] = []
     while left and len(places) < num:
         place = max(left, key=lambda place: len(left[place]))
-        seen = left.pop(place)
+        covered = left.pop(place)
         places.append(place)
-        left = {place: words - seen for place, words in left.items() if words - seen}
+        left = {place: words - covered for place, words in left.items() if words - covered}
     return sorted(places)
 
 
@@ -135,7 +135,7 @@ class Coming:
     Args:
         batch: the words of each.
         first: the index of the first of them in the sweep.
-        compose: what Hydra makes of words.
+        compose: composes a configuration from words.
     """
 
     def __init__(self, batch: Batch, first: int, compose: Compose) -> None:
@@ -143,7 +143,7 @@ class Coming:
         self.swept = swept_keys(batch)  # the keys that differ between the points
 
     def to_check(self) -> list[DictConfig]:
-        """Those that stand for all of them. Raises what Hydra can't compose."""
+        """The configurations of the representative points. Raises Hydra's error if one can't be composed."""
         return [self.composed(place) for place in representative(self.batch)]
 
     def composed(self, place: int) -> DictConfig:
@@ -153,7 +153,7 @@ class Coming:
         return config
 
     def next(self, index: int, num: int) -> Iterator[tuple[int, DictConfig]]:
-        """Up to `num` points from `index` on, each with its index. Raises what Hydra can't compose."""
+        """Up to `num` points from `index` on, each with its index. Raises Hydra's error if one can't be composed."""
         for place in range(index - self.first, min(index - self.first + num, len(self.batch))):
             yield self.first + place, self.composed(place)
 

@@ -29,18 +29,18 @@ def import_object(target: str, key: str) -> Callable[..., Any]:
         if not f"{path}.".startswith(f"{error.name}."):
             raise BadInput(key, target, f"importable: it needs {error.name}, which isn't installed here") from None
         raise BadInput(key, target, f"{allowed}: there is no module {error.name} here or in Python's path") from None
-    found = getattr(module, name, None)
-    require(found is not None, key, target, f"{allowed}: {path} has no {name}")
-    assert found is not None
-    require(callable(found), key, target, f"{allowed}: {name} is a {type(found).__name__}")
-    return found
+    imported = getattr(module, name, None)
+    require(imported is not None, key, target, f"{allowed}: {path} has no {name}")
+    assert imported is not None
+    require(callable(imported), key, target, f"{allowed}: {name} is a {type(imported).__name__}")
+    return imported
 
 
-def check_args(found: Callable[..., Any], target: str, args: Mapping[str, Any], key: str) -> None:
-    """Raises BadInput unless what was found under the name `target` can be called with such arguments."""
+def check_args(function: Callable[..., Any], target: str, args: Mapping[str, Any], key: str) -> None:
+    """Raises BadInput unless `function`, which `target` names, can be called with `args`."""
     try:
-        inspect.signature(found).bind(**args)
+        inspect.signature(function).bind(**args)
     except TypeError as error:
         raise BadInput(key, args, f"what {target} takes ({error})") from None
-    except ValueError:  # it tells nobody what it takes
+    except ValueError:  # it has no signature, as some builtins
         pass

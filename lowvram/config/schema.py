@@ -107,14 +107,14 @@ def typed_values(target: type, values: dict[Any, Any], key: str) -> dict[str, An
         except (ValidationError, ConfigKeyError):
             raise BadInput(f"{dot}{name}", value, described_type(target, name)) from None
     try:
-        found = {name: plain(schema[name]) for name in names}
+        fields = {name: plain(schema[name]) for name in names}
     except MissingMandatoryValue as error:
         allowed = f"given a value: {described_type(target, str(error.key))}"
         raise BadInput(f"{dot}{error.key}", MISSING, allowed) from None
-    for name, value in found.items():
+    for name, value in fields.items():
         if isinstance(value, float) and math.isinf(value):
             raise BadInput(f"{dot}{name}", value, f"{described_type(target, name)}, not infinity")
-    return found
+    return fields
 
 
 def plain(value: Any) -> Any:

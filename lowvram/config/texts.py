@@ -34,5 +34,5 @@ def message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:
-        told = next((arg for arg in error.args if isinstance(arg, str)), None)
-        return told or f"its message can't be had, as that raises {type(another).__name__}"
+        text = next((arg for arg in error.args if isinstance(arg, str)), None)
+        return text or f"its message can't be had, as that raises {type(another).__name__}"

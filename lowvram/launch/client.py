@@ -144,14 +144,14 @@ class Server:
         return True
 
     def _follow(self, events: EventReaders, order: Callable[[], bytes | None]) -> list[Ending] | None:
-        given: dict[bytes, float] = {}  # when each order was
+        sent_at: dict[bytes, float] = {}  # when each order was sent
         while True:
             ready = select.select([self._connection, *events.open_files()], [], [], POLL_S)[0]
             try:
-                if told := order():
-                    given[told] = time.monotonic()
-                    self._connection.send(told)
-                if self._is_deaf(given):
+                if message := order():
+                    sent_at[message] = time.monotonic()
+                    self._connection.send(message)
+                if self._is_deaf(sent_at):
                     kill_all(self._pid)
                 answer = self._receive(events) if self._connection in ready else None
             except OSError:
@@ -162,12 +162,12 @@ class Server:
             if ready:
                 events.read()
 
-    def _is_deaf(self, given: Mapping[bytes, float]) -> bool:
-        """Whether the server had time enough to pass on the orders that were given."""
+    def _is_deaf(self, sent_at: Mapping[bytes, float]) -> bool:
+        """Whether the server has not passed on an order in time."""
         now = time.monotonic()
-        if now - given.get(KILL, now) > KILL_GRACE_S:
+        if now - sent_at.get(KILL, now) > KILL_GRACE_S:
             return True
-        return now - min(given.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
+        return now - min(sent_at.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
 
     def _receive(self, events: EventReaders) -> bytes | None:
         """The answer; None for the events of one more rank, which are followed from now on."""

@@ -69,32 +69,32 @@ class Circumstances:
 
 
 def outcome_of(
-    ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
+    ended: Sequence[Ending] | None, reports: Mapping[int, Told], around: Circumstances, timeout_s: float
 ) -> Outcome:
     """How the point ended.
 
     Args:
         ended: how its processes did, in the order of their ends; None if the fork server itself has died.
-        told: by rank; those that died silently are missing.
+        reports: by rank; those that died silently are missing.
         timeout_s: how long a rank waits for another.
     """
-    end = of_ranks(ended, told, around, timeout_s)
+    end = of_ranks(ended, reports, around, timeout_s)
     is_late = around.orders.is_timed_out and not around.orders.is_stopped and end.status is not Status.OK
     return replace(end, status=Status.TIMEOUT, reason=around.orders.how_late) if is_late else end
 
 
 def of_ranks(
-    ended: Sequence[Ending] | None, told: Mapping[int, Told], around: Circumstances, timeout_s: float
+    ended: Sequence[Ending] | None, reports: Mapping[int, Told], around: Circumstances, timeout_s: float
 ) -> Outcome:
     """The same, however late it was."""
     if ended is None:
-        return said(*min(told.items())) if told else Outcome(0, *how_all_died(around.orders))
-    ranks = [rank_verdict(ending, told.get(ending["rank"]), around) for ending in ended]
+        return outcome_from(*min(reports.items())) if reports else Outcome(0, *how_all_died(around.orders))
+    ranks = [rank_verdict(ending, reports.get(ending["rank"]), around) for ending in ended]
     failed = [rank for rank in ranks if rank.status is not Status.OK]
     if not failed:
         return min(ranks, key=lambda rank: rank.rank)
     blamed = to_blame(failed, timeout_s)
-    if len(told.keys() | {rank.rank for rank in ranks}) == 1 or is_of_all(blamed, ranks):
+    if len(reports.keys() | {rank.rank for rank in ranks}) == 1 or is_of_all(blamed, ranks):
         return blamed
     return replace(blamed, reason=f"rank {blamed.rank}: {blamed.reason}")
 
@@ -123,12 +123,12 @@ def is_of_all(blamed: Outcome, ranks: Sequence[Outcome]) -> bool:
     return [rank.reason for rank in ranks if not rank.is_forced].count(blamed.reason) > 1
 
 
-def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Outcome:
+def rank_verdict(ending: Ending, report: Told | None, around: Circumstances) -> Outcome:
     """How one rank ended: in its own words, else read off its death."""
     rank, by = ending["rank"], ending["ended_by"]
-    if told is not None:
-        one = said(rank, told)
-        return replace(one, is_asked=by is not None and one.status is Status.INTERRUPTED)
+    if report is not None:
+        outcome = outcome_from(rank, report)
+        return replace(outcome, is_asked=by is not None and outcome.status is Status.INTERRUPTED)
     is_killed = os.WIFSIGNALED(ending["status"]) and os.WTERMSIG(ending["status"]) == signal.SIGKILL
     log = text_of(around.folder / native_log(rank))
     return Outcome(
@@ -140,8 +140,8 @@ def rank_verdict(ending: Ending, told: Told | None, around: Circumstances) -> Ou
     )
 
 
-def said(rank: int, told: Told) -> Outcome:
-    return Outcome(rank, Status(told.fields["status"]), told.fields.get("reason"), told.is_of_a_peer)
+def outcome_from(rank: int, report: Told) -> Outcome:
+    return Outcome(rank, Status(report.fields["status"]), report.fields.get("reason"), report.is_of_a_peer)
 
 
 def last_words(rank: int, status: int, log: str, around: Circumstances) -> tuple[Status, str]:

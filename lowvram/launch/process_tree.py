@@ -18,11 +18,11 @@ def is_stopped(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """Those that a process has started, whichever of its threads did, and not yet waited for."""
-    found: list[int] = []
+    pids: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has just ended
-            found += map(int, file.read_text().split())
-    return found
+            pids += map(int, file.read_text().split())
+    return pids
 
 
 def kill_all(pid: int) -> None:
@@ -31,8 +31,7 @@ def kill_all(pid: int) -> None:
     Each is stopped before it is asked for its children, so that none can start or wait for another meanwhile: an id
     stays that of the same process until it is killed.
     """
-    found = stopped(pid)
-    for process in found:
+    for process in stopped(pid):
         signal_if_there(process, signal.SIGKILL)
 
 

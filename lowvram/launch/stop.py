@@ -19,11 +19,11 @@ class SignalCount:
 
     def __init__(self) -> None:
         self.num = 0
-        self._told: Path | None = None  # grows by a byte each time
+        self._stops_file: Path | None = None  # the program appends a byte for each stop request
 
-    def listen(self, told: Path | None = None) -> None:
-        """From here on signals only count, so nothing is torn in the middle."""
-        self.num, self._told = 0, told
+    def listen(self, stops_file: Path | None = None) -> None:
+        """Only count signals from here on, so that none interrupts a write."""
+        self.num, self._stops_file = 0, stops_file
         for number in STOPS:
             signal.signal(number, self.add)
 
@@ -32,7 +32,7 @@ class SignalCount:
 
     def __call__(self) -> int:
         try:  # not the sum: a signal to the whole group comes both ways
-            return self.num if self._told is None else max(self.num, self._told.stat().st_size)
+            return self.num if self._stops_file is None else max(self.num, self._stops_file.stat().st_size)
         except OSError:  # the program is gone
             return self.num
 
@@ -42,7 +42,7 @@ stop_signals = SignalCount()  # signals are a process's, so this is too
 
 @final
 class Orders:
-    """Asked again and again while a point runs; gives each order once."""
+    """Polled while a point runs; returns each order once."""
 
     def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:
         self._timeout_s, self._stop_signals = timeout_s, stop_signals

@@ -1,8 +1,8 @@
-"""The folders of runs, sweeps and their points: taken before anything is written, given back as they were if nothing
-was run. Imports no torch.
+"""The folders of runs, sweeps and their points: locked before anything is written, restored if nothing was run.
+Imports no torch.
 
-A lock is a process's: the program holds those of a single run and of a sweep, and whichever process runs a point of the
-sweep holds that of the point.
+Each lock belongs to a process: the program locks the folder of a single run or a sweep; the process that runs a point
+of the sweep locks that of the point.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _runs: dict[Path, Claim] = {}  # single runs whose folder this process took befo
 
 
 def begin_run(folder: Path, resume: str | None) -> Claim:
-    """Take the folder of a single run, before Hydra makes it.
+    """Lock the folder of a single run, before Hydra makes it.
 
     Raises:
-        BadInput: it holds a run and isn't to be resumed, somebody else writes in it, or files are in the way.
+        BadInput: it holds a run and `resume` is None, another program writes in it, or other files are in it.
     """
     key = "hydra.run.dir" if resume is None else "resume"
     if resume is None:
@@ -50,7 +50,7 @@ def run_at(folder: Path) -> Claim | None:
 
 
 def end_runs(is_refused: bool) -> None:
-    """Give the folders of single runs back: as they were before, if nothing was run."""
+    """Unlock the folders of single runs; if the run was refused, remove what this process created in them."""
     for claim in _runs.values():
         claim.undo() if is_refused else claim.release()
     _runs.clear()
@@ -58,11 +58,11 @@ def end_runs(is_refused: bool) -> None:
 
 @contextmanager
 def point_folder(point: Point) -> Iterator[tuple[Claim, Row | None]]:
-    """The folder of one point of a sweep is this process's inside the block; with the row that is there already.
+    """Lock the folder of one point of a sweep inside the block; yields the claim and the row that is already there.
 
     Raises:
         Held: another program runs the point now.
-        BadInput: it holds the results of another point, or files are in the way.
+        BadInput: it holds the results of another point, or other files are in it.
     """
     claim = Claim(point.folder, Kind.RUN, "hydra.sweep.subdir", point.id)
     try:
@@ -75,10 +75,10 @@ def point_folder(point: Point) -> Iterator[tuple[Claim, Row | None]]:
 
 @final
 class SweepFolder:
-    """The folder of a sweep, taken before any of its points is composed.
+    """The folder of a sweep, locked before any of its points is composed.
 
     Raises:
-        BadInput: it is no sweep's, or files are in the way.
+        BadInput: it isn't the folder of a sweep, or other files are in it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,17 +103,17 @@ class SweepFolder:
                 raise other_point("hydra.sweep.subdir", subdir)
 
     def note(self, config: DictConfig) -> None:
-        """What was typed, for people: nothing reads it again."""
+        """Write what was typed, for people to read: the program never reads it."""
         write_text(self.path / SWEEP_NOTE, sweep_note(config))
 
     def forget(self, folder: Path) -> None:
-        """Of a point that Hydra has made a folder for, and that was stopped before anything was known."""
+        """Remove the folder that Hydra made for a point which was stopped before it had a row, if it is empty."""
         if folder not in self._there_before:
-            with suppress(OSError):  # somebody has put something there
+            with suppress(OSError):  # it isn't empty
                 folder.rmdir()
 
     def undo(self) -> None:
-        """The call was refused: what it has made is gone again."""
+        """The call was refused: remove what it has made."""
         self._claim.undo()
 
     def release(self) -> None:
@@ -122,13 +122,13 @@ class SweepFolder:
 
 
 def check_same_point(earlier: Row | None, point: str, folder: str) -> None:
-    """Raises BadInput if a row is another point's than `point`."""
+    """Raises BadInput if `earlier` is the row of another point than `point`."""
     if earlier is not None and earlier["id"] != point:
         raise other_point("hydra.sweep.subdir", folder)
 
 
 def check_new(folder: Path) -> None:
-    """Refuse to start a run where there is one."""
+    """Raises BadInput if the folder already holds a run."""
     if holds_run(folder):
         instead = f"; resume={hydra_quoted(shown_path(folder))} goes on with this one" if has_snapshots(folder) else ""
         raise BadInput("hydra.run.dir", shown_path(folder), f"a folder that holds no run yet{instead}")

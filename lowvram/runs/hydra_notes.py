@@ -1,7 +1,7 @@
 """`.hydra/` in a run's folder: what was typed and what Hydra has composed, as Hydra's users know it. Imports no torch.
 
-Hydra would write these files itself (`hydra.output_subdir`): in place, before anybody can refuse the run, and with
-every password that was typed. We write each beside and rename it, once the run is known to start, without secrets.
+Hydra would write these files itself (`hydra.output_subdir`): before the run can be refused, not atomically, and with
+every typed password. We write them without secrets once the run starts, each to a temporary file that is renamed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Notes = Mapping[str, str]  # texts by their files' names
 
 
 def notes_of(config: DictConfig) -> Notes:
-    """What is to be noted of the point that Hydra has composed."""
+    """The files in `.hydra/` for the point that Hydra has composed."""
     hydra = copy.deepcopy(HydraConfig.get())
     values = hydras_part(hydra)
     return {
@@ -56,7 +56,7 @@ def as_yaml(values: Any) -> str:
 
 
 def write_notes(folder: Path, notes: Notes) -> None:
-    """Each file as a whole; the words, which a resumed run starts from, last."""
+    """Write each file atomically; last the overrides, which a resumed run starts from."""
     (folder / FOLDER).mkdir(exist_ok=True)
     for name, text in notes.items():
         write_text(folder / FOLDER / name, text)
@@ -66,7 +66,7 @@ def words_of(folder: Path) -> list[str]:
     """What was typed for the run in `folder` (its swept values too).
 
     Raises:
-        BadInput: nothing was noted, or it can't be read, or held a secret, which is kept nowhere.
+        BadInput: the file with the words is missing or can't be read.
     """
     path = folder / FOLDER / OVERRIDES
     try:
@@ -76,7 +76,7 @@ def words_of(folder: Path) -> list[str]:
     except (OSError, UnicodeDecodeError, YAMLError, ValueError) as error:
         raise unreadable(folder, str(error).splitlines()[0]) from None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise unreadable(folder, "it is no list of words")
+        raise unreadable(folder, "it must be a list of overrides")
     return [str(word) for word in words]
 
 
@@ -86,7 +86,7 @@ def unreadable(folder: Path, why: str) -> BadInput:
 
 
 def check_secrets(words: list[str], folder: Path) -> None:
-    """Raises BadInput for a word whose value was a secret and isn't typed again."""
+    """Raises BadInput for a word whose value was a secret, which wasn't saved: it must be typed again."""
     for word in words:
         key, _, value = word.partition("=")
         if REFUSED in value:

@@ -21,17 +21,17 @@ from lowvram.results.row import Row
 from lowvram.results.terminal import QuietProgress
 from lowvram.runs.run import run_point
 
-NOTHING_PLANNED = {"reason": "nothing is planned beside process=inline"}
+NOTHING_PLANNED = {"reason": "no plan is made with process=inline"}
 
 
 def check_sweep(configs: Sequence[DictConfig]) -> None:
-    """Raises Refused where a point is to share its process with others."""
+    """Raises Refused if a sweep of several points has one with process=inline."""
     if len(configs) > 1 and any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
         raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
 
 
 def check_alone(choices: Mapping[str, str], launch: Launch | None) -> None:
-    """Raises Refused where there must be more processes than this one."""
+    """Raises Refused for torchrun and mode=search, which need more processes than this one."""
     if launch is not None:
         raise Refused("process=inline: must be child under torchrun")
     if is_search(choices):
@@ -39,8 +39,10 @@ def check_alone(choices: Mapping[str, str], launch: Launch | None) -> None:
 
 
 def row_inline(point: Point, stop_signals: Callable[[], int]) -> tuple[Row | None, BaseException | None]:
-    """Plan or run a point here, as its mode asks, and leave its row; with the error that it ended with, if that is one
-    to be looked into.
+    """Plan or run a point in this process, as its mode asks, and write its row.
+
+    Returns:
+        The row, and the exception that ended the point, if it is worth a debugger.
     """
     here, progress = Inline(), QuietProgress(sys.stdout)  # no bar is drawn over the prompt of a debugger
     if is_plan(point.choices):

@@ -1,4 +1,4 @@
-"""What the children of a point tell, kept: as files, in W&B and in a row. Imports no torch.
+"""Records the events of a point's children: in files, in W&B and in a row. Imports no torch.
 
 The parent is the only writer of `metrics.jsonl`, of W&B and of `result.json`, so a child that dies in whatever way
 still gets its row and its failed W&B run.
@@ -30,22 +30,27 @@ from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
-OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row keeps them of each
+OF_A_RANK = (
+    "peak_bytes",
+    "reserved_bytes",
+    "process_peak_bytes",
+    "host_peak_bytes",
+)  # figures that the row keeps for each rank
 
 
 class Recording:
     """Turns the child's events into files, W&B and a row.
 
     Args:
-        disturbs: what is said in the row of where the point runs, if its figures suffer.
-        can_begin_again: whether there are fresh processes for another attempt.
+        disturbs: why figures measured in this process suffer, for the row; None if they don't.
+        can_begin_again: whether the server can start fresh processes for another attempt.
     """
 
     def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
         self.point, self.progress = point, progress
         self._disturbs, self._can_begin_again = disturbs, can_begin_again
         self.row = point.first_row()
-        self.told: dict[int, Told] = {}  # by rank
+        self.reports: dict[int, Told] = {}  # by rank
         self.recorder: Recorder = NullRecorder()
         self.metrics = Metrics(point.folder)
         self._is_recorded = False
@@ -54,7 +59,7 @@ class Recording:
         self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
 
     def on_event(self, event: Event) -> None:
-        """One event of the child."""
+        """Handle one event of a child."""
         handlers: dict[str, Callable[..., None]] = {
             "ready": self.add,
             "begin": self._on_begin,
@@ -69,50 +74,50 @@ class Recording:
         if name in handlers:
             handlers[name](**event)
         else:
-            self.progress.say(f"warning: the point's process has told {name!r}, which is nothing that a point tells")
+            self.progress.say(f"warning: the point's process sent an unknown event, {name!r}; it is ignored")
 
     def add(self, fields: dict[str, Any]) -> None:
-        """More of the row is known."""
+        """Merge fields into the row."""
         self.row = rows.merge(self.row, without_secrets(fields))
 
     def end(self, status: Status, reason: str | None) -> None:
-        """How the point ended."""
+        """Set how the point ended."""
         self.add({"status": status.value, "reason": reason})
 
     def _on_row(self, rank: int, fields: dict[str, Any], **about: Any) -> None:
-        self.told[rank] = Told(fields, **about)
+        self.reports[rank] = Told(fields, **about)
 
     def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
-        """All ranks have ended: the row is the first one's, with the largest peak of all, and the point's end."""
-        ended = ended and [{**one, "rank": one["rank"] + self.point.first_rank} for one in ended]
-        all_ranks = sorted({*(one["rank"] for one in ended or ()), *self.told})
-        ranks = {rank: self.told[rank].fields if rank in self.told else {} for rank in all_ranks}
+        """All ranks have ended: take the row of the first rank, the largest memory peak of all, and the outcome."""
+        ended = ended and [{**ending, "rank": ending["rank"] + self.point.first_rank} for ending in ended]
+        all_ranks = sorted({*(ending["rank"] for ending in ended or ()), *self.reports})
+        ranks = {rank: self.reports[rank].fields if rank in self.reports else {} for rank in all_ranks}
         first = ranks.get(self.point.first_rank, {})
         self.add(first | {"disturbed": together(self.row["disturbed"], first.get("disturbed"))})
         if len(ranks) > 1:
             self._add_ranks(ranks)
         for log in (native_log(rank) for rank in all_ranks):
             clean(self.point.folder / log)
-        end = outcome_of(ended, self.told, around, self.point.config["sharding"]["timeout_s"])
-        blamed = self.told.get(end.rank)
+        end = outcome_of(ended, self.reports, around, self.point.config["sharding"]["timeout_s"])
+        blamed = self.reports.get(end.rank)
         if end.status == Status.ERROR and blamed is not None:
             for line in blamed.trace.splitlines():
                 self.progress.say(line)
         self.end(end.status, end.reason)
 
     def _add_ranks(self, ranks: dict[int, dict[str, Any]]) -> None:
-        """What each rank held; the point's memory is that of the rank that held most."""
+        """Add the memory of each rank; the point's memory is that of the rank with the largest peak."""
         memory = {rank: fields.get("memory", {}) for rank, fields in ranks.items()}
-        each = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
-        self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": each})
+        per_rank = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
+        self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": per_rank})
 
     def begins_again(self, orders: Orders) -> bool:
-        """After the end of an attempt: whether another one follows, with more parts. All is ready for it then."""
+        """After an attempt: whether another one follows, with more parts; if so, prepare it."""
         parts = self._more_parts
         if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
             return False
         fewer, self.point = self.row["config"]["accum"]["parts"], in_parts(self.point, parts, self.row)
-        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
+        self.row, self.reports, self._more_parts = self.point.first_row(), {}, None
         if orders.is_stopped:
             self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
             return False
@@ -120,8 +125,8 @@ class Recording:
         return True
 
     def measures_again(self, orders: Orders) -> bool:
-        """After the end of a measurement: whether another one follows, as this was disturbed. All is ready for it then.
-        The row of one that has failed is none: that of the one before stands."""
+        """After a measurement: whether it was disturbed and is repeated; if so, prepare that. If a repetition failed,
+        restore the row of the measurement before it."""
         if self._disturbed_row is not None and self.row["status"] != Status.OK:
             self.metrics.close()
             self.row = put_back(self.point.folder, self._disturbed_row, self.row)
@@ -132,7 +137,7 @@ class Recording:
         self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")
         self._disturbed_row, reruns = self.row, set_aside(self.point.folder, self.row)
         self.point = replace(self.point, reruns=reruns)
-        self.row, self.told, self._more_parts = self.point.first_row(), {}, None
+        self.row, self.reports, self._more_parts = self.point.first_row(), {}, None
         return True
 
     def _on_begin(
@@ -147,13 +152,13 @@ class Recording:
     ) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
-        if self.point.is_resumed:  # its words may be others now; nothing can be refused any more
+        if self.point.is_resumed:  # other words may have been typed; from here on nothing refuses the run
             write_notes(self.point.folder, self.point.notes)
-        found = self.metrics.begin(step, untold, known)
-        if wrong := found.wrong:
+        history = self.metrics.begin(step, untold, known)
+        if wrong := history.wrong:
             self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and stand in {DAMAGED} as they were")
         self._start_recorder()
-        for row in found.rows:
+        for row in history.rows:
             self._log(row["step"], {name: value for name, value in row.items() if name != "step"})
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
@@ -163,17 +168,17 @@ class Recording:
         self.progress.update(step, values)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
-        """Metrics that are told after their step: no news for the progress."""
+        """Metrics that arrive after their step: the progress line stays."""
         self.metrics.write(step, values)
         self._log(step, values)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        if step >= self._last_recorded:  # W&B knows no second time
+        if step >= self._last_recorded:  # W&B drops values of an earlier step
             self.recorder.log(step, values)
             self._last_recorded = step
 
     def _start_recorder(self) -> None:
-        """The W&B run; once per point."""
+        """Start the W&B run, once per point."""
         if self._is_recorded:
             return
         self._is_recorded = True
@@ -204,7 +209,7 @@ class Recording:
         if self.row["status"] == Status.OOM:
             advice = plan.get(
                 "advice", "try a smaller model or a larger vram"
-            )  # none: the process that plans was ended
+            )  # the default: the process that plans was killed
             self.add({"reason": f"{self.row['reason']}; {advice}"})
             if self._more_parts is not None:
                 which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
@@ -214,7 +219,7 @@ class Recording:
             self.progress.say(advice)
 
     def unwritable(self, error: OSError) -> Row:
-        """The row when something can't be written: it is told, and the sweep goes on."""
+        """The row of a point whose results can't be written: the row says so, and the sweep goes on."""
         self.progress.stop()
         self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
         self.recorder.finish(self.row)
@@ -226,10 +231,10 @@ class Recording:
 
 
 def clean(log: Path) -> None:
-    """What native code has said is the one thing that is written without us: its secrets are taken out afterwards."""
+    """Remove secrets from the output of native code, which reaches the file without passing through us."""
     if log.is_symlink() or not log.is_file():
         return
-    with suppress(OSError):  # a point doesn't end for its log
+    with suppress(OSError):  # an unwritable log doesn't fail the point
         text = log.read_bytes().decode(errors="surrogateescape")
         if (without := text_without_secrets(text)) != text:
             write_bytes(log, without.encode(errors="surrogateescape"))

@@ -1,12 +1,12 @@
 """Two reasons to run a point again, in fresh processes. Imports no torch.
 
 accum=auto: it ran out of memory, and begins again with more parts. The logical batch stays, so the science does; a
-snapshot of the attempt before is gone on with. How many parts come next is the knob's to say (knobs/accum.py): the
-child tells it when it begins with its steps.
+run continues from the snapshot of the attempt before. The knob (knobs/accum.py) says how many parts come next: the
+child reports it before its first step.
 
 measure.reruns: something disturbed its measurement. Every measurement is kept: what the row was lies in
-`disturbed-1.json`, its log in `disturbed-1.jsonl`, and the row lists them. The first one that nothing disturbed counts,
-else the last one, however fast the others were: the best of several would be another figure.
+`disturbed-1.json`, its log in `disturbed-1.jsonl`, and the row lists them. The first undisturbed one counts,
+else the last one, even if others were faster: the best of several would be another statistic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def in_parts(point: Point, parts: int, row: Row) -> Point:
 
 
 def attempts_with(row: Row) -> Attempts:
-    """Those so far, when that of `row` has run out of memory and another one follows."""
+    """The attempts so far, with the one of `row`, which has run out of memory."""
     about = {"parts": row["config"]["accum"]["parts"], "status": row["status"], "reason": row["reason"]}
     return [*(row["attempts"] or ()), about]
 
@@ -57,7 +57,7 @@ def as_left(config: Config, earlier: Row | None) -> tuple[Config, Attempts | Non
 
 
 def how_shared_out(config: Config) -> Any:
-    """What says which samples a part holds."""
+    """The values that decide which samples a part holds."""
     return config["train"]["batch_size"], config["sharding"], config["accum"]
 
 
@@ -76,7 +76,7 @@ def set_aside(folder: Path, row: Row) -> list[Measurement]:
 
 
 def put_back(folder: Path, row: Row, failed: Row) -> Row:
-    """The disturbed measurement of `row` stands, as the one after it has failed."""
+    """Restore the disturbed measurement of `row`, as the one after it has failed."""
     number = len(failed["reruns"])
     (folder / f"disturbed-{number}.json").unlink()
     (folder / f"disturbed-{number}.jsonl").replace(folder / metrics_file.FILE_NAME)
@@ -84,7 +84,7 @@ def put_back(folder: Path, row: Row, failed: Row) -> Row:
 
 
 def measurement_of(row: Row) -> Measurement:
-    """What a row lists of another one."""
+    """What a row lists about another measurement."""
     paths = ("memory.peak_bytes", "throughput.samples_per_s", "time.step_ms_p50")
     figures = {path.rpartition(".")[2]: value_at(row, path) for path in paths}
     return {"status": row["status"], "reason": row["reason"], "disturbed": row["disturbed"], **figures}

@@ -21,7 +21,7 @@ from lowvram.runs.retry import continued
 
 @dataclass(frozen=True)
 class ServerPoll:
-    """What the server asks again and again while the processes of a point run."""
+    """The server calls this repeatedly while the processes of a point run."""
 
     orders: Orders
     logs: NativeLogs
@@ -69,7 +69,7 @@ def add_fidelity(recording: Recording, server: Server | Inline, stop_signals: Ca
     point = recording.point
     if recording.row["status"] != Status.OK or not point.config["measure"]["fidelity"]:
         return
-    found = Comparison(point, server, recording.progress, stop_signals).measure()
-    if stop_signals() and found["reason"] is not None:
+    comparison = Comparison(point, server, recording.progress, stop_signals).measure()
+    if stop_signals() and comparison["reason"] is not None:
         recording.end(Status.INTERRUPTED, "stopped while its fidelity was measured")
-    recording.add({"fidelity": found})
+    recording.add({"fidelity": comparison})

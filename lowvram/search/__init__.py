@@ -1,5 +1,5 @@
 """mode=search: the fastest configurations that fit a budget.
 
-client.py is the parent's (no torch): it has candidates found and runs the best as points. worker.py finds them by their
-plans; space.py says which combinations there are.
+client.py runs in the parent (no torch): it starts the search and runs the best candidates as points. worker.py finds
+the candidates by their plans; space.py says which combinations there are.
 """

@@ -34,11 +34,11 @@ Candidate = Mapping[str, Any]  # a plan, and the options that it changes
 
 
 @dataclass
-class Found:
-    """What the child has found."""
+class Candidates:
+    """What the child reports of its search."""
 
     ranking: Sequence[Candidate] = ()  # the fastest first
-    account: Sequence[str] = ()  # of what was ruled out, in lines
+    account: Sequence[str] = ()  # lines that say what was ruled out
     ending: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,21 +53,21 @@ class Searches:
     plan_again: Callable[[Point], Mapping[str, Any] | None]
 
     def row(self, point: Point, words: Sequence[str]) -> Row | None:
-        """Search, and leave the rows of what was measured below the point's folder.
+        """Search, and write the rows of the measured candidates below the point's folder.
 
         Args:
-            words: that were typed for this point.
+            words: the overrides typed for this point.
 
         Returns:
-            The winner's row, or one that says why there is none; None: somebody asked to stop before that was known.
+            The winner's row, or one that says why there is none; None: a stop was requested before that was known.
         """
-        found = self.find(point, {key(word) for word in words})
-        if not found.ranking:
-            return None if self.stop_signals() else self.ended(point, found.ending)
+        candidates = self.find(point, {key(word) for word in words})
+        if not candidates.ranking:
+            return None if self.stop_signals() else self.ended(point, candidates.ending)
         is_real, num_wanted = runs_here(point), point.config["search"]["probes"]
-        ranking = in_turn(found.ranking, num_wanted) if is_real else found.ranking
+        ranking = in_turn(candidates.ranking, num_wanted) if is_real else candidates.ranking
         probes = (probe_of(point, words, number, each, is_real) for number, each in enumerate(ranking))
-        measured = self.measure(probes, num_wanted) if is_real else told(islice(probes, NUM_TOLD))
+        measured = self.measure(probes, num_wanted) if is_real else planned_rows(islice(probes, NUM_TOLD))
         if not measured:
             return None
         best = min(measured, key=winner.place)
@@ -77,16 +77,16 @@ class Searches:
         for line in wandb_sweep.record(point.folder, point.config["logger"]):
             self.progress.say(line)
         changes = ranking[best["index"]]["changes"]
-        for line in (*found.account, *winner.report(point.folder, words, best, changes)):
+        for line in (*candidates.account, *winner.report(point.folder, words, best, changes)):
             self.progress.say(line)
         row = {**best, "id": point.id, "name": point.name, "index": point.index}
         if point.sweep:
             rows.write(point.folder, row)
         return row
 
-    def find(self, point: Point, typed: set[str]) -> Found:
-        """Have the candidates found."""
-        found = Found()
+    def find(self, point: Point, typed: set[str]) -> Candidates:
+        """Run the search in a child process; returns its candidates."""
+        candidates = Candidates()
 
         def on_event(event: Event) -> None:
             kind = event.pop("event")
@@ -98,30 +98,30 @@ class Searches:
             elif kind == "say":
                 self.progress.say(event["text"])
             elif kind == "found":
-                found.ranking, found.account = event["ranking"], event["account"]
+                candidates.ranking, candidates.account = event["ranking"], event["account"]
             elif kind == "row":
-                found.ending = event["fields"]
+                candidates.ending = event["fields"]
 
         config = {name: point.config[name] for name in CHILDS_OWN}
         pinned = [group for group in KNOB_GROUPS if group in typed]
         about = {"config": config, "choices": point.choices, "pinned": pinned, "is_real": runs_here(point)}
         if runs_here(point):
             self.server.run({"calibrate": about}, on_event, Orders(None, self.stop_signals))
-        if found.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
+        if candidates.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
             self.server.run({"search": about}, on_event, Orders(None, self.stop_signals))
         self.progress.stop()
-        return found
+        return candidates
 
     def ended(self, point: Point, ending: dict[str, Any]) -> Row:
         """The row of a search that found nothing."""
-        unknown = {"status": Status.KILLED.value, "reason": "the process that searches was ended from outside"}
+        unknown = {"status": Status.KILLED.value, "reason": "the search process was killed from outside"}
         row = rows.merge(point.first_row(), ending or unknown)
         if point.sweep:
             rows.write(point.folder, row)
         return row
 
     def measure(self, probes: Iterable[Point], num_wanted: int) -> list[Row]:
-        """Run them one after another until so many have fitted: after one that did not, the next is tried."""
+        """Run candidates one after another until `num_wanted` of them have fitted."""
         measured: list[Row] = []
         for probe in probes:
             num_fitting = sum(row["status"] == Status.OK for row in measured)
@@ -181,7 +181,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
     )
 
 
-def told(probes: Iterable[Point]) -> list[Row]:
+def planned_rows(probes: Iterable[Point]) -> list[Row]:
     """The rows of candidates that are only planned."""
     planned: list[Row] = []
     for probe in probes:

@@ -15,25 +15,25 @@ OF_THE_SEARCH = ("mode", "search", "hydra", "plan")  # keys that only the search
 
 
 def place(row: Row) -> tuple[bool, float]:
-    """The smaller, the better: what ran before what did not, then by the time of a sample, measured or else planned."""
+    """Sort key, best first: rows that ran, then by the measured time of a sample, else the planned time of a step."""
     samples_per_s = row["throughput"]["samples_per_s"]
     return row["status"] != Status.OK, 1 / samples_per_s if samples_per_s else row["plan"]["step_ms"]
 
 
 def with_changes(words: Sequence[str], changes: Mapping[str, str]) -> list[str]:
-    """What was typed, without what only the search needs, and with the options that it has chosen."""
+    """The typed words without those that only the search needs, plus the options that it has chosen."""
     kept = [word for word in words if key(word).partition(".")[0] not in OF_THE_SEARCH and key(word) not in changes]
     return [*kept, *(f"{group}={option}" for group, option in changes.items())]
 
 
 def report(folder: Path, words: Sequence[str], best: Row, changes: Mapping[str, str]) -> list[str]:
-    """The last lines of a search. Leaves the winner's file.
+    """Write the winner's file; returns the last lines of the search.
 
     Args:
         changes: the winner's options, where they are not those that were typed.
     """
     if best["status"] != Status.OK:
-        return ["none of those that were measured ran to its end"]
+        return ["no measured candidate ran to its end"]
     write_file(folder, best, changes)
     experiments = [word.partition("=")[2] for word in words if key(word) == "experiment"]
     names = f"[{','.join([*experiments, NAME])}]" if experiments else NAME

@@ -86,9 +86,9 @@ def space_of(
     common = conflicts(fixed, absent)
     refused: dict[Option, str] = {}
     for option, knob in knobs.items():
-        found = [each for each in conflicts({**fixed, "=".join(option): knob}, absent) if each not in common]
-        if found:
-            refused[option] = "; ".join(found)
+        reasons = [reason for reason in conflicts({**fixed, "=".join(option): knob}, absent) if reason not in common]
+        if reasons:
+            refused[option] = "; ".join(reasons)
     left = {option: knob for option, knob in knobs.items() if option not in refused or option[1] == base[option[0]]}
     pairs = frozenset(
         frozenset(pair)
@@ -123,7 +123,7 @@ class Estimator:
         return Estimate(options, len(changes), self.base["step_ms"] * prod(times), least_bytes)
 
     def _kind_bytes(self, kind: str, changes: Sequence[Plan]) -> float:
-        """Factors of what there was; on top of nothing what each adds."""
+        """Multiplies the bytes in use by each option's factor; where nothing is in use, adds what each option needs."""
         before, after = counted(self.base)[kind], [counted(change)[kind] for change in changes]
         return before * prod(each / before for each in after) if before else float(sum(after))
 
@@ -131,7 +131,7 @@ class Estimator:
 def useless(base: Plan, single: Plan) -> str | None:
     """Why an option can't be part of any answer; None: it can."""
     if single["step_ms"] is None:
-        return "its rate on this device is not known"
+        return "its speed on this device isn't known"
     before, after = [(plan["step_ms"], plan["least_vram_bytes"], *counted(plan).values()) for plan in (base, single)]
     is_better = any(new < old * (1 - EVEN) for old, new in zip(before, after, strict=True))
     return None if is_better else "no kind of memory gets smaller, and no step faster"
@@ -151,7 +151,7 @@ def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], d
     """
     neutral = knob_of((group, in_use))
     changed = {name: value for name, value in vars(knob).items() if getattr(neutral, name) != value}
-    found, refused = {in_use: knob}, dict[str, str]()
+    variants, refused = {in_use: knob}, dict[str, str]()
     for option in options_of(group):
         node = node_of(group, option)
         missing = [name for name in changed if name not in node]
@@ -159,7 +159,7 @@ def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], d
             refused[option] = f"it has no {group}.{missing[0]}"
         elif option != in_use:
             try:
-                found[option] = build(DictConfig({**node, **changed}), group)
+                variants[option] = build(DictConfig({**node, **changed}), group)
             except BadInput as error:
                 refused[option] = str(error)
-    return found, refused
+    return variants, refused

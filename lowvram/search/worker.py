@@ -61,13 +61,13 @@ class PlanCache:
 
 
 def search(book: PlanCache, pinned: Iterable[str]) -> Fields:
-    """What was found, for the parent: candidates, the best first, and what became of all others.
+    """Plan combinations; returns the candidates, the best first, and an account of all others, for the parent.
 
     Args:
         pinned: groups that stay as they are.
 
     Raises:
-        BadInput: no budget is known, or nothing that tells what is faster.
+        BadInput: the budget or the speed of the device is unknown.
         Incompatible: nothing fits.
         CantPlan: the model can't be traced.
     """
@@ -127,11 +127,11 @@ def unwanted(book: PlanCache, group: str, knob: Knob) -> str | None:
 
 
 def check(base: Plan) -> None:
-    """Raises BadInput where there is nothing to search for or by."""
+    """Raises BadInput if the plan in use has no budget or no time of a step."""
     if base["budget_bytes"] is None:
-        raise BadInput("vram", None, "a budget, such as 8GiB: nobody knows what this device has")
+        raise BadInput("vram", None, "a budget, such as 8GiB: the memory of this device isn't known")
     if base["step_ms"] is None:
-        allowed = "a device whose rates its YAML has, for one rank: nothing else tells what is faster"
+        allowed = "a device whose YAML gives its rates, with one rank: without rates no time of a step can be predicted"
         raise BadInput("plan.device", base["device"], allowed)
 
 
@@ -158,13 +158,13 @@ def explore(book: PlanCache, space: Space, estimates: Sequence[Estimate], num_wa
 
 
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
-    """From which time of a step on an estimate can't be among those that are wanted."""
+    """The time of a step above which an estimate can't be among the best `num_wanted`."""
     pointed, _ = with_and_without_point(fitting)
     return TIME_SLACK * pointed[num_wanted - 1]["step_ms"] if len(pointed) >= num_wanted else math.inf
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """The fastest first; and after all others what saves memory that nobody asks for."""
+    """The fastest first; last those that save memory which isn't needed."""
     pointed, pointless = with_and_without_point(plans)
     return [*pointed, *pointless]
 

@@ -153,14 +153,14 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def phase(trace: TracebackType | None) -> str:
-    """What was going on, read off the stack, so that no step pays for keeping track."""
-    found = "the set-up"
+    """The phase of the run, read off the traceback, so that no step spends time on keeping track."""
+    phase_name = "the set-up"
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_filename.endswith(COMPILERS_FILES):
             return "compiling, which takes memory of its own"
         if "lowvram" in frame.f_code.co_filename:
-            found = PHASES.get(frame.f_code.co_name, found)
-    return found
+            phase_name = PHASES.get(frame.f_code.co_name, phase_name)
+    return phase_name
 
 
 def asked(text: str) -> str:

@@ -58,10 +58,10 @@ def run(
     folder, is_resumed = Path(request["folder"]), request["resume"]
     about = (is_resumed, started, resident_bytes, chosen(request), request.get("run"))
     session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
-    told = settings.groups["mode"].run(session)
-    choices, samples_per_s = request["choices"], whole_samples_per_s(session, told.get("throughput", {}))
+    results = settings.groups["mode"].run(session)
+    choices, samples_per_s = request["choices"], whole_samples_per_s(session, results.get("throughput", {}))
     return fields.merged(
-        told,
+        results,
         compile_fields(session),
         {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
         {"throughput": {"mfu": mfu(session, samples_per_s)}},
@@ -85,11 +85,11 @@ def chosen(request: dict[str, Any]) -> dict[str, Any]:
 
 def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
-    found: dict[str, Any] = {}
+    values_by_key: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping)
-        found |= by_dotted_key(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+        values_by_key |= by_dotted_key(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return values_by_key
 
 
 def named_knobs(settings: Settings, choices: dict[str, str], device: torch.device) -> dict[str, Knob]:

@@ -77,8 +77,8 @@ class Master(Role):
         listener.bind((HERE, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        told = json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port})
-        socket.send_fds(self._call, [told.encode()], self._held)
+        message = json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port})
+        socket.send_fds(self._call, [message.encode()], self._held)
         introduce(self.rank, num_ranks, port)
         return store_at(port, timeout_s, listener.detach())
 
@@ -263,8 +263,8 @@ class Rendezvous:
             return {}
         with suppress(dist.DistError):  # the store is gone too
             if not is_of_a_peer:
-                told = {"status": fields["status"], "reason": f"rank {self.rank}: {fields['reason']}"}
-                self._store.set("failed", json.dumps(told))
+                failure = {"status": fields["status"], "reason": f"rank {self.rank}: {fields['reason']}"}
+                self._store.set("failed", json.dumps(failure))
             elif self._store.check(["failed"]):
                 return json.loads(self._store.get("failed"))
         return {}

@@ -132,7 +132,7 @@ def test_signals_are_passed_on_and_the_third_leaves(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     stop_signals.listen()
     jobs = SignalCount()
-    jobs._told = stops
+    jobs._stops_file = stops
 
     def interrupt() -> None:
         for num in (1, 2):
@@ -157,7 +157,7 @@ def test_a_signal_that_comes_both_ways_counts_once(tmp_path: Path) -> None:
     stops = tmp_path / "stops"
     stops.write_bytes(b".")
     jobs = SignalCount()
-    jobs._told = stops
+    jobs._stops_file = stops
     jobs.add(signal.SIGTERM)
     assert jobs() == 1
     stops.unlink()
