@@ -13,7 +13,7 @@ STDERR = 2
 
 
 def outlasting() -> None:
-    """Replace stdout and stderr by streams that never raise."""
+    """Replace stdout and stderr by streams that a closed pipe or a full disk makes discard their output."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
 
 
