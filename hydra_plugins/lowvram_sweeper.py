@@ -37,7 +37,7 @@ class PointSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Launch all points, in batches of `max_batch_size`. Mistakes in options are told before the first of them."""
+        """Launch all points, in batches of `max_batch_size`. Wrong options are reported before the first of them."""
         assert self.config is not None
         assert self.launcher is not None
         compose = partial(self.loader.look, self.config)

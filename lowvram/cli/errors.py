@@ -171,9 +171,7 @@ def unknown_key(match: re.Match[str]) -> str:
     key = match[1].lstrip("+~")
     last = key.rpartition(".")[2]
     hint = ELSEWHERE.get(last)
-    if hint and not (
-        "." in key and key in hint
-    ):  # a full key that the hint itself names exists only with another option
+    if hint and not ("." in key and key in hint):  # a key that the hint names exists with another option
         return f"{key}: no such key; {hint}"
     section, _, _ = key.rpartition(".")
     if section in SECTIONS:

@@ -160,9 +160,7 @@ def row_of_sweep(point: Point, mistake: Exception | None) -> Result:
         if mistake is not None:
             raise mistake
         row, error = row_of(point)
-        if row is not None and not (
-            is_plan(point.choices) or is_search(point.choices)
-        ):  # those have printed their lines
+        if row is not None and not (is_plan(point.choices) or is_search(point.choices)):  # those have printed
             tell_point(point, row)
         return row, error
     except MISTAKES as refusal:

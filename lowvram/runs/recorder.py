@@ -30,12 +30,7 @@ from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
-OF_A_RANK = (
-    "peak_bytes",
-    "reserved_bytes",
-    "process_peak_bytes",
-    "host_peak_bytes",
-)  # figures that the row keeps for each rank
+OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row has them by rank
 
 
 class Recording:

@@ -90,7 +90,7 @@ def test_searches_can_be_swept(call: Call) -> None:
         ("search.probes=0", "search.probes=0: must be between 1 and 12"),
         ("search.groups=[model]", "search.groups='model': must be a list of some of allocator, "),
         ("search.groups=[]", "search.groups="),
-        ("plan.device=generic", "plan.device='generic': must be a device whose rates"),
+        ("plan.device=generic", "plan.device='generic': must be a device whose YAML gives its rates"),
         ("plan.host=much", "plan.host='much': must be null or a number above 0 with a unit"),
         ("search.budget=3", "search.budget"),
     ],

@@ -76,7 +76,7 @@ def test_a_budget_that_nothing_fits_says_the_least_that_would() -> None:
 def test_without_a_budget_or_rates_there_is_nothing_to_search_by() -> None:
     with pytest.raises(BadInput, match="vram=null: must be a budget"):
         search(book("plan.device=generic"), [])
-    with pytest.raises(BadInput, match=r"plan\.device='generic': must be a device whose rates"):
+    with pytest.raises(BadInput, match=r"plan\.device='generic': must be a device whose YAML gives its rates"):
         search(book("plan.device=generic", "vram=1GiB"), [])
 
 
