@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -125,6 +127,23 @@ def test_channels_last_is_updated_as_any_other_weight(option: str) -> None:
     moved = float((plain - values).detach().norm())
     for weight in weights:
         assert float((weight - plain).detach().norm()) < (0.5 if option == "4bit" else 0.05) * moved
+
+
+@pytest.mark.parametrize("option", KNOBS)
+def test_codes_mean_the_same_after_a_plan(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao remembers what they mean, for the whole process. A plan has no values that could be remembered."""
+    theirs = import_module(f"torchao.optim.subclass_{option}")
+    for name in ("get_qmap_signed", "get_qmap_unsigned"):
+        monkeypatch.setattr(theirs, name, cache(getattr(theirs, name).__wrapped__))
+    with fake_tensors():
+        weight = nn.Parameter(torch.zeros(64, 128))
+        updated(KNOBS[option].make([weight]), weight, 1)
+    optimizer = KNOBS[option].make([nn.Parameter(torch.zeros(64, 128))])
+    assert isinstance(optimizer, low_bit.LowBit)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        levels = optimizer.new_state(nn.Parameter(torch.zeros(64, 128)))[moment].qmap  # pyright: ignore
+        assert len(levels.unique()) == 2 ** int(option[0])
+        assert levels.max() == 1
 
 
 def test_a_view_of_a_parameter_shares_its_memory_and_gradient() -> None:

@@ -28,6 +28,8 @@ from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, keep_formats, n
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 from lowvram.knobs.optimizer.plain import AdamW
 
+LARGE_NUMEL = 4096  # torchao keeps the moments of smaller tensors in fp32
+
 
 @dataclass(frozen=True)
 class AdamW8bit(Knob):
@@ -68,6 +70,7 @@ class AdamW8bit(Knob):
             kind = getattr(import_module("torchao.optim"), self.theirs)
         groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
         inner = kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=landing.rounding is not None)
+        compute_levels(inner)
         return LowBit(inner, next(landing.numbers))
 
 
@@ -136,6 +139,14 @@ class LowBit(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         keep_formats(self, state_dict)
+
+
+def compute_levels(optimizer: Any) -> None:
+    """torchao computes what its codes stand for once per process, when it makes the first moment. A plan must
+    not be the first: it computes on tensors without values, and every later optimizer would use what comes of that."""
+    with modes_lifted():
+        for signed in (True, False):
+            new_moment(optimizer, torch.zeros(LARGE_NUMEL, device="cpu"), signed)
 
 
 def compiled_step(optimizer: torch.optim.Optimizer) -> None:
