@@ -22,7 +22,7 @@ from lowvram.config.compose import check_left_to_us, container
 from lowvram.config.errors import Refused
 from lowvram.config.settings import check_own, check_root, is_inline
 from lowvram.launch.client import Event
-from lowvram.launch.stop import Orders, stop_signals
+from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.launch.torchrun import Launch
 from lowvram.planning.client import request_of
 from lowvram.results.row import Status
@@ -103,7 +103,7 @@ class Call:
         if self.is_elsewhere and any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
             raise Refused("process=inline: must be child where a launcher starts the processes")
         check = {"check": [request_of(config)["config"] for config in configs]}
-        here.server.run(check, on_event, Orders(None, stop_signals))
+        here.server.run(check, on_event, StopConditions(None, stop_signals))
         if stop_signals():
             return
         if refused:

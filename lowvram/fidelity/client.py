@@ -21,9 +21,9 @@ from lowvram.config.version import __version__
 from lowvram.fidelity.band import band, loss_gap
 from lowvram.launch.client import Event, Server
 from lowvram.launch.in_process import Inline
-from lowvram.launch.outcome import Circumstances, Told, num_oom_kills, outcome_of
+from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, outcome_of
 from lowvram.launch.point import Point, with_parts
-from lowvram.launch.stop import Orders
+from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch
 from lowvram.results.files.durable import remove_leftovers, write_text
 from lowvram.results.files.run_folder import remove_empty, remove_files
@@ -54,7 +54,7 @@ class ChildResult:
     """The events that one child process sent, and how it ended."""
 
     on_step: Callable[[int], None]
-    rows: dict[int, Told] = field(default_factory=dict)  # by rank
+    rows: dict[int, RankReport] = field(default_factory=dict)  # by rank
     more_parts: int | None = None  # for a retry, if this attempt runs out of memory
     compared: dict[str, float | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ChildResult:
         kind = event.pop("event")
         if kind == "row":
             rank = event.pop("rank")
-            self.rows[rank] = Told(**event)
+            self.rows[rank] = RankReport(**event)
         elif kind == "begin":
             self.more_parts = event["more_parts"]
         elif kind == "progress":
@@ -141,9 +141,9 @@ class Comparison:
 
     def run_child_once(self, request: Request) -> ChildResult:
         child = ChildResult(lambda step: self.progress.update(self.num_done + step, {}))
-        orders = Orders(self.point.config["timeout_s"], self.stop_signals)
-        around = Circumstances(self.folder, orders, num_oom_kills(), self.point.config["vram"])
-        ended = self.server.run(request, child.on_event, orders, self.point.locks)
+        stop_conditions = StopConditions(self.point.config["timeout_s"], self.stop_signals)
+        around = Circumstances(self.folder, stop_conditions, num_oom_kills(), self.point.config["vram"])
+        ended = self.server.run(request, child.on_event, stop_conditions, self.point.locks)
         end = outcome_of(ended, child.rows, around, self.point.config["sharding"]["timeout_s"])
         child.status, child.reason = end.status, end.reason
         return child

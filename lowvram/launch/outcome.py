@@ -23,7 +23,7 @@ MEMORY_WORDS += ("memory allocation of",)  # Rust's, such as of safetensors
 PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRemoteError")  # in a native log
 
 
-class Orders(Protocol):
+class StopConditions(Protocol):
     """What the parent has told the ranks to do."""
 
     @property
@@ -37,7 +37,7 @@ class Orders(Protocol):
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """What a rank said of its own end."""
 
     fields: dict[str, Any]
@@ -63,13 +63,13 @@ class Circumstances:
     """What else is known of a point that has ended."""
 
     folder: Path
-    orders: Orders
+    stop_conditions: StopConditions
     num_oom_kills_before: int
     vram: str | None = None  # as it was typed
 
 
 def outcome_of(
-    ended: Sequence[Ending] | None, reports: Mapping[int, Told], around: Circumstances, timeout_s: float
+    ended: Sequence[Ending] | None, reports: Mapping[int, RankReport], around: Circumstances, timeout_s: float
 ) -> Outcome:
     """How the point ended.
 
@@ -79,17 +79,19 @@ def outcome_of(
         timeout_s: how long a rank waits for another.
     """
     end = of_ranks(ended, reports, around, timeout_s)
-    is_late = around.orders.is_timed_out and not around.orders.is_stopped and end.status is not Status.OK
-    return replace(end, status=Status.TIMEOUT, reason=around.orders.how_late) if is_late else end
+    is_late = (
+        around.stop_conditions.is_timed_out and not around.stop_conditions.is_stopped and end.status is not Status.OK
+    )
+    return replace(end, status=Status.TIMEOUT, reason=around.stop_conditions.how_late) if is_late else end
 
 
 def of_ranks(
-    ended: Sequence[Ending] | None, reports: Mapping[int, Told], around: Circumstances, timeout_s: float
+    ended: Sequence[Ending] | None, reports: Mapping[int, RankReport], around: Circumstances, timeout_s: float
 ) -> Outcome:
     """The same, however late it was."""
     if ended is None:
-        return outcome_from(*min(reports.items())) if reports else Outcome(0, *how_all_died(around.orders))
-    ranks = [rank_verdict(ending, reports.get(ending["rank"]), around) for ending in ended]
+        return outcome_from(*min(reports.items())) if reports else Outcome(0, *how_all_died(around.stop_conditions))
+    ranks = [outcome_of_rank(ending, reports.get(ending["rank"]), around) for ending in ended]
     failed = [rank for rank in ranks if rank.status is not Status.OK]
     if not failed:
         return min(ranks, key=lambda rank: rank.rank)
@@ -123,7 +125,7 @@ def is_of_all(blamed: Outcome, ranks: Sequence[Outcome]) -> bool:
     return [rank.reason for rank in ranks if not rank.is_forced].count(blamed.reason) > 1
 
 
-def rank_verdict(ending: Ending, report: Told | None, around: Circumstances) -> Outcome:
+def outcome_of_rank(ending: Ending, report: RankReport | None, around: Circumstances) -> Outcome:
     """How one rank ended: in its own words, else read off its death."""
     rank, by = ending["rank"], ending["ended_by"]
     if report is not None:
@@ -133,21 +135,21 @@ def rank_verdict(ending: Ending, report: Told | None, around: Circumstances) -> 
     log = text_of(around.folder / native_log(rank))
     return Outcome(
         rank,
-        *last_words(rank, ending["status"], log, around),
+        *exit_reason(rank, ending["status"], log, around),
         is_of_a_peer=any(word in log for word in PEER_WORDS),
         is_forced=by == "kill" and is_killed,
         is_stopped=ending["is_stopped"],
     )
 
 
-def outcome_from(rank: int, report: Told) -> Outcome:
+def outcome_from(rank: int, report: RankReport) -> Outcome:
     return Outcome(rank, Status(report.fields["status"]), report.fields.get("reason"), report.is_of_a_peer)
 
 
-def last_words(rank: int, status: int, log: str, around: Circumstances) -> tuple[Status, str]:
+def exit_reason(rank: int, status: int, log: str, around: Circumstances) -> tuple[Status, str]:
     """Status and reason of a rank that said nothing."""
-    if around.orders.is_stopped or around.orders.is_timed_out:
-        return how_all_died(around.orders)
+    if around.stop_conditions.is_stopped or around.stop_conditions.is_timed_out:
+        return how_all_died(around.stop_conditions)
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if number == signal.SIGKILL and num_oom_kills() > around.num_oom_kills_before:
         return Status.OOM, "the kernel ended it because the machine had no memory left"
@@ -161,12 +163,12 @@ def last_words(rank: int, status: int, log: str, around: Circumstances) -> tuple
     return Status.ERROR, f"the process died of {signal.Signals(number).name} (see {native_log(rank)}){hint}"
 
 
-def how_all_died(orders: Orders) -> tuple[Status, str]:
+def how_all_died(stop_conditions: StopConditions) -> tuple[Status, str]:
     """Of a point that was told to end, or whose fork server has died."""
-    if orders.is_stopped:
-        return Status.INTERRUPTED, orders.how_stopped
-    if orders.is_timed_out:
-        return Status.TIMEOUT, orders.how_late
+    if stop_conditions.is_stopped:
+        return Status.INTERRUPTED, stop_conditions.how_stopped
+    if stop_conditions.is_timed_out:
+        return Status.TIMEOUT, stop_conditions.how_late
     return Status.KILLED, "the process that starts points has died"
 
 

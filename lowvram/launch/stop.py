@@ -41,7 +41,7 @@ stop_signals = SignalCount()  # signals are a process's, so this is too
 
 
 @final
-class Orders:
+class StopConditions:
     """Polled while a point runs; returns each order once."""
 
     def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:

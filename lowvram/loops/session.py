@@ -40,7 +40,7 @@ class Events(Protocol):
         ...
 
 
-class Stop(Protocol):
+class StopRequest(Protocol):
     """Whether somebody asked the point to stop."""
 
     requested: bool
@@ -59,7 +59,7 @@ class Session:
     rig: Rig
     data: Data
     events: Events
-    stop: Stop
+    stop: StopRequest
     folder: Path
     is_resumed: bool
     started: float  # time.monotonic() when the child began

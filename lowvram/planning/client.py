@@ -15,7 +15,7 @@ from lowvram.config.settings import CHILDS_OWN, check_root, is_plan
 from lowvram.launch.client import Event, Server
 from lowvram.launch.in_process import Inline
 from lowvram.launch.point import Point
-from lowvram.launch.stop import Orders
+from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch, as_request
 from lowvram.results import row as rows
 from lowvram.results.row import Row, Status, size_text
@@ -128,11 +128,11 @@ class Plans:
 
         if len(points) > 1:
             self.progress.start("planning", len(points), "point")
-        orders = Orders(time_for(points.values()), self.stop_signals)
-        self.server.run({"plan": list(points.values())}, on_event, orders)
+        stop_conditions = StopConditions(time_for(points.values()), self.stop_signals)
+        self.server.run({"plan": list(points.values())}, on_event, stop_conditions)
         self.progress.stop()
         left = {index: point for index, point in points.items() if index not in self.planned}
-        if left and not (ending or is_again or self.stop_signals() or orders.is_timed_out):
+        if left and not (ending or is_again or self.stop_signals() or stop_conditions.is_timed_out):
             self.ask(left, is_again=True)
         elif not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}

@@ -15,9 +15,9 @@ from typing import Any
 from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.native_log import native_log
-from lowvram.launch.outcome import Circumstances, Told, outcome_of
+from lowvram.launch.outcome import Circumstances, RankReport, outcome_of
 from lowvram.launch.point import Point, with_parts
-from lowvram.launch.stop import Orders
+from lowvram.launch.stop import StopConditions
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
@@ -45,7 +45,7 @@ class Recording:
         self.point, self.progress = point, progress
         self._disturbs, self._can_begin_again = disturbs, can_begin_again
         self.row = point.first_row()
-        self.reports: dict[int, Told] = {}  # by rank
+        self.reports: dict[int, RankReport] = {}  # by rank
         self.recorder: Recorder = NullRecorder()
         self.metrics = Metrics(point.folder)
         self._is_recorded = False
@@ -80,7 +80,7 @@ class Recording:
         self.add({"status": status.value, "reason": reason})
 
     def _on_row(self, rank: int, fields: dict[str, Any], **about: Any) -> None:
-        self.reports[rank] = Told(fields, **about)
+        self.reports[rank] = RankReport(fields, **about)
 
     def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
         """All ranks have ended: take the row of the first rank, the largest memory peak of all, and the outcome."""
@@ -106,27 +106,31 @@ class Recording:
         per_rank = [{"rank": rank, **{key: held.get(key) for key in OF_A_RANK}} for rank, held in memory.items()]
         self.add({"memory": max(memory.values(), key=lambda held: held.get("peak_bytes") or 0), "ranks": per_rank})
 
-    def begins_again(self, orders: Orders) -> bool:
+    def begins_again(self, stop_conditions: StopConditions) -> bool:
         """After an attempt: whether another one follows, with more parts; if so, prepare it."""
         parts = self._more_parts
         if self.row["status"] != Status.OOM or parts is None or not self._can_begin_again:
             return False
         fewer, self.point = self.row["config"]["accum"]["parts"], in_parts(self.point, parts, self.row)
         self.row, self.reports, self._more_parts = self.point.first_row(), {}, None
-        if orders.is_stopped:
+        if stop_conditions.is_stopped:
             self.end(Status.INTERRUPTED, f"stopped after running out of memory with accum.parts={fewer}")
             return False
         self.progress.say(f"out of memory with accum.parts={fewer}: again with {parts}")
         return True
 
-    def measures_again(self, orders: Orders) -> bool:
+    def measures_again(self, stop_conditions: StopConditions) -> bool:
         """After a measurement: whether it was disturbed and is repeated; if so, prepare that. If a repetition failed,
         restore the row of the measurement before it."""
         if self._disturbed_row is not None and self.row["status"] != Status.OK:
             self.metrics.close()
             self.row = put_back(self.point.folder, self._disturbed_row, self.row)
             return False
-        if orders.is_stopped or orders.is_timed_out or not (self._can_begin_again and is_due(self.row)):
+        if (
+            stop_conditions.is_stopped
+            or stop_conditions.is_timed_out
+            or not (self._can_begin_again and is_due(self.row))
+        ):
             return False
         self.metrics.close()
         self.progress.say(f"{self.point.name}: disturbed, so measured again: {self.row['disturbed']}")

@@ -12,7 +12,7 @@ from lowvram.launch.in_process import Inline
 from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, num_oom_kills
 from lowvram.launch.point import Point
-from lowvram.launch.stop import Orders
+from lowvram.launch.stop import StopConditions
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.runs.recorder import Recording
@@ -23,12 +23,12 @@ from lowvram.runs.retry import continued
 class ServerPoll:
     """The server calls this repeatedly while the processes of a point run."""
 
-    orders: Orders
+    stop_conditions: StopConditions
     logs: NativeLogs
 
     def __call__(self) -> bytes | None:
         self.logs.look()
-        return self.orders()
+        return self.stop_conditions()
 
 
 def run_point(
@@ -44,19 +44,19 @@ def run_point(
         stop_signals: how often somebody asked to stop so far.
         plan_again: what the point is expected to hold in other parts than it was planned in.
     """
-    server.wait_until_ready(Orders(None, stop_signals))
+    server.wait_until_ready(StopConditions(None, stop_signals))
     recording = Recording(continued(point), progress, server.disturbs, server.is_fresh and point.launch is None)
-    orders = Orders(point.config["timeout_s"], stop_signals)
+    stop_conditions = StopConditions(point.config["timeout_s"], stop_signals)
     try:
         while True:
             if recording.point.attempts:
                 recording.add({"plan": plan_again(recording.point)})
-            around = Circumstances(point.folder, orders, num_oom_kills(), point.config["vram"])
-            watch = ServerPoll(orders, NativeLogs(point.folder))
+            around = Circumstances(point.folder, stop_conditions, num_oom_kills(), point.config["vram"])
+            watch = ServerPoll(stop_conditions, NativeLogs(point.folder))
             ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
             watch.logs.cut()
             recording.conclude(ended, around)
-            if not (recording.begins_again(orders) or recording.measures_again(orders)):
+            if not (recording.begins_again(stop_conditions) or recording.measures_again(stop_conditions)):
                 add_fidelity(recording, server, stop_signals)
                 return recording.close()
     except OSError as error:

@@ -17,7 +17,7 @@ from lowvram.config.settings import CHILDS_OWN, KNOB_GROUPS
 from lowvram.config.words import key
 from lowvram.launch.client import Event, Server
 from lowvram.launch.point import Point
-from lowvram.launch.stop import Orders
+from lowvram.launch.stop import StopConditions
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.report import report
@@ -106,9 +106,9 @@ class Searches:
         pinned = [group for group in KNOB_GROUPS if group in typed]
         about = {"config": config, "choices": point.choices, "pinned": pinned, "is_real": runs_here(point)}
         if runs_here(point):
-            self.server.run({"calibrate": about}, on_event, Orders(None, self.stop_signals))
+            self.server.run({"calibrate": about}, on_event, StopConditions(None, self.stop_signals))
         if candidates.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
-            self.server.run({"search": about}, on_event, Orders(None, self.stop_signals))
+            self.server.run({"search": about}, on_event, StopConditions(None, self.stop_signals))
         self.progress.stop()
         return candidates
 

@@ -107,25 +107,19 @@ class Estimate(NamedTuple):
     least_bytes: float
 
 
-@final
-@dataclass(frozen=True)
-class Estimator:
-    """Combinations from the plans of single options."""
+def estimate(options: Options, base: Plan, singles: Mapping[Option, Plan]) -> Estimate:
+    """What a combination needs, from the plan of the options in use and those of single other options."""
+    changes = [singles[option] for option in options.items() if option in singles]
+    times = [change["step_ms"] / base["step_ms"] for change in changes]
+    share = sum(kind_bytes(kind, base, changes) for kind in counted(base)) / sum(counted(base).values())
+    least_bytes = base["least_vram_bytes"] * share
+    return Estimate(options, len(changes), base["step_ms"] * prod(times), least_bytes)
 
-    base: Plan
-    singles: Mapping[Option, Plan]
 
-    def estimate(self, options: Options) -> Estimate:
-        changes = [self.singles[option] for option in options.items() if option in self.singles]
-        times = [change["step_ms"] / self.base["step_ms"] for change in changes]
-        share = sum(self._kind_bytes(kind, changes) for kind in counted(self.base)) / sum(counted(self.base).values())
-        least_bytes = self.base["least_vram_bytes"] * share
-        return Estimate(options, len(changes), self.base["step_ms"] * prod(times), least_bytes)
-
-    def _kind_bytes(self, kind: str, changes: Sequence[Plan]) -> float:
-        """Multiplies the bytes in use by each option's factor; where nothing is in use, adds what each option needs."""
-        before, after = counted(self.base)[kind], [counted(change)[kind] for change in changes]
-        return before * prod(each / before for each in after) if before else float(sum(after))
+def kind_bytes(kind: str, base: Plan, changes: Sequence[Plan]) -> float:
+    """Multiplies the bytes in use by each option's factor; where nothing is in use, adds what each option needs."""
+    before, after = counted(base)[kind], [counted(change)[kind] for change in changes]
+    return before * prod(size / before for size in after) if before else float(sum(after))
 
 
 def useless(base: Plan, single: Plan) -> str | None:

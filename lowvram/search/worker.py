@@ -16,7 +16,7 @@ from lowvram.loops.setup import check_batch_size
 from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.worker import Planner
 from lowvram.results.row import size_text
-from lowvram.search.space import Estimate, Estimator, Option, Options, Plan, Space, space_of, useless, variants_of
+from lowvram.search.space import Estimate, Option, Options, Plan, Space, estimate, space_of, useless, variants_of
 
 MOST_PLANS = 40  # of combinations, beside those of single options
 MEMORY_SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
@@ -60,7 +60,7 @@ class PlanCache:
         return [plan for plan in self.plans.values() if plan["fits"]]
 
 
-def search(book: PlanCache, pinned: Iterable[str]) -> Fields:
+def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
     """Plan combinations; returns the candidates, the best first, and an account of all others, for the parent.
 
     Args:
@@ -72,19 +72,19 @@ def search(book: PlanCache, pinned: Iterable[str]) -> Fields:
         CantPlan: the model can't be traced.
     """
     space, refused = offered(
-        book, [name for name in book.settings.search.groups or usual_groups() if name not in pinned]
+        cache, [name for name in cache.settings.search.groups or usual_groups() if name not in pinned]
     )
-    base = book.plan(space, space.base)
+    base = cache.plan(space, space.base)
     check(base)
-    singles = {option: book.plan(space, options) for option, options in space.singles()}
+    singles = {option: cache.plan(space, options) for option, options in space.singles()}
     refused |= {option: why for option, plan in singles.items() if (why := useless(base, plan))}
     useful = space.without(refused)
-    num_wanted = book.settings.search.probes
-    estimates = [Estimator(base, singles).estimate(options) for options in useful.combinations()]
-    explore(book, useful, estimates, num_wanted)
-    if not book.fitting:
-        raise Incompatible(f"{nothing_fits(list(book.plans.values()))}{more_to_try(book.settings, useful)}")
-    return {"ranking": ranked(book.fitting), "account": account(book, space, estimates, refused)}
+    num_wanted = cache.settings.search.probes
+    estimates = [estimate(options, base, singles) for options in useful.combinations()]
+    explore(cache, useful, estimates, num_wanted)
+    if not cache.fitting:
+        raise Incompatible(f"{nothing_fits(list(cache.plans.values()))}{more_to_try(cache.settings, useful)}")
+    return {"ranking": ranked(cache.fitting), "account": account(cache, space, estimates, refused)}
 
 
 def usual_groups() -> list[str]:
@@ -92,35 +92,35 @@ def usual_groups() -> list[str]:
     return [group for group, option in neutral_options().items() if knob_of((group, option)).searched]
 
 
-def offered(book: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
+def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
     """The options that can be had, and why others are not tried."""
     knobs: dict[Option, Knob] = {}
     refused: Refused = {}
     for group in groups:
-        variants, impossible = variants_of(group, book.choices[group], book.settings.groups[group])
+        variants, impossible = variants_of(group, cache.choices[group], cache.settings.groups[group])
         refused |= {(group, name): why for name, why in impossible.items()}
         for name, knob in variants.items():
-            why = None if name == book.choices[group] else unwanted(book, group, knob)
+            why = None if name == cache.choices[group] else unwanted(cache, group, knob)
             if why:
                 refused[group, name] = why
             else:
                 knobs[group, name] = knob
-    fixed = {f"{name}={book.choices[name]}": book.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
-    base = {group: book.choices[group] for group in groups}
-    space, conflicting = space_of(base, knobs, fixed, book.place.target.absent())
+    fixed = {f"{name}={cache.choices[name]}": cache.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
+    base = {group: cache.choices[group] for group in groups}
+    space, conflicting = space_of(base, knobs, fixed, cache.place.target.absent())
     return space, refused | conflicting
 
 
-def unwanted(book: PlanCache, group: str, knob: Knob) -> str | None:
+def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
     """Why an option is not tried, on whatever device."""
-    if knob.exactness is Exactness.LOSSY and not book.settings.search.lossy:
+    if knob.exactness is Exactness.LOSSY and not cache.settings.search.lossy:
         return "lossy: search.lossy=true tries it"
-    groups: dict[str, Any] = book.settings.groups | {group: knob}
-    parts, num_samples = groups["accum"].parts, book.settings.train.batch_size // book.place.num_ranks
+    groups: dict[str, Any] = cache.settings.groups | {group: knob}
+    parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.place.num_ranks
     if knob.more_parts(num_samples) is not None:
         return "it changes only after memory has run out"
     try:
-        check_batch_size(book.settings.train.batch_size, parts, book.place.num_ranks)
+        check_batch_size(cache.settings.train.batch_size, parts, cache.place.num_ranks)
     except BadInput as error:
         return str(error)
     return None
@@ -135,26 +135,26 @@ def check(base: Plan) -> None:
         raise BadInput("plan.device", base["device"], allowed)
 
 
-def explore(book: PlanCache, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
+def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
     """Plan combinations, those first that should be the fastest of what fits, until no better ones are to be expected.
     Where nothing fits, plan the leanest ones."""
-    base = book.plan(space, space.base)
+    base = cache.plan(space, space.base)
     room_bytes = MEMORY_SLACK * base["budget_bytes"] / (1 + base["margin"])
     sizes, times = [1.0], [1.0]  # planned / estimated, so far
-    latest_ms = late_ms(book.fitting, num_wanted)
-    for estimate in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
-        step_ms = estimate.step_ms * median(times)
+    latest_ms = late_ms(cache.fitting, num_wanted)
+    for combination in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
+        step_ms = combination.step_ms * median(times)
         if step_ms > latest_ms or len(sizes) > MOST_PLANS:
             break
-        is_pointless = adds_nothing(space.changes(estimate.options), step_ms, book.fitting)
-        if estimate.least_bytes * median(sizes) <= room_bytes and not is_pointless:
-            plan = book.plan(space, estimate.options)
-            sizes.append(plan["least_vram_bytes"] / estimate.least_bytes)
-            times.append(plan["step_ms"] / estimate.step_ms)
-            latest_ms = late_ms(book.fitting, num_wanted)
-    if not book.fitting:
-        for estimate in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
-            book.plan(space, estimate.options)
+        is_pointless = adds_nothing(space.changes(combination.options), step_ms, cache.fitting)
+        if combination.least_bytes * median(sizes) <= room_bytes and not is_pointless:
+            plan = cache.plan(space, combination.options)
+            sizes.append(plan["least_vram_bytes"] / combination.least_bytes)
+            times.append(plan["step_ms"] / combination.step_ms)
+            latest_ms = late_ms(cache.fitting, num_wanted)
+    if not cache.fitting:
+        for combination in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
+            cache.plan(space, combination.options)
 
 
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
@@ -185,14 +185,14 @@ def adds_nothing(changes: Options, step_ms: float, fitting: Iterable[Plan]) -> b
     return any(plan["changes"].items() < changes.items() and plan["step_ms"] <= step_ms for plan in fitting)
 
 
-def account(book: PlanCache, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
+def account(cache: PlanCache, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
     """What was looked at, and what was ruled out and why, in lines for people."""
-    num_fitting, num_clashing = len(book.fitting), space.size - sum(1 for _ in space.combinations())
+    num_fitting, num_clashing = len(cache.fitting), space.size - sum(1 for _ in space.combinations())
     lines = [
         f"{space.size} combinations of {', '.join(space.names)}: {num_clashing} can't be had together, "
-        f"{len(estimates)} were estimated, {len(book.plans)} planned, {num_fitting} of these fit"
+        f"{len(estimates)} were estimated, {len(cache.plans)} planned, {num_fitting} of these fit"
     ]
-    too_large = sorted((plan for plan in book.plans.values() if not plan["fits"]), key=lambda plan: plan["step_ms"])
+    too_large = sorted((plan for plan in cache.plans.values() if not plan["fits"]), key=lambda plan: plan["step_ms"])
     if too_large:
         texts = [f"{called(plan['changes'])} ({size_text(plan['least_vram_bytes'])})" for plan in too_large[:NUM_NAMED]]
         lines.append(f"too large, the fastest first: {', '.join(texts)}{', …' if len(too_large) > NUM_NAMED else ''}")

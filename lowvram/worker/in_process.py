@@ -25,7 +25,7 @@ SECOND_SIGNAL = "ended by a second signal before it could save"
 
 
 @final
-class Stop(StopSignals):
+class InProcessStop(StopSignals):
     """SIGINT and SIGTERM, which the program counts too, and the alarm of `timeout_s`. The first one waits for the step
     to end, as in a child; the second doesn't."""
 
@@ -76,10 +76,10 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
     """Plan, or run one point; returns the error that is to be seen as it is, if it ended with one."""
 
     tell, error = Events(on_event), None
-    stop, meeting = Stop(request.get("config", {}).get("timeout_s")), Rendezvous(SingleProcess(), request)
+    stop, rendezvous = InProcessStop(request.get("config", {}).get("timeout_s")), Rendezvous(SingleProcess(), request)
     try:
         with stop.listening():
-            fields = child.plan(request["plan"], tell) if "plan" in request else run(request, tell, stop, meeting)
+            fields = child.plan(request["plan"], tell) if "plan" in request else run(request, tell, stop, rendezvous)
     except BdbQuit:
         fields = {"status": "interrupted", "reason": "left in the debugger"}
     except BaseException as raised:  # as in a child: a point always tells how it ended
@@ -90,6 +90,6 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
     return error
 
 
-def run(request: dict[str, Any], tell: Events, stop: Stop, meeting: Rendezvous) -> dict[str, Any]:
+def run(request: dict[str, Any], tell: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:
     child.write_proc("clear_refs", "5")  # the peak of resident memory starts here
-    return child.run_request(request, tell, stop, meeting)
+    return child.run_request(request, tell, stop, rendezvous)

@@ -21,7 +21,7 @@ from lowvram.core.quiet import quiet
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
-from lowvram.loops.session import Events, Session, Stop
+from lowvram.loops.session import Events, Session, StopRequest
 from lowvram.loops.setup import acting_allocator, check_batch_size, open_data
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
@@ -33,8 +33,8 @@ def run(
     settings: Settings,
     request: dict[str, Any],
     events: Events,
-    stop: Stop,
-    meeting: Rendezvous,
+    stop: StopRequest,
+    rendezvous: Rendezvous,
     more: Mapping[str, Knob],
 ) -> dict[str, Any]:
     """Meet the other ranks, assemble the point, run its mode, return what it says in its row.
@@ -46,9 +46,9 @@ def run(
     import_libraries(settings)
     resident_bytes = status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
-    num_ranks = meeting.count(sharding, device, settings.root.names_card)
+    num_ranks = rendezvous.count(sharding, device, settings.root.names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
-    device = meeting.join(num_ranks, device, sharding.timeout_s)
+    device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)

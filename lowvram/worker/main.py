@@ -32,8 +32,7 @@ from lowvram.launch.native_log import native_log
 from lowvram.launch.protocol import encoded, frames
 from lowvram.launch.supervisor import STOPS, RankPlace
 from lowvram.loops.session import Events as Tell
-from lowvram.loops.session import Interrupted
-from lowvram.loops.session import Stop as Listens
+from lowvram.loops.session import Interrupted, StopRequest
 from lowvram.loops.setup import acting_allocator
 from lowvram.planning.cache import Store
 from lowvram.planning.time.calibration import Calibrations
@@ -124,7 +123,7 @@ class SpokenStream:
         return False
 
 
-class Stop(StopSignals):
+class ChildStop(StopSignals):
     """SIGINT and SIGTERM. Outside `defer_interrupts` they interrupt at once; inside, they wait for the step to end."""
 
     def listen(self) -> None:
@@ -160,14 +159,14 @@ def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
     spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
     speak(spoken, is_first=way.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stop, meeting, about = Stop(), Rendezvous(way, request), {"rank": way.rank}
+    stop, rendezvous, about = ChildStop(), Rendezvous(way, request), {"rank": way.rank}
     try:
         stop.listen()
-        fields = work(request, events, stop, meeting)
+        fields = work(request, events, stop, rendezvous)
     except BaseException as error:  # the last net: a point always tells how it ended
         stop.settle()
         fields, of_a_peer = ending(error), is_of_a_peer(error)
-        cause = meeting.cause_elsewhere(fields, of_a_peer)
+        cause = rendezvous.cause_elsewhere(fields, of_a_peer)
         fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
         if fields["status"] == "error" and not says_all(error, request.get("folder", "/")):
             about |= {"trace": text_without_secrets(traceback.format_exc())}
@@ -201,7 +200,7 @@ def as_stream(spoken: Any) -> Any:
     return spoken
 
 
-def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Rendezvous) -> dict[str, Any]:
+def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: Rendezvous) -> dict[str, Any]:
     """What the request asks for; returns its part of a row."""
     if "check" in request:
         return check(request["check"])
@@ -213,8 +212,8 @@ def work(request: dict[str, Any], events: Events, stop: Stop, meeting: Rendezvou
         return {"status": "ok", "reference": reference_of(**request["reference"])}
     if "plan" in request:
         return plan(request["plan"], events)
-    prepare(Path(request["folder"]) / native_log(meeting.rank))
-    return run_request(request, events, stop, meeting)
+    prepare(Path(request["folder"]) / native_log(rendezvous.rank))
+    return run_request(request, events, stop, rendezvous)
 
 
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,9 +245,11 @@ def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     """Find the candidates of a search; each plan on the way is told."""
     whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
     place = place_here(whole) if point["is_real"] else place_of(whole)
-    book = PlanCache(planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans))
+    cache = PlanCache(
+        planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans)
+    )
     try:
-        events("found", **search(book, point["pinned"]))
+        events("found", **search(cache, point["pinned"]))
     except CantPlan as error:
         return {"status": "error", "reason": str(error)}
     return {"status": "ok"}
@@ -262,14 +263,14 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
     return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
 
 
-def run_request(request: dict[str, Any], events: Tell, stop: Listens, meeting: Rendezvous) -> dict[str, Any]:
+def run_request(request: dict[str, Any], events: Tell, stop: StopRequest, rendezvous: Rendezvous) -> dict[str, Any]:
     """The point itself; returns what it says in its row."""
     whole, more = settings(request["config"]), dict[str, Knob]()
     if "fidelity" in request:
         mode = Fidelity.asked(**request["fidelity"])
         whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
-    fields = job.run(whole, request, events, stop, meeting, more)
-    meeting.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
+    fields = job.run(whole, request, events, stop, rendezvous, more)
+    rendezvous.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
     return {"status": "ok", **fields}
 
 

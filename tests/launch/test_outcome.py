@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from lowvram.launch.client import Ending
-from lowvram.launch.outcome import Circumstances, Outcome, Told, num_oom_kills, outcome_of
+from lowvram.launch.outcome import Circumstances, Outcome, RankReport, num_oom_kills, outcome_of
 from lowvram.results.row import Status
 
-OK = Told({"status": "ok"})
-RAISED = Told({"status": "error", "reason": "ValueError: broken"})
-CUT_OFF = Told({"status": "error", "reason": "RuntimeError: Connection closed by peer"}, is_of_a_peer=True)
-STOPPED = Told({"status": "interrupted", "reason": "stopped in the set-up"})
+OK = RankReport({"status": "ok"})
+RAISED = RankReport({"status": "error", "reason": "ValueError: broken"})
+CUT_OFF = RankReport({"status": "error", "reason": "RuntimeError: Connection closed by peer"}, is_of_a_peer=True)
+STOPPED = RankReport({"status": "interrupted", "reason": "stopped in the set-up"})
 EXIT_1 = 1 << 8
 
 
 @dataclass
-class Orders:
+class StopConditions:
     is_stopped: bool = False
     is_timed_out: bool = False
     how_stopped: str = "stopped before it could save"
@@ -39,9 +39,12 @@ def killed(rank: int, ended_by: str | None = None, is_stopped: bool = False) -> 
 @pytest.fixture
 def judge(tmp_path: Path) -> Any:
     def judge(
-        ends: list[Ending] | None, told: dict[int, Told], orders: Orders | None = None, vram: str | None = None
+        ends: list[Ending] | None,
+        told: dict[int, RankReport],
+        stop_conditions: StopConditions | None = None,
+        vram: str | None = None,
     ) -> tuple[str, str | None]:
-        around = Circumstances(tmp_path, orders or Orders(), num_oom_kills(), vram)
+        around = Circumstances(tmp_path, stop_conditions or StopConditions(), num_oom_kills(), vram)
         end: Outcome = outcome_of(ends, told, around, 45.0)
         return end.status.value, end.reason
 
@@ -63,10 +66,10 @@ def test_a_cap_may_be_why_native_code_has_crashed(judge: Any) -> None:
 
 def test_whatever_fails_after_its_time_is_late_unless_somebody_stopped_it(judge: Any) -> None:
     late = ("timeout", "still running after timeout_s=1")
-    assert judge([ended(0)], {0: RAISED}, Orders(is_timed_out=True)) == late
-    assert judge([killed(0)], {}, Orders(is_timed_out=True)) == late
-    assert judge([ended(0, 0)], {0: OK}, Orders(is_timed_out=True)) == ("ok", None)
-    both = Orders(is_timed_out=True, is_stopped=True)  # its snapshot took longer than was left
+    assert judge([ended(0)], {0: RAISED}, StopConditions(is_timed_out=True)) == late
+    assert judge([killed(0)], {}, StopConditions(is_timed_out=True)) == late
+    assert judge([ended(0, 0)], {0: OK}, StopConditions(is_timed_out=True)) == ("ok", None)
+    both = StopConditions(is_timed_out=True, is_stopped=True)  # its snapshot took longer than was left
     assert judge([ended(0)], {0: STOPPED}, both) == ("interrupted", "stopped in the set-up")
 
 
@@ -114,13 +117,13 @@ def test_a_rank_that_never_ends_after_the_others_did(judge: Any) -> None:
 
 
 def test_what_several_say_is_said_of_the_point(judge: Any) -> None:
-    same = Told({"status": "nonfinite", "reason": "the loss of step 2 is nan"})
+    same = RankReport({"status": "nonfinite", "reason": "the loss of step 2 is nan"})
     assert judge([ended(1), ended(0)], {0: same, 1: same})[1] == "the loss of step 2 is nan"
 
 
 @pytest.mark.parametrize("status", ["incompatible", "interrupted"])
 def test_a_refusal_and_a_stop_are_of_the_point(judge: Any, status: str) -> None:
-    told = Told({"status": status, "reason": "because"})
+    told = RankReport({"status": status, "reason": "because"})
     assert judge([ended(1), ended(0, ended_by="term")], {0: STOPPED, 1: told}) == (status, "because")
 
 
@@ -141,8 +144,8 @@ def test_native_logs_are_those_of_the_rank(judge: Any, tmp_path: Path, text: str
 
 def test_what_was_ordered_explains_a_silent_end(judge: Any) -> None:
     both = [killed(0), killed(1)]
-    assert judge(both, {}, Orders(is_stopped=True)) == ("interrupted", "stopped before it could save")
-    assert judge(both, {}, Orders(is_timed_out=True)) == ("timeout", "still running after timeout_s=1")
+    assert judge(both, {}, StopConditions(is_stopped=True)) == ("interrupted", "stopped before it could save")
+    assert judge(both, {}, StopConditions(is_timed_out=True)) == ("timeout", "still running after timeout_s=1")
 
 
 def test_the_fork_server_may_die_itself(judge: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from lowvram.config.registry import knob_of, options_of
 from lowvram.core.device import absent_from
-from lowvram.search.space import Estimator, Plan, Space, space_of, useless
+from lowvram.search.space import Plan, Space, estimate, space_of, useless
 
 ABSENT = absent_from(None, 1, "the CPU")
 SIZES = {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 600, "host": 0}
@@ -58,11 +58,11 @@ def test_singles_stand_beside_the_base() -> None:
 
 def test_an_estimate_takes_factors_of_what_there_is() -> None:
     half, small = plan(8.0, 800, activations=300), plan(15.0, 620, activations=120)
-    estimator = Estimator(plan(), {("precision", "bf16"): half, ("ckpt", "every1"): small})
-    alone = estimator.estimate({"precision": "bf16", "ckpt": "none"})
+    singles = {("precision", "bf16"): half, ("ckpt", "every1"): small}
+    alone = estimate({"precision": "bf16", "ckpt": "none"}, plan(), singles)
     assert alone.step_ms == 8.0
     assert alone.least_bytes == pytest.approx(1100 * 700 / 1000)
-    both = estimator.estimate({"precision": "bf16", "ckpt": "every1"})
+    both = estimate({"precision": "bf16", "ckpt": "every1"}, plan(), singles)
     assert both.num_changes == 2
     assert both.step_ms == pytest.approx(12.0)
     assert both.least_bytes == pytest.approx(1100 * (400 + 60) / 1000)
@@ -70,10 +70,10 @@ def test_an_estimate_takes_factors_of_what_there_is() -> None:
 
 def test_the_host_s_memory_is_none_of_a_card() -> None:
     away = plan(12.0, 500, activations=10, host=600)
-    assert Estimator(plan(), {("offload", "activations"): away}).estimate({"offload": "activations"}).least_bytes < 600
-    on_cpu = {**plan(), "reserved_bytes": None}
-    estimate = Estimator(on_cpu, {("offload", "activations"): {**away, "reserved_bytes": None}})
-    assert estimate.estimate({"offload": "activations"}).least_bytes > 1000
+    options, option = {"offload": "activations"}, ("offload", "activations")
+    assert estimate(options, plan(), {option: away}).least_bytes < 600
+    on_cpu, away_on_cpu = {**plan(), "reserved_bytes": None}, {**away, "reserved_bytes": None}
+    assert estimate(options, on_cpu, {option: away_on_cpu}).least_bytes > 1000
 
 
 def test_only_what_saves_or_is_faster_is_of_use() -> None:

@@ -12,14 +12,14 @@ from tests.calls import ROOT
 PROGRAM = """
 import os, signal, time
 from lowvram.worker.errors import Interrupted
-from lowvram.worker.main import Stop
+from lowvram.worker.main import ChildStop
 
 class Slow:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0)  # here Python runs the handler, and drops what it raises
 
-Stop().listen()
+ChildStop().listen()
 try:
     Slow()
     time.sleep(5)
@@ -38,7 +38,7 @@ def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
 
 CAPPED = """
 import resource
-from lowvram.worker.main import Stop
+from lowvram.worker.main import ChildStop
 
 class Starved:
     def __init__(self, error):
@@ -47,7 +47,7 @@ class Starved:
     def __del__(self):
         raise self.error
 
-Stop().listen()
+ChildStop().listen()
 Starved(RuntimeError("can't start new thread"))
 resource.setrlimit(resource.RLIMIT_DATA, (2**40, resource.RLIM_INFINITY))
 Starved(ValueError("a bug"))

@@ -86,10 +86,10 @@ class Lora(Frozen):
     def targeted(self, task: Task, model: nn.Module) -> dict[str, nn.Module]:
         """The layers that get an adapter, by name."""
         if self.targets is None:
-            found = linear_or_else_all(layers_in_blocks(task, model))
+            layers = linear_or_else_all(layers_in_blocks(task, model))
             allowed = "none or freeze: the model's blocks have no layer that can carry an adapter"
-            require(bool(found), "adapter", type(self).__name__.lower(), allowed)
-            return found
+            require(bool(layers), "adapter", type(self).__name__.lower(), allowed)
+            return layers
         layers = layers_of(model, task.head(model))
         check_matches("adapter.targets", self.targets, layers, "linear layers and convolutions but the head")
         return {name: layer for name, layer in layers.items() if is_named(name, self.targets)}

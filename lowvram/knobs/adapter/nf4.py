@@ -196,5 +196,7 @@ class Multiply(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         codes, scales, pairs = ctx.saved_tensors
         weight = unpack(InNF4(codes, scales), pairs, ctx.shape, gradient.dtype)
-        found = ctx.product.input_gradient(gradient, weight, ctx.input_shape) if ctx.needs_input_grad[0] else None
-        return (None if found is None else found.to(ctx.input_dtype), *[None] * 7)
+        input_gradient = (
+            ctx.product.input_gradient(gradient, weight, ctx.input_shape) if ctx.needs_input_grad[0] else None
+        )
+        return (None if input_gradient is None else input_gradient.to(ctx.input_dtype), *[None] * 7)

@@ -11,7 +11,7 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import BadInput
 from lowvram.core.knob import Exactness, Kind, Knob, Stage
 
-MOST_TOLD = 24  # names in a message
+MOST_SHOWN = 24  # names in a message
 
 
 class Adapter(Knob):
@@ -61,16 +61,16 @@ def check_matches(key: str, pieces: Iterable[str], names: Collection[str], what:
     """Raises BadInput if a piece is in none of the names, which are those of `what`."""
     for piece in pieces:
         if not any(is_named(name, [piece]) for name in names):
-            raise BadInput(key, piece, f"a name, or a piece of a dotted name, of {what}: {told(names)}")
+            raise BadInput(key, piece, f"a name, or a piece of a dotted name, of {what}: {shown_names(names)}")
 
 
-def told(names: Collection[str]) -> str:
+def shown_names(names: Collection[str]) -> str:
     """Names for a message: the words that they are made of, with the whole of one as an example."""
     if not names:
         return "there are none"
     words = list(dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal()))
-    more = f" and {len(words) - MOST_TOLD} more" if len(words) > MOST_TOLD else ""
-    return f"there are {', '.join(words[:MOST_TOLD])}{more}, as in {next(iter(names))}"
+    more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
+    return f"there are {', '.join(words[:MOST_SHOWN])}{more}, as in {next(iter(names))}"
 
 
 def leaves(model: nn.Module) -> dict[str, nn.Module]:

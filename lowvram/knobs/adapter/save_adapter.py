@@ -53,7 +53,7 @@ def trained(model: nn.Module, wholes: Mapping[str, nn.Module]) -> Iterator[tuple
 @torch.no_grad()
 def plain_values(model: nn.Module) -> dict[str, Tensor]:
     """What a plain model that computes the same holds, by its own names."""
-    layers, found = adapted(model), dict[str, Tensor]()
+    layers, values = adapted(model), dict[str, Tensor]()
     for owner, module in model.named_modules(remove_duplicate=False):
         inside = plain_name(owner, layers)
         if any(owner.endswith(f".{matrix}.{NAME}") and owner.rsplit(".", 2)[0] in layers for matrix in MATRICES):
@@ -62,8 +62,8 @@ def plain_values(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, FourBit):
             tensors = [("weight", module.widened()), *module.named_parameters(recurse=False)]
         for name, tensor in tensors:
-            found[f"{inside}.{name}".removeprefix(".")] = tensor.detach()
+            values[f"{inside}.{name}".removeprefix(".")] = tensor.detach()
     for name, layer in layers.items():
-        weight, change = found[f"{name}.weight"], layer.get_delta_weight(NAME)
-        found[f"{name}.weight"] = (weight.float() + change.float()).to(change.dtype)
-    return found
+        weight, change = values[f"{name}.weight"], layer.get_delta_weight(NAME)
+        values[f"{name}.weight"] = (weight.float() + change.float()).to(change.dtype)
+    return values

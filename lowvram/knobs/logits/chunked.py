@@ -108,8 +108,8 @@ class UnmadeLogits:
         assert dim == -1
         weight, bias = in_dtype(self.head.weight, self.dtype), in_dtype(self.head.bias, self.dtype)
         chunks = self.hidden.flatten(0, -2).split(self.chunk_tokens)
-        found = [nn.functional.linear(chunk.to(self.dtype), weight, bias).argmax(-1) for chunk in chunks]
-        return torch.cat(found).view(self.hidden.shape[:-1])
+        classes = [nn.functional.linear(chunk.to(self.dtype), weight, bias).argmax(-1) for chunk in chunks]
+        return torch.cat(classes).view(self.hidden.shape[:-1])
 
 
 def dtype_of_products(weight: Tensor) -> torch.dtype:
@@ -158,8 +158,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The saved gradients times that of the loss; in place, unless the graph is walked again."""
         is_last = not keeps_graph()
-        found = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
-        gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in found]
+        saved = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
+        gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in saved]
         if ctx.meeting is not None:
             gradients[1] = ctx.meeting.leave(gradients[1])
         return (*gradients, None, None, None, None, None)
@@ -211,8 +211,8 @@ class Chunks:
 
     def gradients(self) -> tuple[list[Tensor | None], list[float]]:
         """Of hidden states, weight and bias, each with the factor that it lacks."""
-        found = [self.hidden_gradient_nd, self.weight_gradient_vd, self.bias_gradient_v]
-        return found, [1 / self.logit_scale, 1 / self.logit_scale / self.hidden_scale, 1.0]
+        gradients = [self.hidden_gradient_nd, self.weight_gradient_vd, self.bias_gradient_v]
+        return gradients, [1 / self.logit_scale, 1 / self.logit_scale / self.hidden_scale, 1.0]
 
     def loss(self, rows: slice, targets_n: Tensor) -> Tensor:
         """The sum over some rows (0-dim); adds their gradients to the others."""

@@ -60,9 +60,9 @@ class Tie:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight_vd.requires_grad):
             return nn.functional.embedding(input, weight_vd, padding)
         self.meeting = self.meeting or Meeting()
-        found: Any = LookedUp.apply(input, weight_vd, padding, self.meeting)
-        self.meeting.nodes.append(ref(found.grad_fn))
-        return found
+        output: Any = LookedUp.apply(input, weight_vd, padding, self.meeting)
+        self.meeting.nodes.append(ref(output.grad_fn))
+        return output
 
     def meeting_of(self, hidden: Tensor) -> Meeting | None:
         """Where the last layer may leave its gradient; None: the embeddings wouldn't find it.

@@ -79,7 +79,7 @@ function sortBy(column) {
 function filterRows() {
   const wanted = (document.getElementById("filter")?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   for (const row of document.getElementById("rows")?.children ?? []) {
-    const found = row.textContent.toLowerCase();
-    row.hidden = !wanted.every((word) => found.includes(word));
+    const text = row.textContent.toLowerCase();
+    row.hidden = !wanted.every((word) => text.includes(word));
   }
 }
