@@ -18,11 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.data.classes import class_names, class_numbers, require_column
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
 from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, evenly_spaced, held_out_tenth
-from lowvram.data.padded import ended, padded
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -36,7 +34,15 @@ from lowvram.data.source import (
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, read_splits
-from lowvram.data.text_columns import column_documents, is_text, marked_tokens, stream_tokens
+from lowvram.data.text_and_label import (
+    class_names,
+    class_numbers,
+    column_documents,
+    is_text,
+    marked_tokens,
+    require_column,
+    stream_tokens,
+)
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
@@ -250,12 +256,12 @@ class LabelledTexts(Texts):
         row = int(self.rows.indices[index])
         return max(
             1,
-            len(ended(self.tokens[row].values.to_numpy()[: self.padded_length], self.padded_length, self.rules.end_id)),
+            len(self.rules.ended(self.tokens[row].values.to_numpy(), self.padded_length)),
         )
 
     def sample(self, index: int, epoch: int) -> tuple[dict[str, Tensor], Tensor]:
         row = int(self.rows.indices[index])
-        inputs = padded(self.tokens[row].values.to_numpy(), self.padded_length, self.rules)
+        inputs = self.rules.padded(self.tokens[row].values.to_numpy(), self.padded_length)
         return inputs, torch.tensor(int(self.rows.labels[row]))
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
-from lowvram.data.padded import padded
 from lowvram.data.python_source import library_files
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import (
@@ -114,7 +113,7 @@ class Pieces(Texts):
         num_bytes, rng = self.drawn(index, epoch)
         text = self.texts[label]
         piece = text.read(int(rng.integers(len(text) - num_bytes + 1)), num_bytes)
-        return padded(piece, self.padded_length, self.rules), torch.tensor(label)
+        return self.rules.padded(piece, self.padded_length), torch.tensor(label)
 
     def drawn(self, index: int, epoch: int) -> tuple[int, np.random.Generator]:
         """How many bytes a sample has, and the generator for its other random choices."""

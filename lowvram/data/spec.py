@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lowvram.core.rig import IGNORE
+
+IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
+POSITIONS = "position_ids"  # beside IDS where a row holds several sequences: each counts its tokens from 0
 
 
 class Modality(Enum):
@@ -39,6 +43,20 @@ class TextRules:
     end_id: int | None = None
     tokenizer: str | None = None
     revision: str | None = None
+
+    def padded(self, tokens: np.ndarray, length: int) -> dict[str, Tensor]:
+        """The inputs made of a text of (num_tokens,) integers: cut to `length`, ended and padded."""
+        ids = np.full(length, self.pad_id, np.int64)
+        kept = self.ended(tokens, length)
+        ids[: len(kept)] = kept
+        return {IDS: torch.from_numpy(ids), MASK: (torch.arange(length) < len(kept)).long()}
+
+    def ended(self, tokens: np.ndarray, length: int) -> np.ndarray:
+        """At most `length` tokens of a text, the last of them `end_id`, if there is one."""
+        tokens = tokens[:length]
+        if self.end_id is None or (len(tokens) and tokens[-1] == self.end_id):
+            return tokens
+        return np.append(tokens[: length - 1].astype(np.int64), self.end_id)
 
 
 @dataclass(frozen=True)
@@ -75,8 +93,6 @@ def tensor_from(plain: Mapping[str, Any]) -> TensorLayout:
     return TensorLayout(tuple(plain["shape"]), plain["dtype"])
 
 
-IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
-POSITIONS = "position_ids"  # beside IDS where a row holds several sequences: each counts its tokens from 0
 FEW_SHAPES = 16  # of batches: at most so many are compiled one by one
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
-from lowvram.data.padded import padded
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, followed_modality, require_count
 from lowvram.data.spec import DataSpec, Modality, TextRules
@@ -101,7 +100,7 @@ class SyntheticLabelledTokens(Source):
         (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
         texts = rng.integers(self.spec.num_tokens, size=(POOL_SIZE, length))
         labels = torch.from_numpy(rng.integers(self.spec.num_classes, size=POOL_SIZE))
-        inputs = [padded(text, length, self.rules) for text in texts]
+        inputs = [self.rules.padded(text, length) for text in texts]
         return pooled(self.spec, inputs, labels, self.eval_samples)
 
 
