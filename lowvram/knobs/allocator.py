@@ -19,13 +19,13 @@ MALLOC_WORDS = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABL
 
 
 class Allocator(Knob):
-    """What all options have."""
+    """The base of this group's options."""
 
     stage = Stage.PROCESS
 
     def set_malloc(self) -> None:
-        """Of this process, from now on: where the C library is glibc and the user has not set it, the thresholds that
-        it would reach by itself."""
+        """Set glibc's thresholds, for the rest of the process, to the values that they would grow to. Does nothing with
+        another C library, or if the environment sets them."""
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt and not any(word in os.environ for word in MALLOC_WORDS):
             mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
@@ -38,7 +38,7 @@ class Allocator(Knob):
 
 @dataclass(frozen=True)
 class Default(Allocator):
-    """torch's CUDA caching allocator as it comes, and the C library's malloc as it becomes.
+    """torch's CUDA caching allocator as it comes, and the C library's malloc with its largest thresholds.
 
     glibc raises its thresholds when a large block is freed, at most to these. Until then it may give pages back and
     take them again in every step, some percent of it; how often is chance (docs/results/cpu/bench_trainer.md has both).
@@ -119,7 +119,7 @@ class Tight(Allocator):
         return rig
 
     def set_malloc(self) -> None:
-        """Of this process, from now on."""
+        """Set glibc's thresholds for the rest of the process."""
         # Else MKL keeps its buffers: 20 MiB for small products on a CPU with AMX.
         os.environ["MKL_DISABLE_FAST_MM"] = "1"
         libc = ctypes.CDLL(None)

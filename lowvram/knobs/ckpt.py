@@ -75,8 +75,8 @@ class RecomputeEvery(Knob):
 
 @dataclass(frozen=True)
 class Selective(Knob):
-    """In a share of the blocks, evenly spread, products with weights, attention and convolutions are kept; all that is
-    cheap to compute between them is computed again."""
+    """A share of the blocks, evenly spread, keeps the results of products with weights, attention and convolutions, and
+    recomputes the cheap operators between them."""
 
     fraction: float = 1.0
 
@@ -166,8 +166,8 @@ def keep_products(block: nn.Module) -> None:
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What becomes of one operator's results. Attention that drops is run again: were it only remembered, it would draw
-    no random numbers, and every later dropout would draw other ones than before."""
+    """Whether one operator's results are kept. Attention with dropout is recomputed: if its result were kept, the
+    recomputation would not draw its random numbers, and every later dropout would draw other ones than before."""
     del context
     is_kept = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -76,7 +76,7 @@ class Compiled(Knob):
 
     @abstractmethod
     def modules(self, rig: Rig) -> list[nn.Module]:
-        """What is compiled, each for itself."""
+        """The modules that are compiled, each by itself."""
 
 
 @final
@@ -141,8 +141,8 @@ class Traced:
         return self.traces[key](*inputs)
 
     def trace(self, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
-        """Run the block once to record it. That run leaves no mark: not on its buffers, nor on random numbers. Nor is
-        what others hook into autograd recorded."""
+        """Run the block once to record it. That run changes neither its buffers nor the state of random generators, and
+        the hooks of other knobs into autograd aren't recorded."""
         device = inputs[0].device
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)

@@ -36,7 +36,7 @@ from lowvram.core.shards import make_contiguous
 
 @dataclass(frozen=True)
 class Sharding(Knob):
-    """What all options know of ranks."""
+    """The base of this group's options."""
 
     ranks: str = "auto"
     timeout_s: float = 45.0
@@ -132,8 +132,8 @@ LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer means to keep it
 
 
 class ReleasedAllGather(DefaultAllGather):
-    """Ends when nobody else holds what was gathered. Gloo's threads do for a moment longer than they are waited for,
-    and at times it would stand beside what it is copied to and all that comes after."""
+    """Returns when nobody else holds the gathered tensor. Gloo's threads hold it for a moment after the wait has ended,
+    and its memory would then add to that of the copy, and to all that is allocated after it."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -202,7 +202,7 @@ class GradientSum:
     """Sums gradients over ranks as they arrive, but always in the same order: ranks must agree on it."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.waiting_for = parameters  # the last one is due next: about the order in which gradients are born
+        self.waiting_for = parameters  # the last one is due next: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
         self.travels: list[dist.Work] = []
 
@@ -222,7 +222,8 @@ class GradientSum:
         self.travels.append(work)
 
     def finish(self) -> None:
-        """Send what an earlier part alone has reached; then make the device, or on the CPU this process, wait."""
+        """Send the gradients that only earlier parts have computed; then make the device, or on the CPU this process,
+        wait."""
         while self.waiting_for:
             self.send(self.waiting_for.pop())
         for work in self.travels:

@@ -1,4 +1,4 @@
-"""A task whose model has adapters. Initial values of what was there before are told by its old names."""
+"""A task whose model has adapters. The base model's tensors get their initial values by their old names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Adapt = Callable[[Task, nn.Module], None]
 
 @final
 class Adapted(Task):
-    """`plain`, but for its model and what fills it.
+    """As `plain`, except that its model has adapters and is filled accordingly.
 
     Args:
         adapt: puts adapters into a model of the plain task.
@@ -66,9 +66,8 @@ class Adapted(Task):
 class Values:
     """Fills the tensors of a model with adapters, one after another.
 
-    Adapters start as peft starts them, so that at first the model computes what it did without: the first matrix from
-    randomness of its own name, whatever else is chosen, the second one with zeros.
-    """
+    Adapters start as peft starts them, so that at first the model computes what it did without them: the first matrix
+    is random, from a generator that depends on its name alone; the second one is zero."""
 
     def __init__(self, model: nn.Module, fill: Fill, seed: int) -> None:
         self.fill, self.seed = fill, seed
@@ -90,7 +89,7 @@ class Values:
             self.fill(f"{plain_name(owner, self.layers)}.{last}".removeprefix("."), tensor)
 
     def without_values(self, name: str, tensor: Tensor) -> None:
-        """The memory that filling takes besides: a weight is whole before it is narrow."""
+        """Takes the memory that filling takes for a moment: a weight is made in fp32 before it is packed."""
         owner, _, last = name.rpartition(".")
         if owner in self.narrow and last == "codes":
             pack(torch.empty(self.narrow[owner].shape, device=tensor.device))

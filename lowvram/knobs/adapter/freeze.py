@@ -1,4 +1,4 @@
-"""The whole model trains, or some parts of it alone."""
+"""The whole model trains, or only the parts that are named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoAdapter(Adapter):
 @final
 @dataclass(frozen=True)
 class Freeze(Frozen):
-    """Named parts of the model train, or its head alone; the rest stays as it is."""
+    """Named parts of the model train, or only its head; the rest is frozen."""
 
     train: list[str] | None = None
 

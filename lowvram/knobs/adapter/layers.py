@@ -24,8 +24,8 @@ def library() -> Any:
 
 
 def product_of(layer: nn.Module) -> Product | None:
-    """What a layer does with its weight; None where peft has no adapter for that. (Classes of their own have none, such
-    as the layer that nn.MultiheadAttention holds and never calls.)"""
+    """How a layer uses its weight; None where peft has no adapter for that. Subclasses have none, such as the layer
+    that nn.MultiheadAttention holds and never calls."""
     kind = type(layer)
     if kind is nn.Linear or is_transposed(layer):
         return Linear(transposed=is_transposed(layer))
@@ -46,7 +46,7 @@ def layers_of(model: nn.Module, head: nn.Module | None) -> dict[str, nn.Module]:
 
 
 def linear_or_else_all(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Convolutions where there is no linear layer."""
+    """The linear layers; if there is none, all layers."""
     linear = {name: layer for name, layer in layers.items() if isinstance(product_of(layer), Linear)}
     return linear or dict(layers)
 
@@ -79,6 +79,6 @@ def adapted(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_name(owner: str, layers: Collection[str]) -> str:
-    """What a module was called before its layer got an adapter."""
+    """The name that a module had before its layer got an adapter."""
     layer = owner.removesuffix(".base_layer")
     return layer if layer in layers else owner

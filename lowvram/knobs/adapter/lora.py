@@ -1,4 +1,4 @@
-"""Low-rank adapters: the model stays as it is, and what trains is a product of two small matrices beside each layer.
+"""Low-rank adapters: the model is frozen, and the product of two small matrices beside each layer trains.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Dettmers et al., "QLoRA: Efficient Finetuning of
 Quantized LLMs" (2023). The layers are peft's, put into the model in place: `x.weight` becomes `x.base_layer.weight`,
@@ -30,7 +30,7 @@ from lowvram.knobs.adapter.save_adapter import plain_values, read, write
 
 @dataclass(frozen=True)
 class Lora(Frozen):
-    """Two matrices of a small rank beside each layer train, and parts that are named."""
+    """Two matrices of a small rank train beside each layer, and the layers that `train` names train whole."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -77,10 +77,10 @@ class Lora(Frozen):
         hold_statistics(model)
 
     def narrow(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
-        """What becomes of the weights of the blocks' layers: nothing."""
+        """Store the frozen weights of the blocks' layers in fewer bits. Here they stay as they are."""
 
     def options(self) -> dict[str, Any]:
-        """By peft's names."""
+        """The options of peft's LoraConfig."""
         return {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
 
     def targeted(self, task: Task, model: nn.Module) -> dict[str, nn.Module]:
@@ -129,7 +129,7 @@ def layers_in_blocks(task: Task, model: nn.Module) -> dict[str, nn.Module]:
 @final
 @dataclass(frozen=True)
 class QLora(Lora):
-    """The same, and the weights of the blocks' layers are kept in 4 bits."""
+    """LoRA, with the frozen weights of the blocks' layers kept in 4 bits."""
 
     # Weights are off by a tenth, and so gradients in most models; norms over few values and a ReLU make more of it.
     band = 7e-1

@@ -2,7 +2,7 @@
 
 Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E; codes and scales are bitsandbytes'
 to the bit. Its own layers can't be planned, for they turn to 4 bits when real tensors move, and torchao's tensor has
-another place in each version: what is needed of either is below.
+another place in each version, so the few functions that we need are below.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def unpack(packed: InNF4, pairs: Tensor, shape: torch.Size, dtype: torch.dtype) 
 
 
 class Product(ABC):
-    """What a layer does with its weight."""
+    """How a layer uses its weight."""
 
     @abstractmethod
     def of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Its output."""
+        """The output of the layer."""
 
     @abstractmethod
     def input_gradient(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -155,7 +155,7 @@ class FourBit(PackedWeight):
 
     @property
     def weight(self) -> Tensor:
-        """Tells its shape and format to those who ask for that alone, and has no values."""
+        """A meta tensor, for code that reads only the shape and the dtype of a layer's weight."""
         return torch.empty(self.shape, dtype=torch.float32, device="meta")
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:

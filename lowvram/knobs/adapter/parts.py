@@ -1,4 +1,4 @@
-"""Parts of a model by their names, and what it means that the rest of it stays as it is."""
+"""Which parts of a model train, chosen by name, and what follows for the frozen rest."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ MOST_SHOWN = 24  # names in a message
 
 
 class Adapter(Knob):
-    """What the options of this group share: they also know how to save what they have trained."""
+    """The base of this group's options. Beside what each knob does, they save what they have trained."""
 
     stage = Stage.BUILD
 
     def save_apart(self, model: nn.Module, folder: Path, base: str | None) -> bool:
-        """Write what trained into `folder`, if it can be told from the model that was there before; returns whether.
+        """Write the trained weights alone into `folder`; returns False if they can't be separated from the base model.
 
         Args:
-            base: the name of that model, if it has one.
+            base: the name of the base model, if it has one.
         """
         return False
 
     def read_apart(self, model: nn.Module, folder: Path) -> None:
-        """Give a model on which this knob has acted what was saved."""
+        """Load what `save_apart` wrote into a model that this knob has changed."""
 
     def merged(self, model: nn.Module, make_plain: Callable[[], nn.Module]) -> nn.Module:
-        """A model without what this knob added, that computes the same.
+        """A plain model that computes the same, with the adapters merged into its weights.
 
         Args:
-            make_plain: makes one as it was before this knob acted.
+            make_plain: makes the model without adapters.
         """
         return model
 
 
 class Frozen(Adapter):
-    """What the options share that train little."""
+    """The base of options that train few of the weights."""
 
     exactness = Exactness.LOSSY
     saves = Kind.OPTIMIZER
@@ -58,14 +58,14 @@ def is_named(name: str, pieces: Iterable[str]) -> bool:
 
 
 def check_matches(key: str, pieces: Iterable[str], names: Collection[str], what: str) -> None:
-    """Raises BadInput if a piece is in none of the names, which are those of `what`."""
+    """Raises BadInput if one of the pieces is in none of the names. `what` says in the message what has these names."""
     for piece in pieces:
         if not any(is_named(name, [piece]) for name in names):
             raise BadInput(key, piece, f"a name, or a piece of a dotted name, of {what}: {shown_names(names)}")
 
 
 def shown_names(names: Collection[str]) -> str:
-    """Names for a message: the words that they are made of, with the whole of one as an example."""
+    """Names, shortened for a message: the words between their dots, and one whole name as an example."""
     if not names:
         return "there are none"
     words = list(dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal()))

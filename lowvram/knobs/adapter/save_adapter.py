@@ -1,4 +1,4 @@
-"""What was trained beside a model: saved apart from it, in peft's layout, or merged into it."""
+"""Saves trained adapters in peft's layout, or merges them into the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(model: nn.Module, folder: Path, config: Any, wholes: Mapping[str, nn.M
 
     Args:
         config: peft's.
-        wholes: layers that train without an adapter, by name.
+        wholes: layers that train whole, without an adapter, by name.
     """
     config.save_pretrained(str(folder))
     tensors = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in trained(model, wholes)}
@@ -41,7 +41,7 @@ def read(model: nn.Module, folder: Path, wholes: Mapping[str, nn.Module]) -> Non
 
 
 def trained(model: nn.Module, wholes: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """What trains, by the names of peft's files."""
+    """The tensors that train, by their names in peft's files."""
     for name, layer in adapted(model).items():
         for matrix in MATRICES:
             yield f"{name}.{matrix}.weight", getattr(layer, matrix)[NAME].weight
@@ -52,7 +52,7 @@ def trained(model: nn.Module, wholes: Mapping[str, nn.Module]) -> Iterator[tuple
 
 @torch.no_grad()
 def plain_values(model: nn.Module) -> dict[str, Tensor]:
-    """What a plain model that computes the same holds, by its own names."""
+    """The weights of the plain model that computes the same, by its own names: adapters are merged in."""
     layers, values = adapted(model), dict[str, Tensor]()
     for owner, module in model.named_modules(remove_duplicate=False):
         inside = plain_name(owner, layers)

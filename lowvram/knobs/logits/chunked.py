@@ -22,7 +22,7 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
-from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Meeting, Tie
+from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Handover, Tie
 
 SOFTMAX_ROWS = 128  # whose probabilities exist at a time: they are in fp32
 FP16_SCALE = 64.0  # fp16 loses what is below 6e-5: the probability of one class among many thousands
@@ -68,7 +68,7 @@ class ChunkedLogits(Knob):
 
         def forward(part: Part) -> UnmadeLogits:
             hidden = rig.forward(part)
-            return UnmadeLogits(hidden, head, self.chunk_tokens, tie.meeting_of(hidden))
+            return UnmadeLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden))
 
         def criterion(outputs: UnmadeLogits, part: Part) -> Tensor:
             return outputs.cross_entropy(part.targets)
@@ -90,16 +90,17 @@ def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 @final
 class UnmadeLogits:
-    """What `head` makes of hidden states (..., d), in the number format that it would have used where this was born."""
+    """The outputs of `head` for hidden states (..., d), not computed yet. Products are in the dtype that autocast asks
+    for when this object is made."""
 
-    def __init__(self, hidden: Tensor, head: nn.Linear, chunk_tokens: int, meeting: Meeting | None = None) -> None:
-        self.hidden, self.head, self.chunk_tokens, self.meeting = hidden, head, chunk_tokens, meeting
+    def __init__(self, hidden: Tensor, head: nn.Linear, chunk_tokens: int, handover: Handover | None = None) -> None:
+        self.hidden, self.head, self.chunk_tokens, self.handover = hidden, head, chunk_tokens, handover
         self.dtype = dtype_of_products(head.weight)
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """The sum over targets (...), in nats (0-dim, at least fp32); `IGNORE` counts for nothing."""
         weight, bias = self.head.weight, self.head.bias  # now: sharded weights are whole only while the step runs
-        fixed = (targets.flatten(), self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.meeting)
+        fixed = (targets.flatten(), self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.handover)
         return ChunkedCrossEntropy.apply(self.hidden.flatten(0, -2), weight, bias, *fixed)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
@@ -113,7 +114,7 @@ class UnmadeLogits:
 
 
 def dtype_of_products(weight: Tensor) -> torch.dtype:
-    """In which a layer with this weight multiplies here: autocast's, or its own."""
+    """The dtype in which a layer with this weight multiplies here: autocast's, or its own."""
     device_type = weight.device.type
     is_cast = torch.is_autocast_enabled(device_type) and weight.dtype is not torch.float64
     return torch.get_autocast_dtype(device_type) if is_cast else weight.dtype
@@ -141,7 +142,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         dtype: torch.dtype,
         has_backward: bool,
-        meeting: Meeting | None,
+        handover: Handover | None,
     ) -> Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
         chunks = Chunks(hidden_nd, weight_vd, bias_v, min(chunk_tokens, len(hidden_nd)), dtype, wanted)
@@ -150,7 +151,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunks.loss(slice(first, first + chunk_tokens), targets_n)
         gradients, ctx.factors = chunks.gradients()
         ctx.save_for_backward(*gradients)
-        ctx.dtypes, ctx.meeting = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], meeting
+        ctx.dtypes, ctx.handover = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], handover
         return loss
 
     @staticmethod
@@ -160,8 +161,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         is_last = not keeps_graph()
         saved = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in saved]
-        if ctx.meeting is not None:
-            gradients[1] = ctx.meeting.leave(gradients[1])
+        if ctx.handover is not None:
+            gradients[1] = ctx.handover.leave(gradients[1])
         return (*gradients, None, None, None, None, None)
 
 
@@ -210,7 +211,7 @@ class Chunks:
         self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** size.bit_length()) if is_narrow else (1.0, 1.0)
 
     def gradients(self) -> tuple[list[Tensor | None], list[float]]:
-        """Of hidden states, weight and bias, each with the factor that it lacks."""
+        """The gradients of hidden states, weight and bias, and the factors by which they must still be multiplied."""
         gradients = [self.hidden_gradient_nd, self.weight_gradient_vd, self.bias_gradient_v]
         return gradients, [1 / self.logit_scale, 1 / self.logit_scale / self.hidden_scale, 1.0]
 
@@ -245,7 +246,8 @@ class Chunks:
         return loss
 
     def _add_gradients(self, rows: slice, hidden_cd: Tensor, gradient_cv: Tensor, counts_c1: Tensor) -> None:
-        """From the logits'. Rows that don't count were given no hidden state: they add nothing to the weight's."""
+        """Add to the gradients, given that of the logits. Rows that don't count have zero hidden states, so they add
+        nothing to the weight's."""
         if self.hidden_gradient_nd is not None:
             torch.mm(gradient_cv, self.weight_vd, out=self.hidden_gradient_nd[rows]).mul_(counts_c1)
         if self.weight_gradient_vd is not None:

@@ -1,8 +1,8 @@
 """A weight that embeddings share with the last layer (Press and Wolf, 2017): its gradient lies in memory once.
 
-Autograd would make a second one of its size, zeros but for the tokens of the batch, and add the two. Here the last
-layer, whose turn in the backward pass comes first, leaves its own to the embedding, which adds its rows to that, a
-stretch of the vocabulary at a time. On a CPU the numbers are the same to the bit; a card may add up in another order.
+Autograd would make a second gradient of the same size, zero but for the tokens of the batch, and add the two. Here the
+last layer, which comes first in the backward pass, hands its gradient to the embedding, which adds its rows to it, one
+slice of the vocabulary at a time. On a CPU the numbers are the same to the bit; a card may add up in another order.
 
 Shapes: v classes, d width.
 """
@@ -27,15 +27,15 @@ dense_backward: Any = torch.ops.aten.embedding_dense_backward
 
 @final
 @dataclass(eq=False)
-class Meeting:
-    """Of the last layer and the embeddings, in one pass through the model."""
+class Handover:
+    """Hands the gradient of the last layer's weight to the embeddings, in one pass through the model."""
 
     nodes: list[Callable[[], Any]] = field(default_factory=list)  # weak: the embeddings' in the graph
     gradient_vd: Tensor | None = None  # what the last layer has left
 
     def leave(self, gradient_vd: Tensor | None) -> Tensor | None:
-        """Leave a gradient to an embedding that is still to come in this backward pass; returned if there is none, or
-        something has been left already."""
+        """Leave a gradient for an embedding that this backward pass has yet to reach, and return None. Returns the
+        gradient if there is no such embedding, or one was left already."""
         is_awaited = any((node := weak()) is not None and will_run(node) for weak in self.nodes)
         if self.gradient_vd is not None or not is_awaited:
             return gradient_vd
@@ -45,11 +45,11 @@ class Meeting:
 
 @final
 class Tie:
-    """Between the embeddings of a model and a last layer with the same weight."""
+    """Connects the embeddings of a model with a last layer that has the same weight."""
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
-        self.meeting: Meeting | None = None
-        self.is_on_the_way: bool | None = None  # whether the last layer's input hangs on them; None: not known yet
+        self.handover: Handover | None = None
+        self.is_on_the_way: bool | None = None  # whether the last layer's input comes from them; None: not known yet
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.weight is head.weight and is_plain(module):
                 module.forward = partial(self.look_up, module)
@@ -59,21 +59,21 @@ class Tie:
         weight_vd, padding = embedding.weight, embedding.padding_idx
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight_vd.requires_grad):
             return nn.functional.embedding(input, weight_vd, padding)
-        self.meeting = self.meeting or Meeting()
-        output: Any = LookedUp.apply(input, weight_vd, padding, self.meeting)
-        self.meeting.nodes.append(ref(output.grad_fn))
+        self.handover = self.handover or Handover()
+        output: Any = LookedUp.apply(input, weight_vd, padding, self.handover)
+        self.handover.nodes.append(ref(output.grad_fn))
         return output
 
-    def meeting_of(self, hidden: Tensor) -> Meeting | None:
-        """Where the last layer may leave its gradient; None: the embeddings wouldn't find it.
+    def handover_for(self, hidden: Tensor) -> Handover | None:
+        """Where the last layer may leave its gradient; None if no embedding would come to take it.
 
         Args:
-            hidden: what the model has just made for the last layer.
+            hidden: the input of the last layer, just computed.
         """
-        meeting, self.meeting = self.meeting, None
-        if meeting is not None and self.is_on_the_way is None:
-            self.is_on_the_way = comes_from(hidden, meeting)
-        return meeting if self.is_on_the_way else None
+        handover, self.handover = self.handover, None
+        if handover is not None and self.is_on_the_way is None:
+            self.is_on_the_way = comes_from(hidden, handover)
+        return handover if self.is_on_the_way else None
 
 
 def is_plain(embedding: nn.Embedding) -> bool:
@@ -82,13 +82,13 @@ def is_plain(embedding: nn.Embedding) -> bool:
     return type(embedding) is nn.Embedding and not has_more and "forward" not in vars(embedding)
 
 
-def comes_from(tensor: Tensor, meeting: Meeting) -> bool:
-    """Whether the backward pass from `tensor` gets to an embedding of this meeting."""
+def comes_from(tensor: Tensor, handover: Handover) -> bool:
+    """Whether the backward pass from `tensor` reaches an embedding of this handover."""
     seen, waiting = set[Any](), [tensor.grad_fn]
     while waiting:
         node: Any = waiting.pop()
         if node is not None and node not in seen:
-            if getattr(node, "meeting", None) is meeting:
+            if getattr(node, "handover", None) is handover:
                 return True
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
@@ -97,19 +97,19 @@ def comes_from(tensor: Tensor, meeting: Meeting) -> bool:
 
 @final
 class LookedUp(torch.autograd.Function):
-    """Rows of a weight."""
+    """An embedding whose backward pass adds to the gradient that the last layer left."""
 
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight_vd: Tensor, padding: int | None, meeting: Meeting) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight_vd: Tensor, padding: int | None, handover: Handover) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.num_rows, ctx.padding, ctx.meeting = len(weight_vd), -1 if padding is None else padding, meeting
+        ctx.num_rows, ctx.padding, ctx.handover = len(weight_vd), -1 if padding is None else padding, handover
         return nn.functional.embedding(indices, weight_vd, padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (indices,) = ctx.saved_tensors
-        whole_vd, ctx.meeting.gradient_vd = ctx.meeting.gradient_vd, None
+        whole_vd, ctx.handover.gradient_vd = ctx.handover.gradient_vd, None
         if whole_vd is None:  # another embedding has taken it
             whole_vd = dense_backward(gradient, indices, ctx.num_rows, ctx.padding, False)
         else:

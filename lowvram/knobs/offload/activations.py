@@ -1,4 +1,4 @@
-"""What the forward pass saves for the backward pass waits outside the device.
+"""offload=activations and disk: the tensors that the forward pass saves for the backward pass wait outside the device.
 
 PyTorch, `torch.autograd.graph.saved_tensors_hooks`; torchtune, `OffloadActivations` (streams, a bound on what leaves).
 """
@@ -74,8 +74,8 @@ def require_sizes(min_bytes: int, in_flight: int) -> None:
 
 
 def offload(rig: Rig, pool: Pool, min_bytes: int, in_flight: int) -> Rig:
-    """The rig whose forward and criterion save outside the device. Recomputation in the backward pass is untouched:
-    there the hooks aren't active."""
+    """The rig whose forward and criterion save tensors outside the device. The hooks aren't active in the backward
+    pass, so recomputation keeps its tensors on the device."""
     hooks = Hooks(rig.model, rig.device, min_bytes, pool, transfer_for(rig.device, in_flight))
 
     def forward(part: Part) -> Any:
@@ -111,7 +111,7 @@ def read(saved: Saved | Kept) -> Tensor:
 
 
 class Hooks:
-    """What autograd calls for each tensor that it saves."""
+    """The hooks that autograd calls for each tensor that it saves."""
 
     def __init__(self, model: nn.Module, device: torch.device, min_bytes: int, pool: Pool, transfer: Transfer) -> None:
         self._model, self._device, self._min_bytes = model, device, min_bytes
@@ -123,7 +123,7 @@ class Hooks:
 
     @contextmanager
     def active(self, part: Part) -> Iterator[None]:
-        """What is saved inside the block leaves the device. `part` stays: it lives through the step anyway."""
+        """Tensors that are saved inside the block leave the device. `part` stays: it lives through the step anyway."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -140,7 +140,7 @@ class Hooks:
             return False
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
-        # Weights are also told by their class: sharded ones are put together anew in every forward pass.
+        # Weights are recognised by their class, too: FSDP gathers sharded ones into new storages in every forward pass.
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return False
         storage = tensor.untyped_storage()

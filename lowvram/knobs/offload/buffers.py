@@ -1,4 +1,4 @@
-"""Room for what has left the device, in host memory or in a file: made once, then used again by size."""
+"""Buffers outside the device, in host memory or in a file: made once, then reused by size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_RATIO = 2  # of a free buffer to what is put into it
 
 
 def nothing() -> None:
-    """Of host memory: its pages stay."""
+    """After a copy to host memory: its pages stay."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Buffer:
 
 
 class Pool:
-    """Buffers, those that are free by size. Grows in the first step; where steps differ, a little in later ones."""
+    """Keeps free buffers, sorted by size. It grows in the first step, and a little later on if steps differ."""
 
     def __init__(self, make: Callable[[int], Buffer]) -> None:
         self._make = make
@@ -62,12 +62,12 @@ def _num_bytes(buffer: Buffer) -> int:
 
 
 def in_host_memory(device: torch.device) -> Pool:
-    """Pinned for a card."""
+    """Buffers in host memory, pinned for a card."""
     return Pool(lambda num_bytes: Buffer(host.empty((num_bytes,), torch.uint8, device)))
 
 
 def in_file(folder: str | None) -> Pool:
-    """In a file of `folder`, or of the system's temporary one, that nobody sees and that is gone with the process."""
+    """Buffers in a nameless file in `folder` (None: the system's temporary folder), which ends with the process."""
     return Pool(File(folder).region)
 
 
@@ -85,7 +85,7 @@ class File:
         self._used_bytes = 0  # of it
 
     def region(self, num_bytes: int) -> Buffer:
-        """Bytes of the file that nobody has.
+        """The next unused bytes of the file.
 
         Raises:
             OSError: the disk is full.

@@ -27,8 +27,8 @@ from lowvram.core.shards import local, make_contiguous
 
 @dataclass(frozen=True)
 class Parameters(Knob):
-    """A block's weights come when it computes, forward and backward, and leave. Those of no block stay from the forward
-    to the end of the backward pass."""
+    """A block's weights are copied to the device for its forward pass and again for its backward pass, and freed after
+    each. Weights outside the blocks stay on the device from the forward to the end of the backward pass."""
 
     pin_memory: bool = True
 
@@ -83,7 +83,7 @@ def count_arrival(num_bytes: int, num_visits: int, *_: Any) -> None:
 
 @contextmanager
 def gradients_to_host(rig: Rig, is_last: bool) -> Iterator[None]:
-    """Around forward and backward of one part: its gradients go to the host as they are born."""
+    """Around forward and backward of one part: its gradients go to the host as autograd computes them."""
     trainable = rig.trainable
     # Where the device is the CPU, FSDP2 leaves them where they are. (Elsewhere a hook would keep it from overlapping.)
     watched = trainable if host.is_device(rig.device) else []

@@ -7,7 +7,7 @@ The order of streams is what makes this right on a card; getting it wrong corrup
 2. What leaves keeps its memory until the computing stream has waited for the copy. So what comes back, which starts
    after the computing stream, finds its buffer filled. A buffer that is used again is filled in the order of leaving.
 3. What comes back does so into memory of the computing stream, which waits for the copy before it reads.
-4. What came back and is never read is told to the allocator, which then waits for the copy itself.
+4. If what came back is never read, `record_stream` tells the allocator, which then waits for the copy.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Transfer(ABC):
         """The device may have the memory as soon as the last reader is done with it."""
 
     def forget(self, away: Away) -> None:
-        """No reader will ever come."""
+        """The graph is gone: nobody will read it any more."""
         del away
 
 

@@ -116,7 +116,8 @@ def autocast(rig: Rig, dtype: torch.dtype) -> Rig:
 
 
 class ScaledStepper(StepperAround):
-    """A loss scale around any stepper: the loss goes in `scale` times too large, and the inner stepper is told so.
+    """A loss scale around any stepper: the loss is multiplied by `scale`, and the inner stepper divides gradients by
+    it.
 
     An update that overflowed changes nothing; the scale halves. After `growth_interval` good updates it doubles.
     (torch's GradScaler wants one optimizer with its gradients on the device.)

@@ -39,7 +39,7 @@ class Fp8(Knob):
 
 
 def convert(model: nn.Module, head: nn.Linear | None, emulate: bool = False) -> None:
-    """Exchange the linear layers for such that multiply in fp8; parameters and their names stay.
+    """Replace linear layers by ones that multiply in fp8; parameters and their names stay.
 
     Args:
         head: stays as it is.

@@ -1,4 +1,4 @@
-"""The plain way: all gradients are born, then one update uses them."""
+"""The plain way: the backward pass computes all gradients, then one update uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
 @dataclass(frozen=True)
 class AfterBackward(Knob):
-    """The plain way: all gradients are born, then one update uses them."""
+    """The plain way: the backward pass computes all gradients, then one update uses them."""
 
     clip: float | None = None
 

@@ -1,4 +1,4 @@
-"""The way between a device and host memory. On CUDA it has two streams of its own, so that computing goes on."""
+"""Copies between a device and host memory. On CUDA they run on two streams of their own, beside the computation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Link(ABC):
 
     @abstractmethod
     def fetch(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
-        """Copy `source` to the host. Nobody else may write into it; it is let go when it has left. What is returned
-        waits until the copy is there."""
+        """Copy `source` to the host. Nobody else may write into it; it is freed when it has been copied. Returns a
+        function that waits until the copy has arrived."""
 
     @abstractmethod
     def add(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
@@ -33,11 +33,11 @@ class Link(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """What the device computes from now on sees all that was sent."""
+        """Make what the device computes from now on wait for all that was sent."""
 
     @abstractmethod
     def rest(self) -> None:
-        """Wait until all that was sent is there."""
+        """Wait until all that was sent has arrived."""
 
 
 def link_to(device: torch.device) -> Link:
@@ -46,7 +46,7 @@ def link_to(device: torch.device) -> Link:
 
 @final
 class SameMemory(Link):
-    """A CPU's: nothing travels, but a copy is made all the same, and counted as a card would move it."""
+    """For a CPU: host and device memory are the same, but copies are made and counted as for a card."""
 
     def fetch(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
         destination.copy_(source)

@@ -201,7 +201,7 @@ class Bucket:
             self.sums.links[weight.device].send(weight, local(self.masters[parameter]))
 
     def mark_state(self) -> None:
-        """What the optimizer gave birth to is host memory."""
+        """Mark the state that the optimizer has made as host memory."""
         for leaf in tree_leaves(list(self.optimizer.state.values())):
             if isinstance(leaf, Tensor):
                 host.mark(leaf)

@@ -17,9 +17,8 @@ from lowvram.knobs.stepping.copy_streams import Link, link_to
 class HostSums:
     """The gradients of one step after another, each summed over the step's parts in fp32 (fp64 where it is that).
 
-    A gradient leaves the device when it is born. The host memory is taken once and kept: 4 bytes per element, pinned
-    for CUDA. Where ranks share a parameter, this rank's shard is kept.
-    """
+    A gradient leaves the device as soon as it is computed. The host memory is taken once and kept: 4 bytes per element,
+    pinned for CUDA. Where ranks share a parameter, this rank's shard is kept."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.links: dict[torch.device, Link] = {}
@@ -40,7 +39,7 @@ class HostSums:
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to what is here; afterwards it has none."""
+        """Add the parameter's gradient to its sum; afterwards it has none."""
         assert parameter.grad is not None
         gradient, parameter.grad = local(parameter.grad), None
         if self._is_single:
@@ -55,8 +54,8 @@ class HostSums:
             self._sums[parameter] = host.empty(gradient.shape, dtype, gradient.device)
         return self._sums[parameter]
 
-    def born(self) -> list[nn.Parameter]:
-        """The parameters that have a gradient in this step, as they came."""
+    def with_gradient(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient in this step, in the order of arrival."""
         return list(self._arrivals)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -68,8 +67,9 @@ class HostSums:
         return self._sums[parameter]
 
     def squares(self) -> SquareSum:
-        """Of all sums of this step. Those of a single part were taken on the device, and wait for no copy."""
+        """The sum of squares of this step's gradients. For a single part it was computed on the device, and needs no
+        copy."""
         if not self._is_single:
-            for parameter in self.born():
+            for parameter in self.with_gradient():
                 self._squares.add(self.wait_for(parameter), parameter)
         return self._squares

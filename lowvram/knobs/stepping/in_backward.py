@@ -1,4 +1,4 @@
-"""stepping=in_backward: each gradient is used and freed as it is born, so that never more than a few are alive.
+"""stepping=in_backward: each gradient is used and freed as soon as it is computed, so only a few exist at a time.
 
 Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, 2023); PyTorch,
 "How to save memory by fusing the optimizer step into the backward pass".
@@ -31,14 +31,14 @@ Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
 class Norm(Enum):
     """Where the global norm comes from when it must be known before the first update: to clip, or to skip a step."""
 
-    host = auto()  # the gradients wait in host memory until all are born
+    host = auto()  # the gradients wait in host memory until all are computed
     two_passes = auto()  # the graph is walked twice: for the norm, then for the updates
     last_step = auto()  # clip by the step before's
 
 
 @dataclass(frozen=True)
 class InBackward(Knob):
-    """Each gradient is used and freed as it is born."""
+    """Each gradient is used and freed as soon as it is computed."""
 
     clip: float | None = None
     norm: Norm = Norm.host
@@ -75,11 +75,10 @@ class InBackward(Knob):
 class InBackwardStepper(Stepper):
     """One optimizer per parameter. How a step goes is chosen when it begins.
 
-    Where nothing must be known beforehand, gradients are used at once. A gradient that isn't finite is then told
-    (`applied` is False) when parameters have already been updated, by it too: the state is lost, and going on is for
-    a snapshot from before. With clipping or a loss scale such a step changes nothing. (norm=last_step without a loss
-    scale clips without knowing, so there it is as without clipping.)
-    """
+    Where nothing must be known beforehand, gradients are used at once. If a gradient isn't finite, `applied` is False,
+    but parameters have already been updated, with that gradient too: the state is lost, and only an earlier snapshot
+    can go on. With clipping or a loss scale such a step changes nothing. (norm=last_step without a loss scale clips
+    without knowing, so there it is as without clipping.)"""
 
     def __init__(
         self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, clip: float | None, norm: Norm
@@ -93,7 +92,7 @@ class InBackwardStepper(Stepper):
             when_accumulated(parameter, self.use)
 
     def use(self, parameter: nn.Parameter) -> None:
-        """The parameter's gradient is born; afterwards it has none."""
+        """Called when autograd has computed the parameter's gradient; afterwards it has none."""
         assert parameter.grad is not None
         announce(parameter.grad, Kind.GRADIENTS)
         self.way.use(parameter)
@@ -148,11 +147,11 @@ class Way(ABC):
 
     @abstractmethod
     def use(self, parameter: nn.Parameter) -> None:
-        """The parameter's gradient is born, and gone when this returns."""
+        """Use the parameter's new gradient, which is freed when this returns."""
 
     @abstractmethod
     def finish(self) -> Update:
-        """All gradients were born."""
+        """Called when all gradients have been computed."""
 
 
 @final
@@ -221,7 +220,7 @@ class OnHost(Way):
         applied = is_finite(norm)
         if applied:
             by = factor(norm, self.clip, self.divisor)
-            for parameter in self.sums.born():
+            for parameter in self.sums.with_gradient():
                 bring_back(parameter, self.sums)
                 step_one(parameter, self.optimizers, by)
                 parameter.grad = None
