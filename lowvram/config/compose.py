@@ -18,14 +18,14 @@ from lowvram.config.settings import GROUPS
 
 
 def chosen(choices: Mapping[str, Any]) -> dict[str, str]:
-    """Group -> option, as Hydra tells it."""
+    """Group -> option, from Hydra's choices."""
     for group in GROUPS:
         require(choices.get(group) is not None, group, None, f"one option of the group {group}, not a list of them")
     return {group: choices[group] for group in (*GROUPS, "logger")}
 
 
 def output_folder() -> Path:
-    """Of the point that Hydra has composed."""
+    """The output folder of the point that Hydra has composed."""
     return Path(HydraConfig.get().runtime.output_dir)
 
 

@@ -25,6 +25,6 @@ def default_options() -> Mapping[str, Any]:
 
 
 def knob_groups() -> tuple[str, ...]:
-    """Those with a module of their name in lowvram/knobs, in the order of the list."""
+    """The groups with a module of their name in lowvram/knobs, in the order of the list."""
     modules = {path.stem for path in (PACKAGE / "knobs").iterdir()}
     return tuple(group for group in default_options() if group in modules)

@@ -20,7 +20,7 @@ from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import ROOT_KEYS, check_name
 from lowvram.config.version import __version__
 
-# They don't change a result.
+# Keys whose values don't change a result.
 NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip", "measure.reruns")
 
 
@@ -81,7 +81,7 @@ def line_after(path: Path, label: str) -> str:
 
 @cache
 def driver_version() -> str | None:
-    """Of the NVIDIA kernel module, if there is one."""
+    """The version of the NVIDIA kernel module; None if there is none."""
     return line_after(Path("/proc/driver/nvidia/version"), "NVRM version:") or None
 
 

@@ -60,7 +60,7 @@ def walk(node: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(node, DictConfig):
         for name in node:
             inner = f"{key}.{name}" if key else str(name)
-            # What a missing value must be is told by the class (see typed_values).
+            # The class says what a missing value must be (see typed_values).
             yield from [(inner, MISSING)] if OmegaConf.is_missing(node, name) else walk(node[name], inner)
     elif isinstance(node, ListConfig):
         for index in range(len(node)):

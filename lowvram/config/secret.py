@@ -1,7 +1,7 @@
-"""What is a secret, and how anything that is written or shown goes without it. Imports no torch.
+"""Decides which values are secret, and removes them from all that is written or shown. Imports no torch.
 
-A value is one by its key (`api_key`, `password`) or by its shape (`https://user:password@host`, `Bearer …`, tokens of
-known services). A process also learns the values that it meets under such keys, in configurations and in its
+A value is secret by its key (`api_key`, `password`) or by its shape (`https://user:password@host`, `Bearer …`, tokens
+of known services). A process also learns the values that it meets under such keys, in configurations and in its
 environment: no text has them from then on, whoever wrote it. In files and lines `<refused>` stands in their place.
 """
 
@@ -90,7 +90,8 @@ def sure(key: str) -> Sure:
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Whether a key makes its value one. Null, true, and where a value is to be found tell nobody anything."""
+    """Whether a value is secret because of its key. Null, true, false and references such as `${oc.env:KEY}` never
+    are."""
     how_sure = sure(key)
     if not how_sure or value is None or isinstance(value, bool):
         return False
@@ -105,7 +106,7 @@ def says_nothing(text: str) -> bool:
 
 
 def learn(values: Any) -> None:
-    """From here on no text has the secrets of a configuration, or of the environment."""
+    """Remember the secrets of a configuration and of the environment, so that all later texts go without them."""
     before = len(_known)
     _known.update(form for each in (values, dict(os.environ)) for form in _secrets_in(each))
     if len(_known) > before:
@@ -113,7 +114,7 @@ def learn(values: Any) -> None:
 
 
 def forget() -> None:
-    """All that was learned."""
+    """Forget all that `learn` has remembered."""
     _known.clear()
     _made_of_known_ones_is_void()
 

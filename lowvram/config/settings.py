@@ -244,7 +244,7 @@ def parse_bytes(key: str, text: str | None) -> int | None:
     return int(num_bytes)
 
 
-CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child is told
+CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child gets
 
 
 @dataclass(frozen=True)

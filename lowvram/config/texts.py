@@ -1,4 +1,4 @@
-"""How long a text may be that one process tells another. Imports no torch."""
+"""How long a text may be that one process sends to another. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A point's processes: how they are started, what they are told and tell, how they are ended. Imports no torch.
+"""A point's processes: how they start, exchange messages with the parent, and end. Imports no torch.
 
 Starts the worker by its name. Begin with point.py (what is to run) and client.py (the parent's end of the fork server);
 fork_server.py and supervisor.py are the process between the two.

@@ -31,7 +31,7 @@ Ending = dict[str, Any]  # of one rank: see Supervisor.ended
 class Server:
     """One fork server, started when it is first needed and started anew if it should die."""
 
-    disturbs = None  # nothing is in a child but its point
+    disturbs = None  # a child holds nothing but its point
     is_fresh = True  # each request gets processes of its own
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Server:
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
         """Until torch is imported, so that no point's time pays for it; or until there is an order."""
         self.start()
-        with suppress(OSError):  # it has died: `run` tells
+        with suppress(OSError):  # it has died: `run` returns None then
             self._wait_ready(order)
 
     def run(
@@ -108,9 +108,9 @@ class Server:
         return ended
 
     def _hand_over(
-        self, request: dict[str, Any], fds: Sequence[int], given: Sequence[int], order: Callable[[], bytes | None]
+        self, request: dict[str, Any], fds: Sequence[int], to_close: Sequence[int], order: Callable[[], bytes | None]
     ) -> bool:
-        """Send the request, and keep no copy of the descriptors `given`; False if the server has died, or isn't wanted
+        """Send the request, and close the descriptors `to_close` here; False if the server has died, or isn't wanted
         any more."""
         try:
             if not self._wait_ready(order):
@@ -119,7 +119,7 @@ class Server:
         except OSError:
             return False
         finally:
-            for fd in given:
+            for fd in to_close:
                 os.close(fd)
         return True
 

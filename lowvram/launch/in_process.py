@@ -25,7 +25,7 @@ class Inline:
     is_fresh = False  # nothing can begin again where something has run
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None  # what the point ended with, if it was no ending of ours
+        self.error: BaseException | None = None  # the exception that ended the point, if it was unexpected
 
     def stop(self) -> None:
         """Nothing runs beside."""

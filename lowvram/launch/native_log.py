@@ -1,4 +1,4 @@
-"""What native code says on its way out: a file for each rank, of a bounded size. Imports no torch.
+"""What native code prints, also when it crashes: one file per rank, of a bounded size. Imports no torch.
 
 The file is a process's stderr, so that a crash can still write there. The parent looks after its size: of what is too
 long the beginning and the end stay.
@@ -25,7 +25,7 @@ def native_log(rank: int) -> str:
 
 @final
 class NativeLogs:
-    """Those of one point, while its processes append to them."""
+    """The files of one point, while its processes append to them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

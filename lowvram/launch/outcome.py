@@ -24,7 +24,7 @@ PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRem
 
 
 class StopConditions(Protocol):
-    """What the parent has told the ranks to do."""
+    """Whether the point was asked to stop, or ran out of time."""
 
     @property
     def is_stopped(self) -> bool: ...
@@ -38,7 +38,7 @@ class StopConditions(Protocol):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank said of its own end."""
+    """How a rank itself reported its end."""
 
     fields: dict[str, Any]
     is_of_a_peer: bool = False  # it failed because another rank had ended or hung
@@ -54,7 +54,7 @@ class Outcome:
     reason: str | None
     is_of_a_peer: bool = False
     is_forced: bool = False  # it had to be killed, because another rank had ended
-    is_asked: bool = False  # it ended because it was told to, for the same cause
+    is_asked: bool = False  # it ended because we asked it to, after another rank had ended
     is_stopped: bool = False  # it stood still, as after Ctrl-Z
 
 
@@ -88,7 +88,7 @@ def outcome_of(
 def of_ranks(
     ended: Sequence[Ending] | None, reports: Mapping[int, RankReport], around: Circumstances, timeout_s: float
 ) -> Outcome:
-    """The same, however late it was."""
+    """How the point ended, its time limit aside."""
     if ended is None:
         return outcome_from(*min(reports.items())) if reports else Outcome(0, *how_all_died(around.stop_conditions))
     ranks = [outcome_of_rank(ending, reports.get(ending["rank"]), around) for ending in ended]
@@ -102,7 +102,7 @@ def of_ranks(
 
 
 def to_blame(failed: Sequence[Outcome], timeout_s: float) -> Outcome:
-    """The one of the ranks that failed, in the order of their ends, who is the cause."""
+    """The rank that caused the failure. `failed` is in the order of their ends."""
     own = [rank for rank in failed if not (rank.is_of_a_peer or rank.is_forced or rank.is_asked)]
     if own:
         return own[0]
@@ -126,7 +126,7 @@ def is_of_all(blamed: Outcome, ranks: Sequence[Outcome]) -> bool:
 
 
 def outcome_of_rank(ending: Ending, report: RankReport | None, around: Circumstances) -> Outcome:
-    """How one rank ended: in its own words, else read off its death."""
+    """How one rank ended: by its own report, else by its exit status."""
     rank, by = ending["rank"], ending["ended_by"]
     if report is not None:
         outcome = outcome_from(rank, report)
@@ -147,7 +147,7 @@ def outcome_from(rank: int, report: RankReport) -> Outcome:
 
 
 def exit_reason(rank: int, status: int, log: str, around: Circumstances) -> tuple[Status, str]:
-    """Status and reason of a rank that said nothing."""
+    """Status and reason of a rank that ended without a report."""
     if around.stop_conditions.is_stopped or around.stop_conditions.is_timed_out:
         return how_all_died(around.stop_conditions)
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
@@ -164,7 +164,7 @@ def exit_reason(rank: int, status: int, log: str, around: Circumstances) -> tupl
 
 
 def how_all_died(stop_conditions: StopConditions) -> tuple[Status, str]:
-    """Of a point that was told to end, or whose fork server has died."""
+    """Status and reason of a point that was stopped, or whose fork server has died."""
     if stop_conditions.is_stopped:
         return Status.INTERRUPTED, stop_conditions.how_stopped
     if stop_conditions.is_timed_out:

@@ -37,12 +37,12 @@ class Point:
     attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see runs/retry.py
     reruns: list[Measurement] | None = None  # that something has disturbed: see runs/retry.py
     notes: Mapping[str, str] = field(default_factory=dict)  # what was typed and composed, for `.hydra/`
-    run: str | None = None  # what it is called in its snapshots
+    run: str | None = None  # the id that its snapshots carry
     locks: Sequence[int] = ()  # descriptors that its processes keep open: see results/files/run_folder.py
 
     @property
     def first_rank(self) -> int:
-        """Of those whose processes this program has started."""
+        """The lowest rank among the processes that this program has started."""
         return 0 if self.launch is None else self.launch.rank
 
     def first_row(self) -> Row:
@@ -52,7 +52,7 @@ class Point:
         return rows.merge(rows.empty_row(), without_secrets(known | more))
 
     def request(self) -> dict[str, Any]:
-        """What its children are told."""
+        """The request that its processes get."""
         return {
             "config": {key: self.config[key] for key in CHILDS_OWN},
             "choices": self.choices,

@@ -17,7 +17,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Those that a process has started, whichever of its threads did, and not yet waited for."""
+    """The children of a process, of all its threads, that it has not yet waited for."""
     pids: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has just ended

@@ -1,4 +1,4 @@
-"""The events that a child tells its parent, and how they travel through a pipe. Imports no torch.
+"""The events that a child sends to its parent, and how they travel through a pipe. Imports no torch.
 
 An event is JSON in ASCII, cut into frames of at most PIPE_BUF bytes. The kernel writes such a frame whole or not at
 all, and never mixes two of them, so that threads and loader's workers may write at the same time and any of them may
@@ -43,7 +43,7 @@ EVENTS: Mapping[str, Fields] = {
         "untold": list,
         "known": list,
     },
-    "commit": {},  # answered when all that was told before is on disk
+    "commit": {},  # answered when all events before it are on disk
     "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},
     "found": {"ranking": list, "account": list},
     "history": {"losses": list},
@@ -83,7 +83,7 @@ def frames(data: bytes, pid: int, number: int) -> Iterator[bytes]:
 
 @final
 class Assembly:
-    """Makes events of what comes out of a pipe, in time that is linear in its size."""
+    """Puts events together from the bytes of a pipe, in time that is linear in their number."""
 
     def __init__(self) -> None:
         self.num_foreign_bytes = 0
@@ -110,7 +110,7 @@ class Assembly:
                 yield bytes(self._begun.pop((pid, number)))
 
     def end(self) -> None:
-        """Nothing more comes: what is left is no frame."""
+        """Nothing more comes: the bytes that are left are no frame."""
         self._drop(len(self._data))
 
     def _skip_to_frame(self) -> bool:
@@ -192,12 +192,13 @@ class EventReaders:
 
 @final
 class EventReader:
-    """The events in the pipe of a rank. What is none is said, once when it is first met and once in the end."""
+    """Reads the events of one rank's pipe. Warns of bytes that are no event: at the first of them, and once at the
+    end."""
 
     def __init__(self, file: Any, on_event: Listener) -> None:
         self._file, self._on_event = file, on_event
         self._assembly, self._at_end = Assembly(), False
-        self._num_told_bytes = 0  # of those that are foreign
+        self._num_warned_bytes = 0  # foreign bytes that a warning has counted
 
     def open_files(self) -> list[Any]:
         return [] if self._at_end else [self._file]
@@ -210,15 +211,15 @@ class EventReader:
         self._at_end = not data
         for whole in self._assembly.feed(data):
             self._pass_on(whole)
-        if not self._num_told_bytes:
-            self._tell_foreign()
+        if not self._num_warned_bytes:
+            self._warn_of_foreign()
 
     def drain(self) -> None:
         """Pass on all that is left."""
         while not self._at_end and select.select([self._file], [], [], 0)[0]:
             self.read()
         self._assembly.end()
-        self._tell_foreign()
+        self._warn_of_foreign()
 
     def _pass_on(self, data: bytes) -> None:
         try:
@@ -228,12 +229,12 @@ class EventReader:
             return
         self._on_event(event)
 
-    def _tell_foreign(self) -> None:
-        num_bytes = self._assembly.num_foreign_bytes - self._num_told_bytes
+    def _warn_of_foreign(self) -> None:
+        num_bytes = self._assembly.num_foreign_bytes - self._num_warned_bytes
         if num_bytes:
-            sample = f"{self._assembly.sample!r}" if not self._num_told_bytes else "as before"
+            sample = f"{self._assembly.sample!r}" if not self._num_warned_bytes else "as before"
             self._say(f"{num_bytes:,} bytes in the pipe of the point's process are no event, and left out: {sample}")
-        self._num_told_bytes += num_bytes
+        self._num_warned_bytes += num_bytes
 
     def _say(self, text: str) -> None:
         self._on_event({"event": "say", "text": f"warning: {text}"})

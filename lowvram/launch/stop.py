@@ -1,4 +1,4 @@
-"""How often somebody asked to stop, and what the parent tells the processes of a point then. Imports no torch."""
+"""Counts requests to stop, and decides when the processes of a point must end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ stop_signals = SignalCount()  # signals are a process's, so this is too
 
 @final
 class StopConditions:
-    """Polled while a point runs; returns each order once."""
+    """Whether a point must end: because of a request to stop, or of its time limit. Polled while the point runs;
+    returns each order, TERM or KILL, once."""
 
     def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:
         self._timeout_s, self._stop_signals = timeout_s, stop_signals
@@ -55,7 +56,7 @@ class StopConditions:
 
     @property
     def how_stopped(self) -> str:
-        """Of a point that could not say it itself."""
+        """The reason in the row of a point that could not report it itself."""
         return f"{'killed by a second signal' if KILL in self._given else 'stopped'} before it could save"
 
     @property
@@ -78,5 +79,5 @@ class StopConditions:
 
     @property
     def how_late(self) -> str:
-        """Of a point whose time is up."""
+        """The reason in the row of a point whose time is up."""
         return f"still running after timeout_s={self._timeout_s:g}"

@@ -1,7 +1,7 @@
 """The processes of one point, one per rank, as the fork server sees them. Imports no torch.
 
-The first rank finds out how many there are (only a process of a point may ask for CUDA devices) and calls the others.
-All are watched: when one has ended, the others follow or are made to, so that none waits for ever.
+The first rank finds out how many there are (only a process of a point may ask for CUDA devices) and asks for the
+others. When one has ended, the others must end too or are killed, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RankPlace:
     """Where a new process stands among the ranks of its point."""
 
     rank: int
-    call: socket.socket | None = None  # the first rank's: it calls the others here
+    call: socket.socket | None = None  # the first rank asks for the others through it
     answers_fd: int = -1  # the first rank's: here the parent answers its "commit"
     held: tuple[int, ...] = ()  # descriptors that it keeps open, and gives those whom it calls
     num_ranks: int = 1
@@ -58,12 +58,12 @@ class Member:
 
     rank: int
     pid: int
-    ended_by: str | None = None  # what it got from us because another rank had ended: term or kill
+    ended_by: str | None = None  # the signal that we sent because another rank had ended: term or kill
     is_stopped: bool = False  # as after Ctrl-Z, when it was killed
 
 
 class Supervisor:
-    """From the first fork to the last end."""
+    """Starts, watches and ends the processes of one point."""
 
     def __init__(self, request: dict[str, Any], parent: socket.socket) -> None:
         self.ended: list[dict[str, Any]] = []  # in the order of their ends
@@ -103,7 +103,7 @@ class Supervisor:
             os._exit(code)  # no destructors, no atexit: milliseconds instead of half a second
 
     def _watch(self) -> None:
-        """Wait for the next thing to happen, and answer it."""
+        """Wait for the next event, and react to it."""
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         listening = [*self._alive, self._ours, self._parent] if self.parent_is_there else [*self._alive, self._ours]
         ready = set(select.select(listening, [], [], left_s)[0])
@@ -125,7 +125,7 @@ class Supervisor:
         self._let_follow(os.waitstatus_to_exitcode(status))
 
     def _let_follow(self, exit_code: int) -> None:
-        """One has ended: the others end too, at once if it was bad, and in any case before their time is up."""
+        """Have the other ranks end after one has: at once if it failed, and in any case before their time is up."""
         has_failed = exit_code not in (0, EXIT_INTERRUPTED)
         for member in self._alive.values() if exit_code else ():
             member.ended_by = "term"
@@ -159,7 +159,7 @@ class Supervisor:
             os.close(fd)
 
     def _obey(self) -> None:
-        """What the parent says is for all ranks."""
+        """Pass a message of the parent on to all ranks."""
         message = self._parent.recv(64)
         for member in self._alive.values():
             os.kill(member.pid, signal.SIGKILL if message == KILL else signal.SIGTERM)

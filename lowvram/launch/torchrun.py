@@ -1,4 +1,4 @@
-"""Started by torchrun, each rank is a program of its own: what this one is told about it. Imports no torch."""
+"""What torchrun's environment says of this rank: under torchrun each rank is a program of its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Launch:
 
 
 def launch_from(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """What torchrun says; None if it didn't start this program."""
+    """The rank that torchrun gave this program; None if torchrun didn't start it."""
     if not all(environment.get(word) for word in WORDS):
         return None
     rank, num_ranks, local_rank = (int(environment[word]) for word in WORDS[:3])
@@ -38,8 +38,8 @@ def launch_from(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 @contextmanager
 def aside(launch: Launch | None) -> Iterator[Path | None]:
-    """Says nothing and leaves nothing inside the block, if another program does; gives the folder for what is needed
-    meanwhile."""
+    """Inside the block, a rank that doesn't record prints nothing and writes only to the temporary folder that is
+    yielded. On the rank that records, None is yielded and nothing changes."""
     if launch is None or launch.records:
         yield None
         return
@@ -53,5 +53,5 @@ def aside(launch: Launch | None) -> Iterator[Path | None]:
 
 
 def as_request(launch: Launch | None) -> dict[str, Any] | None:
-    """For the child."""
+    """As JSON, for the request to the child."""
     return None if launch is None else dict(vars(launch))

@@ -1,4 +1,4 @@
-"""How a point can end in its own process, and what is said of it."""
+"""How a point can end in its own process, and the status and reason that its row gets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def first_line(text: str) -> str:
 
 
 def in_a_worker(text: str) -> str | None:
-    """What a loader's worker has died of: it comes as a text that ends with the worker's own traceback."""
+    """The error of a loader's worker, taken from a message that ends with the worker's own traceback."""
     match = IN_A_WORKER.match(text)
     if match is None:
         return None
@@ -90,7 +90,7 @@ def in_a_worker(text: str) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also if a library, such as the compiler, has made another error of it."""
+    """Whether memory ran out; also if a library, such as the compiler, has raised another error because of it."""
     return any(map(says_out_of_memory, chain(error)))
 
 
@@ -109,7 +109,7 @@ def is_capped() -> bool:
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """Why a file can't be written or read; also if a library has made another error of it."""
+    """Why a file can't be written or read; also if a library has raised another error because of it."""
     causes = chain(error)
     if any(os.strerror(errno.ENOSPC) in message(cause) for cause in causes):
         return "the disk is full"

@@ -82,7 +82,7 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
             fields = child.plan(request["plan"], tell) if "plan" in request else run(request, tell, stop, rendezvous)
     except BdbQuit:
         fields = {"status": "interrupted", "reason": "left in the debugger"}
-    except BaseException as raised:  # as in a child: a point always tells how it ended
+    except BaseException as raised:  # as in a child: a point always reports how it ended
         fields = ending(raised)
         error = raised if fields["status"] == "error" else None
     lift()

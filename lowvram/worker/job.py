@@ -37,10 +37,10 @@ def run(
     rendezvous: Rendezvous,
     more: Mapping[str, Knob],
 ) -> dict[str, Any]:
-    """Meet the other ranks, assemble the point, run its mode, return what it says in its row.
+    """Meet the other ranks, assemble the point, run its mode, return the fields of its row.
 
     Args:
-        more: knobs that no group has, by name; the last of their stage.
+        more: further knobs, by name, that belong to no group; each acts last in its stage.
     """
     started = time.monotonic()
     import_libraries(settings)
@@ -69,7 +69,7 @@ def run(
 
 
 def import_libraries(settings: Settings) -> None:
-    """Those of the knobs: their code is none of the point's memory."""
+    """Import the libraries of the knobs before memory is measured: their code isn't the point's."""
     with quiet():
         for group in KNOB_GROUPS:
             for name in settings.groups[group].libraries:
@@ -107,7 +107,7 @@ def named_knobs(settings: Settings, choices: dict[str, str], device: torch.devic
 
 
 def ready_fields(device: torch.device) -> dict[str, Any]:
-    """What the parent can't know by itself."""
+    """Fields of the row that only the child knows."""
     provenance = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
         return {"provenance": provenance}

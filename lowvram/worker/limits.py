@@ -51,6 +51,6 @@ def cap_process(vram_bytes: int) -> None:
 
 
 def lift() -> None:
-    """Room for the last words: under the cap not even a thread can start."""
+    """Remove the cap before the point reports its end: under it not even a thread could start."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

@@ -1,6 +1,6 @@
-"""The child: one point in a process of its own. It computes and tells; the parent records.
+"""The child: one point in a process of its own. It computes and sends events; the parent records them.
 
-Every way to end becomes an event with a status, except a death that leaves no time to speak: the parent names that.
+Every way to end becomes an event with a status, except a sudden death, which the parent names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank
 
 
 class Events:
-    """The pipe to the parent, and the one through which it answers the first rank. Once it is gone, nobody reads."""
+    """The pipe to the parent, and the one through which it answers the first rank. Once the parent is gone, events
+    are dropped."""
 
     def __init__(self, fd: int, answers_fd: int, rank: int) -> None:
         self._fd, self._answers_fd, self._rank = fd, answers_fd, rank
@@ -70,9 +71,9 @@ class Events:
             pass
 
     def commit(self) -> bool:
-        """Wait until the parent has brought to the disk what it was told; False if it is gone, or takes too long. An
+        """Wait until the parent has written all earlier events to disk; False if it is gone, or takes too long. An
         answer that comes late counts for the commit that it belongs to."""
-        if self._rank:  # it tells no rows
+        if self._rank:  # only the first rank sends rows
             return True
         self("commit")
         self._num_commits += 1
@@ -138,8 +139,8 @@ class ChildStop(StopSignals):
             raise Interrupted
 
     def _on_unraisable(self, dropped: Any) -> None:
-        """Python drops what is raised in a destructor: an interrupt comes again, a moment later. That one got no memory
-        under the cap is part of what the point says of its end."""
+        """Python drops what is raised in a destructor: an interrupt comes again, a moment later. An allocation
+        that failed under the cap isn't printed here: the point reports it with its end."""
         if isinstance(dropped.exc_value, Interrupted):
             self.requested = False
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
@@ -154,16 +155,16 @@ class ChildStop(StopSignals):
 def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
     """Run one request as one rank; returns the exit code."""
     learn(request)
-    way = role_of(place, request)
-    events = Events(events_fd, place.answers_fd, way.rank)
-    spoken = SpokenStream(events, f"rank {way.rank}: " if way.rank else "")
-    speak(spoken, is_first=way.rank == 0)
+    role = role_of(place, request)
+    events = Events(events_fd, place.answers_fd, role.rank)
+    spoken = SpokenStream(events, f"rank {role.rank}: " if role.rank else "")
+    speak(spoken, is_first=role.rank == 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    stop, rendezvous, about = ChildStop(), Rendezvous(way, request), {"rank": way.rank}
+    stop, rendezvous, about = ChildStop(), Rendezvous(role, request), {"rank": role.rank}
     try:
         stop.listen()
         fields = work(request, events, stop, rendezvous)
-    except BaseException as error:  # the last net: a point always tells how it ended
+    except BaseException as error:  # the last net: a point always reports how it ended
         stop.settle()
         fields, of_a_peer = ending(error), is_of_a_peer(error)
         cause = rendezvous.cause_elsewhere(fields, of_a_peer)
@@ -178,12 +179,12 @@ def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
 
 
 def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """With the options of the point: a cap has changed one of them."""
+    """The fields, with the options that were used: a cap on memory changes the allocator."""
     return fields | {"choices": request["choices"]} if "choices" in request else fields
 
 
 def speak(spoken: SpokenStream, is_first: bool) -> None:
-    """What is printed goes to the parent. All ranks print the same: of the others only what is wrong is heard."""
+    """Send what is printed to the parent. All ranks print the same, so only stderr is sent of ranks above 0."""
     sys.stderr = as_stream(spoken)
     sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115
     if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may do without a terminal
@@ -224,7 +225,7 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
-    """Plan point after point, and tell each as it is known."""
+    """Plan point after point, and send each plan as soon as it is made."""
     planner = Planner(Store(), Calibrations())
     for index, point in enumerate(points):
         events("planned", index=index, fields=planned(planner, point))
@@ -242,7 +243,7 @@ def calibrated(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Find the candidates of a search; each plan on the way is told."""
+    """Find the candidates of a search; sends an event for each plan on the way."""
     whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
     place = place_here(whole) if point["is_real"] else place_of(whole)
     cache = PlanCache(
@@ -256,7 +257,7 @@ def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
 
 
 def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
-    """What a plan says in the row of one point."""
+    """The fields of a plan in the row of one point."""
     whole, launch = settings(point["config"]), point["launch"]
     if not point["is_real"]:
         return planner.fields(whole, point["choices"])
@@ -264,7 +265,7 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_request(request: dict[str, Any], events: Tell, stop: StopRequest, rendezvous: Rendezvous) -> dict[str, Any]:
-    """The point itself; returns what it says in its row."""
+    """Run the point; returns its part of the row."""
     whole, more = settings(request["config"]), dict[str, Knob]()
     if "fidelity" in request:
         mode = Fidelity.asked(**request["fidelity"])
@@ -275,7 +276,7 @@ def run_request(request: dict[str, Any], events: Tell, stop: StopRequest, rendez
 
 
 def prepare(native_log: Path) -> None:
-    """Make the process one that is measured cleanly and dies usefully."""
+    """Prepare the process for clean measurements, and for a useful trace if it dies."""
     write_proc("oom_score_adj", "800")  # the kernel takes the point, not the sweep
     write_proc("clear_refs", "5")  # the peak of resident memory starts here
     log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)

@@ -36,7 +36,7 @@ def mfu(session: Session, samples_per_s: float | None) -> float | None:
 
 
 def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> float | None:
-    """Of texts: as if all tokens were in samples without padding."""
+    """Samples per second; of texts, as if all tokens were in samples without padding."""
     if "tokens_per_s" in throughput:
         return throughput["tokens_per_s"] / session.data.spec.shape[0]
     return throughput.get("samples_per_s")

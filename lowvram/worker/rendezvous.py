@@ -33,8 +33,8 @@ Request = dict[str, Any]
 
 
 class Role(ABC):
-    """How this process came into being, and so how it finds the others. What a role doesn't say for itself holds for
-    ranks of one machine, which a fork server of ours has made."""
+    """How this process was started, and so how it finds the other ranks. The defaults hold for ranks that our fork
+    server has started, on one machine."""
 
     rank: int
     local_rank: int  # among those of this machine
@@ -152,7 +152,7 @@ class SingleProcess(Role):
 
 
 def role_of(place: RankPlace, request: Request) -> Role:
-    """The way of the process that stands at `place`."""
+    """The role of a process."""
     if request.get("launch"):
         return Torchrun(Launch(**request["launch"]))
     return Master(place) if place.rank == 0 else Worker(place)
@@ -180,21 +180,21 @@ def introduce(rank: int, num_ranks: int, port: int) -> None:
 
 
 class PeerLost(RuntimeError):
-    """Another rank didn't come."""
+    """Another rank did not arrive in time."""
 
 
 @final
 class Rendezvous:
     """One process among the ranks of its point."""
 
-    def __init__(self, way: Role, request: Request) -> None:
-        self._way, self._request = way, request
+    def __init__(self, role: Role, request: Request) -> None:
+        self._role, self._request = role, request
         self._store: Store | None = None
         self._num_ranks, self._timeout_s = 1, 0.0
 
     @property
     def rank(self) -> int:
-        return self._way.rank
+        return self._role.rank
 
     def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
         """How many ranks the point has, by `sharding.ranks` and the devices.
@@ -205,10 +205,10 @@ class Rendezvous:
         Raises:
             BadInput: more than there are CUDA devices, or not what torchrun has started.
         """
-        num_ranks = self._way.count(sharding, device, names_card)
+        num_ranks = self._role.count(sharding, device, names_card)
         if num_ranks == 1 or device.type != "cuda":
             return num_ranks
-        num_local, num_devices = self._way.num_local(num_ranks), torch.cuda.device_count()
+        num_local, num_devices = self._role.num_local(num_ranks), torch.cuda.device_count()
         if num_local > num_devices:
             allowed = f"at most {num_devices}, the number of visible CUDA devices: each rank takes one"
             raise BadInput("sharding.ranks", str(num_local), allowed)
@@ -223,34 +223,34 @@ class Rendezvous:
         Raises:
             PeerLost: one of them did not come within `timeout_s`.
         """
-        torch.set_num_threads(max(1, self._request["threads"] // self._way.num_local(num_ranks)))
+        torch.set_num_threads(max(1, self._request["threads"] // self._role.num_local(num_ranks)))
         if num_ranks == 1:
             return device
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
         backend = "gloo"
         if device.type == "cuda":
-            device, backend = torch.device("cuda", self._way.local_rank), "cpu:gloo,cuda:nccl"
+            device, backend = torch.device("cuda", self._role.local_rank), "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=timeout_s)
-        self._store = PrefixStore("lowvram", self._way.open_store(num_ranks, timeout_s))
+        self._store = PrefixStore("lowvram", self._role.open_store(num_ranks, timeout_s))
         self._store.set_timeout(timeout)
         self._gather("here")
-        self._way.share(self._store, self._request)
+        self._role.share(self._store, self._request)
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=num_ranks, timeout=timeout)
         return device
 
     def part(self, fields: dict[str, Any], tell: Callable[[int, dict[str, Any]], None]) -> None:
-        """Wait until all have done their work: whoever leaves earlier tears what another still receives.
+        """Wait until all ranks are done: one that leaves earlier closes connections that others still read.
 
         Args:
-            fields: what this rank says in its row.
-            tell: called with the fields of the ranks whom nobody else hears.
+            fields: of this rank's row.
+            tell: called with the fields of the ranks that another program started.
         """
         if self._store is None:
             return
         self._store.set(f"fields {self.rank}", json.dumps({"status": "ok", "memory": fields.get("memory", {})}))
         self._gather("done")
-        for rank in range(1, self._num_ranks) if self._way.is_unwatched and self.rank == 0 else ():
+        for rank in range(1, self._num_ranks) if self._role.is_unwatched and self.rank == 0 else ():
             tell(rank, json.loads(self._store.get(f"fields {rank}")))
         if self.rank == 0:  # it may hold the store
             self._gather("gone")
@@ -258,8 +258,9 @@ class Rendezvous:
             self._store.set(f"gone {self.rank}", "")
 
     def cause_elsewhere(self, fields: dict[str, Any], is_of_a_peer: bool) -> dict[str, Any]:
-        """Of a rank that has failed: the end of the one that is the cause, where nobody else can tell them apart."""
-        if self._store is None or not self._way.is_unwatched:
+        """For a rank that failed because of another one: how that one failed. Needed under torchrun alone, where no
+        parent sees both."""
+        if self._store is None or not self._role.is_unwatched:
             return {}
         with suppress(dist.DistError):  # the store is gone too
             if not is_of_a_peer:

@@ -67,7 +67,8 @@ class Values:
     """Fills the tensors of a model with adapters, one after another.
 
     Adapters start as peft starts them, so that at first the model computes what it did without them: the first matrix
-    is random, from a generator that depends on its name alone; the second one is zero."""
+    is random, from a generator that depends on its name alone; the second one is zero.
+    """
 
     def __init__(self, model: nn.Module, fill: Fill, seed: int) -> None:
         self.fill, self.seed = fill, seed

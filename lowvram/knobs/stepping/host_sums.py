@@ -18,7 +18,8 @@ class HostSums:
     """The gradients of one step after another, each summed over the step's parts in fp32 (fp64 where it is that).
 
     A gradient leaves the device as soon as it is computed. The host memory is taken once and kept: 4 bytes per element,
-    pinned for CUDA. Where ranks share a parameter, this rank's shard is kept."""
+    pinned for CUDA. Where ranks share a parameter, this rank's shard is kept.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.links: dict[torch.device, Link] = {}

@@ -78,7 +78,8 @@ class InBackwardStepper(Stepper):
     Where nothing must be known beforehand, gradients are used at once. If a gradient isn't finite, `applied` is False,
     but parameters have already been updated, with that gradient too: the state is lost, and only an earlier snapshot
     can go on. With clipping or a loss scale such a step changes nothing. (norm=last_step without a loss scale clips
-    without knowing, so there it is as without clipping.)"""
+    without knowing, so there it is as without clipping.)
+    """
 
     def __init__(
         self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, clip: float | None, norm: Norm
