@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ from lowvram.tasks import Auto, Problem
 torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+IS_EMULATED = "EMULATED_VALUES" in os.environ  # scripts/emulated_gpu
+needs_real_gpu = pytest.mark.skipif(IS_EMULATED, reason="needs a card's own numbers")  # beside needs_gpu
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 

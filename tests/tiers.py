@@ -61,7 +61,7 @@ def check_cpu_s(item: pytest.Function, taken_s: float) -> None:
     """Fails a test that took more seconds of processors than its mark allows."""
     marks = {mark.name for mark in item.iter_markers()}
     limit_s = MEDIUM_LIMIT_S if "medium" in marks else LIMIT_S
-    if taken_s > limit_s and "slow" not in marks:
+    if taken_s > limit_s and not marks & {"slow", "gpu", "emulated"}:
         pytest.fail(f"took {taken_s:.1f} s of processors: mark it slow, or make it smaller (tests/tiers.py)", False)
 
 

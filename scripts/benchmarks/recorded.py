@@ -148,13 +148,22 @@ def requests(actions: Sequence[Action]) -> Iterator[tuple[list[Action], Action |
         yield segments, None
 
 
+def orders_by_age(torch: str) -> bool:
+    """Whether this version takes the free block of the oldest segment among those of equal size (pytorch#183591); else
+    it takes that of the lowest address."""
+    major, minor, *_ = torch.split(".")
+    return (int(major), int(minor)) >= (2, 13)
+
+
 class Player:
-    """The replay of a recording, step by step. A new segment gets the address that it had."""
+    """The replay of a recording, step by step."""
 
     def __init__(self, recording: Recording) -> None:
         self.allocator = CachingAllocator(
             recording.expandable, recording.limit_bytes, recording.device_bytes, self.next_address
         )
+        self.is_by_age = orders_by_age(recording.torch)
+        self.segments: dict[int, int] = {}  # addresses of segments in the recording, by those in the replay
         self.is_limited = recording.limit_bytes is not None
         self.living: dict[int, Block] = {}  # by address
         self.addresses: list[int] = []  # of what was reserved for the request at hand
@@ -174,7 +183,7 @@ class Player:
             self.allocator.empty_cache()
         found: dict[str, int | None] = {}
         if action is not None:
-            found["address"] = self._serve(action)
+            found["address"] = self.recorded_address(self._serve(action))
             found["allocated"] = self.allocator.allocated_bytes
         return found | {"reserved": self.reserved_bytes}
 
@@ -193,4 +202,12 @@ class Player:
         return address
 
     def next_address(self, num_bytes: int) -> int:
-        return self.addresses.pop(0) if self.addresses else ELSEWHERE
+        """Of a new segment in the replay, whose allocator takes the lowest address among free blocks of equal size."""
+        recorded = self.addresses.pop(0) if self.addresses else ELSEWHERE
+        address = self.allocator.next_address(num_bytes) if self.is_by_age else recorded
+        self.segments[address] = recorded
+        return address
+
+    def recorded_address(self, address: int) -> int:
+        start = max(start for start in self.segments if start <= address)
+        return address - start + self.segments[start]

@@ -11,7 +11,7 @@ from torch import nn
 from lowvram.core import host
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from tests.laboratory import CPU, needs_gpu
+from tests.laboratory import CPU, needs_gpu, needs_real_gpu
 
 
 def test_what_is_kept_on_the_host_is_no_device_memory_on_a_cpu_either() -> None:
@@ -50,6 +50,7 @@ def test_waiting_is_counted() -> None:
 @pytest.mark.parametrize("device", [torch.device("cuda")])
 @needs_gpu[0]
 @needs_gpu[1]
+@needs_real_gpu
 def test_on_a_card_it_is_pinned_and_waiting_is_the_streams(device: torch.device) -> None:
     assert host.empty((8,), torch.float32, device).is_pinned()
     traffic = host.Traffic()

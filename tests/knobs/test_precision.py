@@ -18,7 +18,7 @@ from lowvram.core.step import step
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32, set_fp32_products
 from lowvram.knobs.stepping import AfterBackwardStepper
-from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu, needs_real_gpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,6 +81,7 @@ def test_without_tf32(products_afterwards: None) -> None:
 
 @pytest.mark.gpu
 @needs_gpu[1]
+@needs_real_gpu
 def test_tf32_rounds_products_on_a_card(products_afterwards: None) -> None:
     a, b = torch.randn(2, 256, 256, device="cuda")
     set_fp32_products("ieee")

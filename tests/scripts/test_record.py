@@ -76,7 +76,7 @@ SAMPLES = [
 
 def recording(actions: list[Action], samples: list[Sample] | None = None, **changed: Any) -> Recording:
     plain: dict[str, Any] = {"expandable": False, "limit_bytes": None, "device_bytes": 80 * MIB, "outside_bytes": 0}
-    return Recording(point="", torch="", device="", actions=actions, samples=samples or [], **plain | changed)
+    return Recording(point="", torch="2.13.0", device="", actions=actions, samples=samples or [], **plain | changed)
 
 
 def by_hand() -> Recording:
@@ -202,6 +202,19 @@ def test_every_recorded_trace_is_replayed_to_the_byte(path: Path) -> None:
 def test_cases_are_named_by_what_they_run() -> None:
     assert CASES["resnet_expandable"].point == "model=resnet allocator=expandable train.batch_size=32"
     assert all(case.expandable == name.endswith("expandable") for name, case in CASES.items())
+
+
+@pytest.mark.parametrize(("torch_version", "start"), [("2.12.1", 0), ("2.13.0", 32 * MIB)])
+def test_of_equal_free_blocks_the_oldest_or_the_lowest_is_taken(torch_version: str, start: int) -> None:
+    actions: list[Action] = []
+    for address in (32 * MIB, 0):  # the first segment lies above the second
+        actions += [Action(kind, address, 20 * MIB, 0) for kind in (Kind.SEGMENT_ALLOC, Kind.ALLOC)]
+    for address in (32 * MIB, 0):
+        actions += [Action(kind, address, 20 * MIB, 0) for kind in (Kind.FREE_REQUESTED, Kind.FREE_COMPLETED)]
+    actions.append(Action(Kind.ALLOC, start, 20 * MIB, 0))
+    assert first_difference(replace(recording(actions), torch=torch_version)) is None
+    actions[-1] = Action(Kind.ALLOC, 32 * MIB - start, 20 * MIB, 0)
+    assert first_difference(replace(recording(actions), torch=torch_version)) is not None
 
 
 @pytest.mark.parametrize("name", ["transformer_bf16_every1", "resnet"])

@@ -33,7 +33,7 @@ from lowvram.planning.time.roofline import step_time
 from lowvram.planning.trace.tracer import trace
 from lowvram.planning.worker import Planner
 from tests.calls import TINY
-from tests.laboratory import PROBLEMS, knobs_of, needs_gpu
+from tests.laboratory import PROBLEMS, knobs_of, needs_gpu, needs_real_gpu
 from tests.planning.test_worker import planned
 
 CPU = torch.device("cpu")
@@ -272,6 +272,7 @@ def test_plans_for_this_cpu_take_what_is_known_and_measure_nothing(tmp_path: Pat
     assert planned(*words, "vram=1GiB", planner=Planner(calibrations=kept))["step_ms"] is None  # allocator=tight then
 
 
+@needs_real_gpu
 @pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=needs_gpu)], ids=str)
 def test_a_card_has_rates_for_all_its_formats(device: torch.device) -> None:
     found = calibrate(device)
