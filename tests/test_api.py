@@ -75,13 +75,13 @@ def test_knobs_are_words_or_values() -> None:
         (["ckpt=every2", "ckpt.every=0"], "ckpt.every=0: must be at least 1"),
     ],
 )
-def test_a_wrong_word_is_told(words: list[str], message: str) -> None:
+def test_a_wrong_word_is_reported(words: list[str], message: str) -> None:
     with pytest.raises(BadInput) as told:
         lowvram.knob(*words)
     assert message in str(told.value)
 
 
-def test_knobs_that_do_not_fit_are_told() -> None:
+def test_knobs_that_do_not_fit_are_reported() -> None:
     with pytest.raises(Incompatible, match="logits=chunked needs that the task knows the model's last layer"):
         lowvram.assemble(lowvram.task(model(), BATCH.inputs), ["logits=chunked"], "cpu")
 

@@ -40,7 +40,7 @@ def written_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 @final
-class Store:
+class TraceCache:
     """A folder of traces. One that can't be read is traced again; one that can't be written isn't kept."""
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -23,7 +23,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import TASK_FACTS, absent_of
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.knobs.accum import Parts
-from lowvram.planning.cache import Store, key_of
+from lowvram.planning.cache import TraceCache, key_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
@@ -63,8 +63,8 @@ class KnownTraces:
 class TraceScaler:
     """Gives the traces of the points of one problem on one target."""
 
-    def __init__(self, problem: Problem, target: Target, store: Store | None = None) -> None:
-        self.problem, self.target, self.store = problem, target, store
+    def __init__(self, problem: Problem, target: Target, cache: TraceCache | None = None) -> None:
+        self.problem, self.target, self.cache = problem, target, cache
         self.known: dict[Structure, KnownTraces] = defaultdict(KnownTraces)
 
     def trace(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> ScaledTrace:
@@ -135,15 +135,15 @@ class TraceScaler:
         return known.lines[below, above]
 
     def traced(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
-        """The trace of this number of samples, made once in this process, and with a store once on this machine."""
+        """The trace of this number of samples, made once in this process, and with a cache once on this machine."""
         if samples not in known.traces:
             all_knobs, batch_size = {**knobs, "accum": Parts(parts)}, samples * parts * self.target.num_ranks
             key = key_of(self.problem, all_knobs, batch_size, self.target)
-            traced = self.store.get(key) if self.store else None
+            traced = self.cache.get(key) if self.cache else None
             if traced is None:
                 traced = trace(self.problem, all_knobs, batch_size, self.target)
-                if self.store:
-                    self.store.put(key, traced)
+                if self.cache:
+                    self.cache.put(key, traced)
             known.traces[samples] = traced
         return known.traces[samples]
 

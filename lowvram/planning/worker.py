@@ -19,7 +19,7 @@ from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
 from lowvram.loops.setup import acting_allocator, can_replace, check_batch_size, open_data, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
-from lowvram.planning.cache import Store
+from lowvram.planning.cache import TraceCache
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
 from lowvram.planning.scaling import TraceScaler
@@ -43,8 +43,8 @@ class Plan:
 class Planner:
     """Plans points one after another; what several points share is computed once."""
 
-    def __init__(self, store: Store | None = None, calibrations: Calibrations | None = None) -> None:
-        self.store, self.calibrations = store, calibrations
+    def __init__(self, cache: TraceCache | None = None, calibrations: Calibrations | None = None) -> None:
+        self.cache, self.calibrations = cache, calibrations
         self.opened: dict[str, Data] = {}  # by the configuration of the data
         self.scalers: dict[tuple[str, Target], TraceScaler] = {}
         self.models: dict[str, nn.Module] = {}  # on the meta device
@@ -128,7 +128,7 @@ class Planner:
     def scaler(self, problem: Problem, target: Target) -> TraceScaler:
         key = (problem.description, target)
         if key not in self.scalers:
-            self.scalers[key] = TraceScaler(problem, target, self.store)
+            self.scalers[key] = TraceScaler(problem, target, self.cache)
         return self.scalers[key]
 
     def about_model(self, problem: Problem, knobs: Mapping[str, Knob]) -> Fields:

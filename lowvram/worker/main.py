@@ -34,7 +34,7 @@ from lowvram.launch.supervisor import STOPS, RankPlace
 from lowvram.loops.session import Events as Tell
 from lowvram.loops.session import Interrupted, StopRequest
 from lowvram.loops.setup import acting_allocator
-from lowvram.planning.cache import Store
+from lowvram.planning.cache import TraceCache
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate
 from lowvram.planning.trace.fake import CantPlan
@@ -226,7 +226,7 @@ def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
     """Plan point after point, and send each plan as soon as it is made."""
-    planner = Planner(Store(), Calibrations())
+    planner = Planner(TraceCache(), Calibrations())
     for index, point in enumerate(points):
         events("planned", index=index, fields=planned(planner, point))
     return {"status": "ok"}
@@ -244,7 +244,7 @@ def calibrated(point: dict[str, Any]) -> dict[str, Any]:
 
 def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     """Find the candidates of a search; sends an event for each plan on the way."""
-    whole, planner = settings(point["config"]), Planner(Store(), Calibrations())
+    whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
     place = place_here(whole) if point["is_real"] else place_of(whole)
     cache = PlanCache(
         planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans)

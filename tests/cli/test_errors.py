@@ -17,7 +17,7 @@ from lowvram.config.settings import GROUPS, ROOT_KEYS, SECTIONS, check_root
 
 
 @pytest.mark.parametrize("word", ELSEWHERE)
-def test_words_of_other_tools_are_told_where_to_look(word: str) -> None:
+def test_words_of_other_tools_are_reported_where_to_look(word: str) -> None:
     """Typed as a key, forced in with +, in a section, as a flag."""
     unknown = f"Could not override '{word}'.\nTo append to your config use +{word}=1"
     assert sentence(HydraException(unknown)) == f"{word}: no such key; {ELSEWHERE[word]}"

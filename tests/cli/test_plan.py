@@ -53,7 +53,7 @@ def test_a_sweep_of_plans_is_one_table(call: Call) -> None:
     assert "planned memory" in (outcome.folders[0].parent / "report.html").read_text()
 
 
-def test_what_the_planned_device_cannot_do_is_told_before_anything_is_bought(call: Call) -> None:
+def test_what_the_planned_device_cannot_do_is_reported_before_anything_is_bought(call: Call) -> None:
     outcome = call("-m", *PLAN, "plan.device=t4", "precision=bf16,fp16")
     rows = [read_row(folder) for folder in outcome.folders]
     assert [row["status"] for row in rows] == ["incompatible", "ok"]

@@ -48,7 +48,7 @@ def test_ranks_are_planned_as_such(call: Call) -> None:
     assert row["plan"]["allocated_bytes"] == pytest.approx(row["memory"]["peak_bytes"], rel=0.05)
 
 
-def test_what_cannot_fit_by_far_is_told_and_runs_all_the_same(call: Call) -> None:
+def test_what_cannot_fit_by_far_is_reported_and_runs_all_the_same(call: Call) -> None:
     outcome = call(*LARGE, "vram=24MiB")
     assert outcome.row["status"] == "oom"
     assert outcome.row["plan"]["fits"] is False

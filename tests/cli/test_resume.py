@@ -201,7 +201,7 @@ def test_a_finished_run_can_be_made_longer(call: Call, tmp_path: Path) -> None:
     assert [line["step"] for line in history(tmp_path / "outputs" / "run") if "loss/train" in line] == [1, 2, 3, 4]
 
 
-def test_other_values_than_those_of_the_snapshot_are_told(call: Call, interrupted: Path) -> None:
+def test_other_values_than_those_of_the_snapshot_are_reported(call: Call, interrupted: Path) -> None:
     """Whether they were typed or somebody has changed what was noted."""
     noted = interrupted / ".hydra" / "overrides.yaml"
     noted.write_text(noted.read_text().replace("train.steps=5", "train.steps=6"))

@@ -9,7 +9,7 @@ import pytest
 from tests.compat.sentences import needed
 
 
-def test_a_name_that_is_gone_is_told_in_one_sentence() -> None:
+def test_a_name_that_is_gone_is_reported_in_one_sentence() -> None:
     @needed("torch._gone", by="the step")
     def test() -> None:
         import torch
@@ -26,7 +26,7 @@ def test_a_name_that_is_gone_is_told_in_one_sentence() -> None:
     assert "\n" not in str(failure.value)
 
 
-def test_a_name_that_does_something_else_is_told_alike() -> None:
+def test_a_name_that_does_something_else_is_reported_alike() -> None:
     @needed("torch.add", by="whoever adds")
     def test() -> None:
         raise AssertionError("assert 2 == 3\n where 2 = add(1, 1)")

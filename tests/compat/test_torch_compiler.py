@@ -44,7 +44,7 @@ def test_the_budget_is_set_and_restored() -> None:
 
 
 @needed("torch._dynamo.utils.calculate_time_spent", by="time.compile_s of a row")
-def test_the_time_of_compiling_is_told() -> None:
+def test_the_time_of_compiling_is_reported() -> None:
     from lowvram.compat.torch_compiler import compile_seconds
 
     before = compile_seconds()

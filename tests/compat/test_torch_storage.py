@@ -24,7 +24,7 @@ def test_holders_are_counted() -> None:
 
 
 @needed("torch.UntypedStorage.resize_", by="the ledger of a sharded model")
-def test_resizes_are_told() -> None:
+def test_resizes_are_reported() -> None:
     from lowvram.compat.torch_storage import resizes_told
 
     told: list[torch.UntypedStorage] = []

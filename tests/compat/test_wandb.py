@@ -11,7 +11,7 @@ from tests.compat.sentences import needed
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
 @needed("wandb_workspaces.workspaces.Workspace._to_model", by="scripts/wandb_workspace.py --print")
-def test_a_workspace_is_told_as_it_would_be_saved() -> None:
+def test_a_workspace_is_reported_as_it_would_be_saved() -> None:
     pytest.importorskip("wandb_workspaces", reason="needs lowvram[workspace]")
     from wandb_workspaces.workspaces import Section, Workspace
 

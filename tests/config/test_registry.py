@@ -59,7 +59,7 @@ def test_rows_hold_every_pair_that_fits_and_none_that_does_not() -> None:
     assert len(rows) < len(fitting) / 4
 
 
-def test_what_fits_into_no_whole_configuration_is_told() -> None:
+def test_what_fits_into_no_whole_configuration_is_reported() -> None:
     pair = frozenset({("precision", "bf16"), ("ckpt", "every1")})
     with pytest.raises(ValueError, match="precision=bf16 ckpt=every1 fits by itself, but no whole configuration"):
         covering_rows({pair}, lambda row: [] if len(row) < 5 else ["never"])

@@ -230,6 +230,6 @@ class Everything:
     ("name", "words"),
     [("colour", "one of red, blue or null"), ("ratio", "a number or null"), ("sizes", "a list of whole numbers")],
 )
-def test_types_are_told_in_words(name: str, words: str) -> None:
+def test_types_are_reported_in_words(name: str, words: str) -> None:
     with pytest.raises(BadInput, match=rf"a\.{name}='!': must be {words}$"):
         build_as(Everything, {name: "!"}, "a")

@@ -40,7 +40,7 @@ def test_knobs_that_ask_for_nothing_have_no_conflict() -> None:
     assert conflicts({"a=1": needing(), "b=2": breaking(Fact.FULL_LOGITS)}, {Fact.CUDA: "none here"}) == []
 
 
-def test_every_conflict_is_told_once_with_both_names_or_with_the_remedy() -> None:
+def test_every_conflict_is_reported_once_with_both_names_or_with_the_remedy() -> None:
     knobs = {
         "precision=tf32": needing(Fact.TF32),
         "stepping=plain": needing(Fact.GRADS_AT_UPDATE, Fact.WHOLE_PARAMS),

@@ -8,7 +8,7 @@ from torch import nn
 from lowvram.core.values import own_tensors
 
 
-def test_a_modules_own_tensors_are_told_by_all_of_their_names() -> None:
+def test_a_modules_own_tensors_are_reported_by_all_of_their_names() -> None:
     module = nn.BatchNorm1d(3, affine=False)
     module.other = nn.Linear(1, 1)
     module.weight = module.tied = nn.Parameter(torch.ones(3))

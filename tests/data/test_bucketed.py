@@ -102,7 +102,7 @@ def test_the_length_of_a_drawn_text_is_what_is_drawn() -> None:
     assert lengths == [int(texts.sample(index, 2)[0][MASK].sum()) for index in range(40)]
 
 
-def test_few_shapes_are_told() -> None:
+def test_few_shapes_are_reported() -> None:
     data = Data(SPEC, TEXTS, TEXTS, "")
     assert Bucketed(multiple=2).fit(data, TRANSFORMER).spec.has_few_shapes
     assert not Bucketed(multiple=1).fit(data, TRANSFORMER).spec.has_few_shapes

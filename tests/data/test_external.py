@@ -52,7 +52,7 @@ def test_what_samples_are_follows_from_the_first(sample: Any, spec: DataSpec) ->
     ]
 
 
-def test_anything_else_is_told_by_its_layout() -> None:
+def test_anything_else_is_reported_by_its_layout() -> None:
     data = External("tests.yours.curve", {"num_samples": 8}).open(seed=0)
     float32 = partial(TensorLayout, dtype="float32")
     layout = Layout((("", float32((4,))),), float32((2,)))

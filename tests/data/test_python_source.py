@@ -65,7 +65,7 @@ def test_too_few_bytes_say_both_numbers() -> None:
         PythonSource(sequence_length=5000, max_bytes=3000).open(seed=0)
 
 
-def test_a_python_without_its_source_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_its_source_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(BadInput, match="data='python_source': must be another source"):
         PythonSource(sequence_length=8).open(seed=0)

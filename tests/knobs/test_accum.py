@@ -70,7 +70,7 @@ def test_a_number_that_was_chosen_stays() -> None:
     assert Whole().more_parts(32) is None
 
 
-def test_batch_norm_is_told_of() -> None:
+def test_batch_norm_is_reported() -> None:
     sentence = Parts(4).caveat(PROBLEMS["resnet"].make_model())
     assert sentence is not None
     assert "each of the 4 parts" in sentence

@@ -216,7 +216,7 @@ def test_without_no_randomness() -> None:
         (lambda: rig_of("transformer", adapter=QLora(train=["blocks"])), "adapter.train=.*no layer is left"),
     ],
 )
-def test_bad_input_is_told_in_one_sentence(make: Callable[[], object], message: str) -> None:
+def test_bad_input_is_reported_in_one_sentence(make: Callable[[], object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make()
 

@@ -157,7 +157,7 @@ def test_with_clipping_a_bad_gradient_changes_nothing(clip: float, norm: Norm) -
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
 
 
-def test_used_at_once_a_bad_gradient_is_told_when_parameters_have_changed() -> None:
+def test_used_at_once_a_bad_gradient_is_reported_when_parameters_have_changed() -> None:
     """The limit of using gradients as they are born, without anything that asks for the norm first."""
     model = make_model(torch.float32)
     stepper = make_stepper(model)

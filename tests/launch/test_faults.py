@@ -55,7 +55,7 @@ def faulty_sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Out
 
 
 @pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS, start=1)))
-def test_a_fault_is_told_in_the_row(faulty_sweep: tuple[Outcome, Running], number: int, fault: str) -> None:
+def test_a_fault_is_reported_in_the_row(faulty_sweep: tuple[Outcome, Running], number: int, fault: str) -> None:
     row, (status, reason) = faulty_sweep[0].rows[f"seed{number}"], FAULTS[fault]
     assert row["status"] == status, row["reason"]
     assert reason in row["reason"]
@@ -119,7 +119,7 @@ def test_the_run_in_wandb_is_marked(faulty_sweep: tuple[Outcome, Running], fault
     assert summary.get("reason") == outcome.rows[f"seed{number}"]["reason"]
 
 
-def test_running_out_of_memory_is_told_with_advice(call: Call) -> None:
+def test_running_out_of_memory_is_reported_with_advice(call: Call) -> None:
     """For real: under a cap, in a model that would need more."""
     outcome = call(*TINY, "train.batch_size=256", "data.sequence_length=64", "vram=24MiB")
     assert outcome.code == 1
@@ -363,7 +363,9 @@ def test_a_message_without_end_is_cut(call: Call) -> None:
         ),
     ],
 )
-def test_what_others_write_into_the_pipe_is_told_and_costs_nothing(call: Call, fault: str, words: list[str]) -> None:
+def test_what_others_write_into_the_pipe_is_reported_and_costs_nothing(
+    call: Call, fault: str, words: list[str]
+) -> None:
     outcome = call(*TINY, f"name={fault}")
     assert outcome.code == 0, outcome.said()
     assert [line["step"] for line in history(outcome.folder)] == [1, 2, 3, 3]

@@ -90,7 +90,7 @@ def test_events_are_found_between_bytes_of_somebody_else(seed: int) -> None:
     assert assembly.num_foreign_bytes == len(stream) - num_ours
 
 
-def test_frames_of_several_writers_are_told_apart() -> None:
+def test_frames_of_several_writers_are_reported_apart() -> None:
     """A loader's worker writes into the same pipe, and may be killed in the middle of an event."""
     ours = list(frames(encoded(say("a" * 3 * BODY_BYTES)), 1, 0))
     theirs = list(frames(encoded(say("b" * 3 * BODY_BYTES)), 2, 0))
@@ -113,7 +113,7 @@ def test_a_large_event_is_looked_at_once() -> None:
     assert most_left < os.pathconf("/", "PC_PIPE_BUF")
 
 
-def test_foreign_bytes_are_told_once_in_the_beginning_and_once_in_the_end() -> None:
+def test_foreign_bytes_are_reported_once_in_the_beginning_and_once_in_the_end() -> None:
     first, last = in_frames(say("first"), say("last"))
     texts = [event["text"] for event in read(b"oops\n" + first + b"more\n" * 9 + last)]
     assert texts[0] == "first"

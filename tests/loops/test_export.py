@@ -163,7 +163,7 @@ def test_of_transformers_models_alone_are_made(tmp_path: Path) -> None:
 # Bytes
 
 
-def test_a_flipped_bit_is_told_with_its_file(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_reported_with_its_file(tmp_path: Path) -> None:
     model = exported(tmp_path / "model")
     for path in sorted((tmp_path / "model").iterdir()):
         sound = path.read_bytes()
@@ -193,7 +193,7 @@ def test_an_export_of_an_early_version_loads_with_a_warning(tmp_path: Path) -> N
         assert same(load(tmp_path / "model"), model)
 
 
-def test_what_is_no_export_is_told(tmp_path: Path) -> None:
+def test_what_is_no_export_is_reported(tmp_path: Path) -> None:
     with (
         pytest.warns(UserWarning, match=UNCHECKED),
         pytest.raises(BadInput, match=r"an exported model, whose config\.json can be read"),

@@ -60,7 +60,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_a_damaged_one_is_told_of_and_the_one_before_is_used(
+def test_a_damaged_one_is_reported_of_and_the_one_before_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, keep: int
 ) -> None:
     snapshots = Snapshots(tmp_path, keep=3)

@@ -161,7 +161,7 @@ def test_the_weights_that_are_left_are_those_that_were_evaluated(make_session: M
     assert evaluate(plain).loss == row["loss"]["eval"]
 
 
-def test_a_file_in_the_way_of_the_weights_is_told_before_the_first_step(make_session: MakeSession) -> None:
+def test_a_file_in_the_way_of_the_weights_is_reported_before_the_first_step(make_session: MakeSession) -> None:
     told = Told()
     session = make_session(told=told)
     (session.folder / "model").mkdir(parents=True)
@@ -204,7 +204,7 @@ def test_numbers_that_are_none_end_the_run(make_session: MakeSession, log_every:
 
 @pytest.mark.parametrize("choices", [{}, {"precision": "fp16"}, {"stepping": "in_backward"}, {"accum": "x2"}])
 @pytest.mark.parametrize("mode", [Train(), Measure()])
-def test_a_batch_without_a_target_is_told_as_such(
+def test_a_batch_without_a_target_is_reported_as_such(
     make_session: MakeSession, mode: Train | Measure, choices: dict[str, str | Knob]
 ) -> None:
     """No learning rate mends 0/0."""
@@ -215,7 +215,7 @@ def test_a_batch_without_a_target_is_told_as_such(
         mode.run(session)
 
 
-def test_held_out_samples_without_a_target_are_told_as_such(make_session: MakeSession) -> None:
+def test_held_out_samples_without_a_target_are_reported_as_such(make_session: MakeSession) -> None:
     session = make_session()
     session.data.eval.batch.targets.fill_(IGNORE)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(NonFinite, match="no target counts in the held-out samples"):

@@ -108,7 +108,7 @@ def test_tensors_by_name_become_keywords() -> None:
         (f"{HERE}.not_a_model", "makes an nn.Module: this made a int"),
     ],
 )
-def test_a_target_that_makes_no_model_is_told(target: str, message: str) -> None:
+def test_a_target_that_makes_no_model_is_reported(target: str, message: str) -> None:
     with pytest.raises(BadInput) as told:
         ExternalConfig(target).make(WORDS)
     assert message in str(told.value)
@@ -122,7 +122,7 @@ def test_a_target_that_makes_no_model_is_told(target: str, message: str) -> None
         ({"vocab_size": "data.size"}, "model.args.vocab_size='data.size': must be a value, or one of data.num_classes"),
     ],
 )
-def test_arguments_that_do_not_fit_are_told(args: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_are_reported(args: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput) as told:
         ExternalConfig(f"{HERE}.Speaker", args).make(WORDS)
     assert message in str(told.value)
@@ -138,7 +138,7 @@ def test_what_it_reads_follows_the_data_and_so_does_their_size() -> None:
     assert texts.sequence_length == 24
 
 
-def test_blocks_of_no_class_are_told_with_what_there_is() -> None:
+def test_blocks_of_no_class_are_reported_with_what_there_is() -> None:
     task = Auto().pose(speaker(blocks="Layer"), WORDS)
     with pytest.raises(BadInput, match=r"model.blocks='Layer': must be .*TransformerEncoderLayer \(3\)"):
         task.blocks(task.make_model())

@@ -117,19 +117,19 @@ def test_the_description_knows_the_folders_content(folder: Path) -> None:
         ({"dropout": 1.0}, "model.dropout=1.0: must be null"),
     ],
 )
-def test_bad_values_are_told(changes: dict[str, Any], message: str) -> None:
+def test_bad_values_are_reported(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput) as told:
         HfConfig(**{"name": tiny("bert"), **changes})
     assert message in str(told.value)
 
 
-def test_a_model_of_a_hub_that_is_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_a_hub_that_is_out_of_reach_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowvram.compat.hf_offline.is_reachable", lambda: False)
     with pytest.raises(BadInput, match=r"model\.name='nobody/nothing': must be the folder of .*--local-dir"):
         HfConfig("nobody/nothing")
 
 
-def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"it has no config\.json"):
         HfConfig(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
@@ -197,7 +197,7 @@ def reads_foreign(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
 
 
-def test_a_head_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_head_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match=r"model\.head='causal_lm': must be a head that transformers has for the kind vit"
     ):
@@ -215,12 +215,12 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
         built(HfConfig(str(folder), weights=Weights.pretrained))
 
 
-def test_weights_of_another_shape_are_told(folder: Path) -> None:
+def test_weights_of_another_shape_are_reported(folder: Path) -> None:
     with pytest.raises(BadInput, match="must be a model whose weights fit its configuration"):
         built(HfConfig(str(folder), args={"hidden_size": 32}))
 
 
-def test_more_classes_than_the_head_knows_are_told_or_start_a_new_head(folder: Path) -> None:
+def test_more_classes_than_the_head_knows_are_reported_or_start_a_new_head(folder: Path) -> None:
     more = replace(TEXTS, num_classes=7)
     with pytest.raises(BadInput, match=r"classes=7: must be at most 5, .*model\.reset_head=true"):
         HfConfig(str(folder)).make(more)
@@ -239,7 +239,7 @@ def test_more_classes_than_the_head_knows_are_told_or_start_a_new_head(folder: P
         ("vit", DataSpec(Modality.IMAGES, 5, (1, 32, 32)), "the images' channels=1: must be 3"),
     ],
 )
-def test_data_that_do_not_fit_are_told(kind: str, spec: DataSpec, message: str) -> None:
+def test_data_that_do_not_fit_are_reported(kind: str, spec: DataSpec, message: str) -> None:
     with pytest.raises(BadInput) as told:
         HfConfig(tiny(kind)).make(spec)
     assert message in str(told.value)

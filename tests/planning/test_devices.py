@@ -98,7 +98,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rtx9999", "../model/gpt2", "", "nowhere.yaml", "RTX3060"])
-def test_an_unknown_device_is_told_the_known_ones(name: str) -> None:
+def test_an_unknown_device_is_reported_the_known_ones(name: str) -> None:
     with pytest.raises(BadInput, match=r"^plan\.device='.*': must be one of a100, .*, t4, or the path of a YAML file"):
         load_device(name)
 

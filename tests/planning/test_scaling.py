@@ -14,7 +14,7 @@ from lowvram.core.knob import Knob
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.planning import scaling as repricing
-from lowvram.planning.cache import Store, default_folder, key_of
+from lowvram.planning.cache import TraceCache, default_folder, key_of
 from lowvram.planning.scaling import Line, TraceScaler, line_through
 from lowvram.planning.target import Target
 from lowvram.planning.trace.events import Trace
@@ -137,7 +137,7 @@ def test_what_is_alike_on_paper_shares_a_trace(num_traced: Callable[[], int], tm
         assert found.trace.sums() == traced(PROBLEMS["resnet"], without_accum(**choices), 1, 8).sums()
     assert num_traced() == 1
     for choices in alike:
-        TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(**choices), 1, 8)
+        TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(**choices), 1, 8)
     assert num_traced() == 2
     scaler.trace(without_accum(ckpt="every1"), 1, 8)
     assert num_traced() == 3
@@ -163,7 +163,7 @@ def test_a_trace_that_is_shared_hides_no_conflict(
 
 
 def test_a_store_spares_the_next_process_the_trace(tmp_path: Path, num_traced: Callable[[], int]) -> None:
-    first, second = (TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)) for _ in range(2))
+    first, second = (TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)) for _ in range(2))
     found = [scaler.trace(without_accum(), 1, 8).trace for scaler in (first, second)]
     assert num_traced() == 1
     assert found[0].sums() == found[1].sums()
@@ -172,30 +172,31 @@ def test_a_store_spares_the_next_process_the_trace(tmp_path: Path, num_traced: C
 
 
 def test_what_was_cut_short_is_traced_anew(tmp_path: Path, num_traced: Callable[[], int]) -> None:
-    whole = TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace
+    whole = TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(), 1, 8).trace
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:1000])
     for _ in range(2):
-        again = TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace
+        again = TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(), 1, 8).trace
         assert again.sums() == whole.sums()
         assert num_traced() == 2
 
 
 def test_a_trace_of_something_else_does_not_count(tmp_path: Path, num_traced: Callable[[], int]) -> None:
-    whole = TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace
+    whole = TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(), 1, 8).trace
     (file,) = tmp_path.iterdir()
-    TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 4)
+    TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(), 1, 4)
     (other,) = set(tmp_path.iterdir()) - {file}
     other.replace(file)
     assert (
-        TraceScaler(PROBLEMS["resnet"], H100, Store(tmp_path)).trace(without_accum(), 1, 8).trace.sums() == whole.sums()
+        TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(), 1, 8).trace.sums()
+        == whole.sums()
     )
     assert num_traced() == 3
 
 
 def test_a_store_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = Store(tmp_path / "file" / "folder")
+    store = TraceCache(tmp_path / "file" / "folder")
     assert TraceScaler(PROBLEMS["resnet"], H100, store).trace(without_accum(), 1, 8).is_direct
 
 

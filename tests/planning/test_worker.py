@@ -13,7 +13,7 @@ from lowvram.config.compose import chosen, plain
 from lowvram.config.defaults import CONF
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import Settings, settings
-from lowvram.planning.cache import Store
+from lowvram.planning.cache import TraceCache
 from lowvram.planning.memory.overheads import OBJECTS, PAGES, convolution_overheads
 from lowvram.planning.worker import Fields, Planner
 from lowvram.results.planned import plan_lines
@@ -157,11 +157,11 @@ def test_a_model_that_cannot_be_planned_is_an_error_and_no_number(monkeypatch: p
 
 def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*TINY, CARD)
-    first = planned(*words, planner=Planner(Store(tmp_path)))
+    first = planned(*words, planner=Planner(TraceCache(tmp_path)))
     assert list(tmp_path.iterdir())
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("traced again")
 
     monkeypatch.setattr("lowvram.planning.scaling.trace", refuse)
-    assert planned(*words, planner=Planner(Store(tmp_path))) == first
+    assert planned(*words, planner=Planner(TraceCache(tmp_path))) == first

@@ -48,7 +48,7 @@ def test_rows_come_in_the_order_of_the_points(tmp_path: Path):
     assert [row["name"] for row in collect(tmp_path)] == ["d", "b", "a", "c"]
 
 
-def test_a_row_of_another_point_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_row_of_another_point_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for folder, marked in {"a": "id-a", "b": "id-b", "c": None}.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / MARKER).write_text(json.dumps({"lowvram": "1", "point": marked}))

@@ -90,7 +90,7 @@ PLANS = {
         ({"a": [2.0], "c": [3.0]}, "a", "planned too large: 0.215 GiB, 10% to be safe among it"),
     ],
 )
-def test_it_is_told_where_the_best_was_lost(rates: dict[str, list[float]], probes: str, told: str) -> None:
+def test_it_is_reported_where_the_best_was_lost(rates: dict[str, list[float]], probes: str, told: str) -> None:
     found = result(rates, [Probe(name, "ok", MIB) for name in probes])
     assert lost(found, PLANS) == told
 

@@ -155,7 +155,7 @@ def test_lowvrams_own_table_names_the_machine(house: Path) -> None:
     assert "(A Processor, torch 2.13.0, 1 thread a process.)" in text_of(house)
 
 
-def test_failures_are_told_as_they_were(house: Path) -> None:
+def test_failures_are_reported_as_they_were(house: Path) -> None:
     change(house / "docs" / "page.md", "grid ckpt: peak / activations", "failures ckpt")
     failed = left(house / "failed", [point("", 1), point("a", 1, status="oom", reason="too large")])
     assert call(house, "--keep", "ckpt", failed) == 0

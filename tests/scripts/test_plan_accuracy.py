@@ -93,7 +93,7 @@ def test_what_is_not_compared_says_why() -> None:
     assert "- `c`: not measured yet" in page
 
 
-def test_a_prediction_that_is_younger_than_its_measurement_is_told() -> None:
+def test_a_prediction_that_is_younger_than_its_measurement_is_reported() -> None:
     assert "1 predictions are younger" in report([predicted("a", 5, time="3")], [measured("a", 5)])
     assert "younger" not in report([predicted("a", 5)], [measured("a", 5)])
 

@@ -72,7 +72,7 @@ ALONE = (
 )
 
 
-def test_each_point_is_told_by_what_it_changes_of_the_baseline() -> None:
+def test_each_point_is_reported_by_what_it_changes_of_the_baseline() -> None:
     text = page_of(of("one_at_a_time", *ALONE))
     assert line(text, "baseline") == ("| baseline | 100.0 | 10.0 | 10.0 | 20.0 | 60.0 | 0.0 | 1 | 10 (9–12) | 0 | 0 |")
     assert line(text, "`ckpt=every1`") == (
@@ -89,7 +89,7 @@ def test_claims_are_computed() -> None:
     )
 
 
-def test_what_all_do_together_is_told_beside_plain_accumulation() -> None:
+def test_what_all_do_together_is_reported_beside_plain_accumulation() -> None:
     together = "accum=x32 ckpt=every1"
     points = point("", "waterfall"), point("accum=x32", "waterfall", activations=10)
     last = point(together, "waterfall", activations=0, parameters=0, gradients=0, speed=50.0)

@@ -98,7 +98,7 @@ def test_host_memory_is_capped_as_well() -> None:
     assert not any(plan["fits"] for plan in away)
 
 
-def test_progress_is_told_plan_by_plan() -> None:
+def test_progress_is_reported_plan_by_plan() -> None:
     told: list[int] = []
     found = book("vram=1GiB", "search.groups=[ckpt]", tell=told.append)
     search(found, [])

@@ -64,7 +64,7 @@ def test_the_rank_that_failed_is_named(faulty_sweep: tuple[Outcome, Running], nu
     assert [each["rank"] for each in row["ranks"]] == [0, 1]
 
 
-def test_only_what_failed_is_told_and_nothing_stays(faulty_sweep: tuple[Outcome, Running]) -> None:
+def test_only_what_failed_is_reported_and_nothing_stays(faulty_sweep: tuple[Outcome, Running]) -> None:
     """Not what it has broken on the other ranks."""
     outcome, call = faulty_sweep
     assert outcome.statuses[f"seed{SOUND}"] == "ok", outcome.said()

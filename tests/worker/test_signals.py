@@ -56,7 +56,7 @@ Starved(RuntimeError("can't start new thread"))
 
 
 @pytest.mark.slow
-def test_a_destructor_without_memory_is_told_but_under_a_cap() -> None:
+def test_a_destructor_without_memory_is_reported_but_under_a_cap() -> None:
     """There the point itself says that it was out of memory."""
     done = subprocess.run([sys.executable, "-c", CAPPED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line for line in done.stderr.splitlines() if line.endswith(("bug", "thread"))] == [

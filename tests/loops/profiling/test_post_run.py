@@ -52,7 +52,7 @@ def test_a_timed_stepper_has_the_inner_ones_state() -> None:
     assert rig.stepper.state_dict()["scale"] == 4.0
 
 
-def test_a_timed_stepper_passes_on_what_it_is_told() -> None:
+def test_a_timed_stepper_passes_on_what_it_is_reported() -> None:
     rig = assemble(PROBLEMS["transformer"], knobs_of(), CPU)
     outer, inner = with_phases(rig, HostClock()).stepper, rig.stepper
     assert isinstance(inner, AfterBackwardStepper)
@@ -86,7 +86,7 @@ def test_the_row_gets_phases_and_memory(make_session: Callable[..., Session], pr
         next(batches)
 
 
-def test_what_moves_in_a_step_is_told_where_something_does(make_session: Callable[..., Session]) -> None:
+def test_what_moves_in_a_step_is_reported_where_something_does(make_session: Callable[..., Session]) -> None:
     plain, offloaded = make_session(), make_session(choices={"offload": "activations"})
     told = [post_run(session, session.batches(0)) for session in (plain, offloaded)]
     assert told[0]["traffic"] == {}

@@ -14,7 +14,7 @@ from lowvram.core.knob import Knob
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
 from lowvram.models.transformer import TransformerConfig
-from lowvram.planning.cache import Store
+from lowvram.planning.cache import TraceCache
 from lowvram.planning.devices import DeviceSpec, load_device
 from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
@@ -206,7 +206,7 @@ def test_prices_know_the_work_too(problem: str, choices: dict[str, str | Knob], 
         for parts, batch_sizes in sizes.items()
     }
     for _ in range(2):
-        scaler = TraceScaler(PROBLEMS[problem], A100, Store(tmp_path))
+        scaler = TraceScaler(PROBLEMS[problem], A100, TraceCache(tmp_path))
         for parts, direct in directly.items():
             *_, scaled = (scaler.trace(knobs, parts, batch_size) for batch_size in sizes[parts])
             assert not scaled.is_direct

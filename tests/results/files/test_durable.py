@@ -93,7 +93,7 @@ def test_what_the_dead_have_left_goes_and_nothing_else(tmp_path: Path) -> None:
     remove_leftovers(tmp_path / "none")
 
 
-def test_the_first_error_is_told_where_nothing_can_be_removed_either(
+def test_the_first_error_is_reported_where_nothing_can_be_removed_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:

@@ -98,7 +98,7 @@ def test_files_of_the_users_stay_and_ours_of_before_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer", "adapter", manifest.NAME])
-def test_a_file_in_the_way_is_told_before_anything_changes(tmp_path: Path, name: str) -> None:
+def test_a_file_in_the_way_is_reported_before_anything_changes(tmp_path: Path, name: str) -> None:
     """One of another name than before, one that was edited, and a list of something else."""
     put(tmp_path / "model", OLD)
     (tmp_path / "model" / name).write_text("mine")

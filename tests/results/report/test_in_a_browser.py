@@ -89,7 +89,7 @@ def test_all_figures_are_drawn(tmp_path: Path) -> None:
     assert "python train.py 3" in shown.words
 
 
-def test_what_did_not_run_is_told(tmp_path: Path) -> None:
+def test_what_did_not_run_is_reported(tmp_path: Path) -> None:
     endings = ("oom", "incompatible", "killed", "skipped")
     rows = [point(0, {}), *(failed(i, status, f"why {i}") for i, status in enumerate(endings, start=1))]
     shown = Shown(opened(report(tmp_path / "sweep", rows), tmp_path / "profile"))

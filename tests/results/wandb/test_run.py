@@ -163,7 +163,7 @@ def test_the_death_of_its_service_ends_the_recording_not_the_point(without_accou
     assert json.loads(inspect(sync_command, "--summary", "--json"))["state"] == "finished"
 
 
-def test_a_project_that_wandb_refuses_is_told(without_account: Path):
+def test_a_project_that_wandb_refuses_is_reported(without_account: Path):
     recorder = Run.start(without_account, LOGGER | {"project": "a/b"}, "n", None, {}, {})
     recorder.finish(ended("ok"))
     assert (recorder.notice or "").startswith("W&B does not record this point: Invalid project name")
