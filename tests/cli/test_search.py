@@ -56,7 +56,7 @@ def test_the_winner_runs_within_the_budget(call: Call) -> None:
 
 
 def test_for_another_device_it_only_plans(call: Call) -> None:
-    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=100MiB")
+    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=530MiB")
     assert outcome.code == 0, outcome.said()
     rows = [read_row(path.parent) for path in sorted(outcome.cwd.glob("outputs/**/result.json"))]
     assert rows
@@ -134,7 +134,7 @@ def test_after_a_probe_that_ran_out_of_memory_the_next_one_follows(
 
 
 def test_the_file_is_an_experiment(call: Call) -> None:
-    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=100MiB")
+    outcome = call(*SEARCH, "plan.device=rtx3060", "vram=530MiB")
     (path,) = outcome.cwd.glob("outputs/**/experiment/winner.yaml")
     assert path.read_text().startswith("# @package _global_\n# Found by mode=search: ")
     names = [next(iter(each)) for each in OmegaConf.load(path).defaults]

@@ -1,8 +1,7 @@
-"""Every YAML of the groups data and loader builds, lists every field, and repeats the class's defaults."""
+"""Every YAML of the groups data and loader repeats the defaults of its class; bad values are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,11 @@ def node(option: Path) -> DictConfig:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.stem)
-def test_yaml_and_dataclass_agree(option: Path) -> None:
+def test_a_yaml_repeats_the_defaults_of_its_class(option: Path) -> None:
     config = node(option)
     given = {NEEDED[option.stem]: "somewhere"} if option.stem in NEEDED else {}
     built = build(OmegaConf.merge(config, given), option.parent.name)  # pyright: ignore[reportArgumentType]
     assert built == type(built)(**given)
-    assert set(config) - {"_target_"} == {field.name for field in dataclasses.fields(built)}
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.stem)
-def test_every_field_has_a_comment(option: Path) -> None:
-    lines = option.read_text().splitlines()
-    assert lines[0].startswith("# ")
-    fields = [line for line in lines if not line.startswith(("#", "_target_"))]
-    assert all("  # " in line for line in fields)
 
 
 @pytest.mark.parametrize("option", sorted((CONF / "data").glob("*.yaml")), ids=lambda option: option.stem)
