@@ -25,6 +25,7 @@ from lowvram.config.errors import BadInput
 from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
 from lowvram.config.schema import build
 from lowvram.core import assemble as core
+from lowvram.core.criterion import UserCriterion
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
@@ -119,8 +120,11 @@ def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, b
         inputs: two samples or more: a tensor, or a dictionary of tensors, passed to the module as keyword arguments.
         criterion: maps outputs and targets to the *sum* of the losses over the targets (0-dim).
         blocks: the class name of the repeated blocks; None: found by what modules save for the backward pass.
+
+    The first `step` raises BadInput if the criterion returns a mean.
     """
-    return ModuleTask(lambda: module, inputs, criterion, blocks)
+    loss = UserCriterion(criterion, "criterion", getattr(criterion, "__name__", criterion))
+    return ModuleTask(lambda: module, inputs, loss, blocks)
 
 
 def knob(*words: str) -> Knob:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.core.criterion import UserCriterion
 from lowvram.core.rig import IGNORE, Part, Task
 from lowvram.core.values import Fill
 from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
@@ -144,6 +145,7 @@ class UserProblem(Problem):
     def __init__(self, model: ModelConfig, spec: DataSpec, user: Any, name: str) -> None:
         super().__init__(model, spec)
         self.user, self.name = user, name
+        self.sum_of_losses = UserCriterion(user.criterion, "task.target", name)
 
     @property
     def description(self) -> str:
@@ -155,11 +157,7 @@ class UserProblem(Problem):
         return getattr(self.user, method, None)
 
     def criterion(self, outputs: Any, part: Part) -> Tensor:
-        loss = self.user.criterion(outputs, part.targets)
-        is_sum = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
-        allowed = "a task whose criterion returns one number as a tensor, the sum of the losses of all targets"
-        require(is_sum, "task.target", self.name, allowed)
-        return loss
+        return self.sum_of_losses(outputs, part.targets)
 
     def num_targets(self, part: Part) -> Tensor:
         count = self.optional_method("count")

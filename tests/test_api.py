@@ -118,6 +118,15 @@ def test_dictionaries_become_keywords_and_the_criterion_is_ones_own() -> None:
     assert loss.item() == pytest.approx(3.0)  # of each target
 
 
+def test_a_criterion_that_returns_a_mean_is_refused() -> None:
+    def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    rig = lowvram.assemble(lowvram.task(model(), BATCH.inputs, mean), ["accum=x2"], "cpu")
+    with pytest.raises(BadInput, match=r"^criterion='mean': must be one whose criterion returns the sum"):
+        lowvram.step(rig, BATCH)
+
+
 def test_the_import_is_light_and_other_names_are_unknown() -> None:
     code = "import sys, lowvram; assert 'torch' not in sys.modules; print(sorted(lowvram.__all__))"
     assert "assemble" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
