@@ -113,6 +113,12 @@ def test_a_device_that_was_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert "not waited for" in found
 
 
+def test_phases_that_a_busy_cpu_stretched_are_no_contradiction() -> None:
+    """There nothing is asynchronous: what isn't waited for doesn't exist."""
+    memory = HONEST["memory"] | {"source": "tensor_ledger"}
+    assert told(memory=memory, time={"forward_ms": 300.0, "backward_ms": 600.0}) == []
+
+
 # Warm-up in the mean; the best of several.
 
 
@@ -172,6 +178,7 @@ def test_a_peak_that_was_reset_too_late(make_session: MakeSession, monkeypatch: 
     on_card = replace(session, rig=replace(session.rig, device=torch.device("cuda")))
     memory = post_run(on_card, batches)["memory"]
     assert (memory["peak_bytes"], memory["steady_peak_bytes"]) == (900, 700)
+    assert memory["beyond_tensors_bytes"] == 700 - sum(memory["by_kind"].values())
     (found,) = told(memory={"peak_bytes": 2**28})
     assert found.startswith("the peak was reset too late: one step held 0.999 GiB, the whole run 0.250 GiB")
 

@@ -64,6 +64,7 @@ class Session:
     is_resumed: bool
     started: float  # time.monotonic() when the child began
     resident_bytes: int  # resident memory of the process before it did anything
+    malloc_bytes: int | None  # what malloc had handed out before the model was made; None: not known
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
     run: str | None = None  # the run's id, which its snapshots carry
 

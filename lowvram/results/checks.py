@@ -41,7 +41,10 @@ def late_reset(row: Row) -> str | None:
 
 
 def unfinished_steps(row: Row) -> str | None:
-    """A step takes about as long as its phases. Not for compiled ones: marks between phases may recompile."""
+    """A step takes about as long as its phases, if the device was waited for: on a CPU nothing has to be. Not for
+    compiled ones: marks between phases may recompile."""
+    if row["memory"]["source"] != "cuda_allocator":
+        return None
     step_ms = row["time"]["step_ms_p50"]
     phases = [row["time"][f"{phase}_ms"] for phase in ("forward", "backward", "update")]
     if step_ms is None or None in phases or row["compiled"] or step_ms >= WHOLE_STEP * sum(phases):

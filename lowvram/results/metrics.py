@@ -160,6 +160,13 @@ METRICS: tuple[Metric, ...] = (
         wandb_name="memory/fragmentation_gib",
     ),
     Metric(
+        "memory.beyond_tensors_bytes",
+        "beyond tensors {unit}",
+        BYTES,
+        wandb_name="memory/beyond_tensors_gib",
+        shown_in=NOWHERE,
+    ),
+    Metric(
         "memory.inactive_split_bytes",
         "inactive split {unit}",
         BYTES,

@@ -31,6 +31,7 @@ FILE_NAME = "result.json"
 LONGEST_FAULT = 400  # characters of a message about a damaged file
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
+LEAST_BEYOND_BYTES, LEAST_BEYOND_SHARE = 32 * MIB, 0.1  # what is less beside a step's tensors isn't told
 _HELD_MEMORY = "another process held"
 
 
@@ -230,6 +231,14 @@ def attempts_text(row: Row) -> str | None:
         return None
     parts = (row["config"].get("accum") or {}).get("parts")
     return f"accum.parts={parts}, after running out of memory with {', '.join(fewer)}"
+
+
+def beyond_tensors_text(row: Row) -> str | None:
+    """What was allocated in a step beyond its tensors; None if it is small, or not known."""
+    beyond_bytes, peak_bytes = row["memory"]["beyond_tensors_bytes"], row["memory"]["peak_bytes"]
+    if not beyond_bytes or not peak_bytes or beyond_bytes < max(LEAST_BEYOND_BYTES, LEAST_BEYOND_SHARE * peak_bytes):
+        return None
+    return f"{size_text(beyond_bytes)} more than its tensors were allocated, by kernels, libraries or other threads"
 
 
 def reruns_text(row: Row) -> str | None:

@@ -18,7 +18,18 @@ from lowvram.results.columns import Column, metric_column, value_at, words_colum
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.marker import point_of
 from lowvram.results.metrics import LEAST_VRAM, METRICS, PADDING, PEAK, SLOW_STEP, Better, Shown, number_texts
-from lowvram.results.row import FILE_NAME, GIB, MIB, Row, Status, attempts_text, read, reruns_text, to_json
+from lowvram.results.row import (
+    FILE_NAME,
+    GIB,
+    MIB,
+    Row,
+    Status,
+    attempts_text,
+    beyond_tensors_text,
+    read,
+    reruns_text,
+    to_json,
+)
 from lowvram.results.shown import cell, shown
 
 SOURCES = {
@@ -175,6 +186,8 @@ def _notes(rows: Sequence[Row], kept: Collection[str]) -> Iterator[str]:
             yield f"{name}: {attempts}"
         if retries := row["memory"]["alloc_retries"]:
             yield f"{name}: {retries} allocations succeeded only after free memory was returned to the driver"
+        if beyond := beyond_tensors_text(row):
+            yield f"{name}: {beyond}"
         if row["disturbed"]:
             yield _one_line(f"{name}: disturbed: {row['disturbed']}")
         if others := reruns_text(row):

@@ -19,7 +19,7 @@ from lowvram.config.secret import words_without_secrets
 from lowvram.results.columns import at
 from lowvram.results.metrics import GIB, METRICS, Metric, Shown
 from lowvram.results.planned import plan_lines
-from lowvram.results.row import Row, Status, attempts_text, is_final, reruns_text, size_text
+from lowvram.results.row import Row, Status, attempts_text, beyond_tensors_text, is_final, reruns_text, size_text
 from lowvram.results.shown import last_shown, shown
 
 if TYPE_CHECKING:
@@ -265,6 +265,7 @@ def _memory(row: Row) -> str:
         f"planned {size_text(planned)}" if planned else (row["plan"] or {}).get("reason"),
         f"{size_text(fragmented)} of fragmentation" if fragmented else None,
         f"{retries} allocations tried again" if retries else None,
+        beyond_tensors_text(row),
     ]
     return _parts(", ", f"{size_text(num_bytes)} {source}", *extra)
 

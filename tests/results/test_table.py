@@ -161,6 +161,18 @@ def test_what_moves_and_what_is_reserved_in_vain_is_shown_where_it_is_known():
     assert table.notes == ("a: 3 allocations succeeded only after free memory was returned to the driver",)
 
 
+def test_memory_that_no_tensor_explains_is_told_where_it_is_large():
+    memory = {"peak_bytes": GIB, "source": "tensor_ledger"}
+    rows = [point(name, memory=memory | {"beyond_tensors_bytes": size}) for name, size in SIZES_BEYOND.items()]
+    text = "0.195 GiB more than its tensors were allocated, by kernels, libraries or other threads"
+    assert build(rows).notes == (f"large: {text}",)
+    small = {"peak_bytes": 10 * MIB, "source": "tensor_ledger", "beyond_tensors_bytes": 20 * MIB}
+    assert build([point("small", memory=small)]).notes == ()
+
+
+SIZES_BEYOND = {"large": 200 * MIB, "little": 90 * MIB, "unknown": None}
+
+
 def test_numbers_of_a_column_have_the_same_decimals():
     table = build([point("a", 0.1234), point("b", 12.5), point("c", None, status="oom")])
     assert column(table, "peak GiB (tensor bytes on CPU)") == ["0.123", "12.500", ""]

@@ -179,10 +179,12 @@ def test_the_summary_of_a_point_that_went_well(tmp_path: Path, monkeypatch: pyte
 
 def test_the_summary_tells_what_moves_and_what_is_reserved_in_vain():
     memory = {"peak_bytes": GIB, "source": "cuda_allocator", "fragmentation_bytes": GIB // 4, "alloc_retries": 2}
+    memory |= {"beyond_tensors_bytes": GIB // 2}
     traffic = {"to_host_bytes": 2 * GIB, "to_device_bytes": GIB, "waited_ms": 5.25}
     assert summary(merge(empty_row(), {"status": "ok", "memory": memory, "traffic": traffic})) == [
         "ok",
-        "memory: 1.000 GiB peak of the CUDA allocator, 0.250 GiB of fragmentation, 2 allocations tried again",
+        "memory: 1.000 GiB peak of the CUDA allocator, 0.250 GiB of fragmentation, 2 allocations tried again, "
+        "0.500 GiB more than its tensors were allocated, by kernels, libraries or other threads",
         "moved: 2.000 GiB to the host, 1.000 GiB back a step, waited 5.25 ms",
     ]
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from lowvram.core import host
-from lowvram.core.knob import is_compiled
+from lowvram.core.knob import Kind, is_compiled
 from lowvram.core.ledger import ledger
+from lowvram.core.peak import Peak
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.ranks import agree, rank
 from lowvram.core.rig import Part, Rig
@@ -22,6 +23,7 @@ from lowvram.data.loader import TimedBatches
 from lowvram.loops.fields import Fields, status_bytes
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import NO_KINDS
+from lowvram.loops.profiling.malloc import MallocWatch
 from lowvram.loops.profiling.tensor_report import LargestTensors, NoReport, TensorReport
 from lowvram.loops.session import Session
 
@@ -72,14 +74,24 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
     rig = session.rig
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    report = report_for(session)
-    with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak:
+    report, malloc = report_for(session), MallocWatch()
+    with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak, malloc:
         step(rig, batch)
     report.tell(peak)
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
     if rig.device.type == "cuda":
-        return {**fields, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
-    return {**fields, "peak_bytes": peak.peak_bytes, "source": "tensor_ledger"}
+        steady_bytes = torch.cuda.max_memory_allocated()
+        return {**fields, "steady_peak_bytes": steady_bytes, "beyond_tensors_bytes": steady_bytes - peak.peak_bytes}
+    beyond = {"beyond_tensors_bytes": beyond_tensors(session, malloc, peak)}
+    return {**fields, "peak_bytes": peak.peak_bytes, "source": "tensor_ledger", **beyond}
+
+
+def beyond_tensors(session: Session, malloc: MallocWatch, peak: Peak) -> int | None:
+    """The most that malloc had handed out in the step since the model was made, less the most that tensors took of it,
+    on the device and the host; None if that isn't known."""
+    if malloc.peak_bytes is None or session.malloc_bytes is None:
+        return None
+    return max(0, malloc.peak_bytes - session.malloc_bytes - peak.peak_bytes - peak.by_kind_max[Kind.HOST])
 
 
 def report_for(session: Session) -> TensorReport:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.phases import with_phases
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.loops.profiling.clock import HostClock
@@ -94,6 +97,28 @@ def test_what_moves_in_a_step_is_reported_where_something_does(make_session: Cal
     assert travelled["to_host_bytes"] == travelled["to_device_bytes"] > 0
     assert travelled["to_host_bytes"] <= told[1]["memory"]["by_kind_max"]["host"]
     assert travelled["waited_ms"] > 0
+
+
+HELD_BYTES = 100 * 2**20
+
+
+def test_memory_that_no_tensor_of_the_step_explains_is_reported(make_session: Callable[..., Session]) -> None:
+    """Tensors of another thread: the ledger, which is a mode of its own thread, sees none of them."""
+    plain, threaded = make_session(), make_session()
+    held: list[torch.Tensor] = []
+
+    def forward(part: Part) -> Any:
+        thread = Thread(target=lambda: held.append(torch.ones(HELD_BYTES // 4)))
+        thread.start()
+        thread.join()
+        return threaded.rig.forward(part)
+
+    sessions = plain, replace(threaded, rig=replace(threaded.rig, forward=forward))
+    expected, memory = (post_run(session, session.batches(0))["memory"] for session in sessions)
+    assert memory["peak_bytes"] == expected["peak_bytes"]
+    assert expected["beyond_tensors_bytes"] < HELD_BYTES / 10
+    assert memory["beyond_tensors_bytes"] >= HELD_BYTES
+    assert held
 
 
 class Card:
