@@ -120,8 +120,6 @@ class Tight(Allocator):
 
     def set_malloc(self) -> None:
         """Set glibc's thresholds for the rest of the process."""
-        # Else MKL keeps its buffers: 20 MiB for small products on a CPU with AMX.
-        os.environ["MKL_DISABLE_FAST_MM"] = "1"
         libc = ctypes.CDLL(None)
         settings = ((M_MMAP_THRESHOLD, self.mmap_threshold_bytes), (M_TRIM_THRESHOLD, 0), (M_ARENA_MAX, 1))
         for parameter, value in settings:

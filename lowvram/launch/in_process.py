@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from lowvram.launch.client import Ending
+from lowvram.launch.client import LIBRARIES, Ending
 from lowvram.launch.protocol import Listener
 
 WORKER = "lowvram.worker.in_process"  # started by its name: it imports torch
@@ -32,7 +32,7 @@ class Inline:
 
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
         """Until torch is imported."""
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the fork server's children
+        os.environ |= {**LIBRARIES, **os.environ}  # as in the fork server's children
         importlib.import_module(WORKER)
 
     def run(

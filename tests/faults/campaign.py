@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowvram.launch.client import LIBRARIES
 from tests.calls import ROOT
 from tests.faults import shim
 
@@ -82,7 +83,7 @@ class Worker:
         base.mkdir(parents=True)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         fixed = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "HOME": str(base)}
-        fixed |= {"OMP_WAIT_POLICY": "passive"}  # as in the fork server, which sets it too late for a fork of this
+        fixed |= LIBRARIES  # as in the fork server, which sets it too late for a fork of this
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.worker", str(base.parent / "labs" / base.name)],
             env={**kept, **fixed, **shim.environment(base)},

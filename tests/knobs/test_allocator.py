@@ -26,6 +26,7 @@ from lowvram.knobs.allocator import (
     Expandable,
     Tight,
 )
+from lowvram.launch.client import LIBRARIES
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu
 
 # A process of its own: malloc can't be asked for its settings, nor be set back.
@@ -55,9 +56,30 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def printed_by(program: str) -> str:
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+# The scratch memory of this product is 12 MiB.
+LEFT_BY_A_PRODUCT = """
+import torch
+from lowvram.knobs.allocator import Tight
+from lowvram.loops.fields import status_bytes
+
+Tight().apply(None)
+torch.set_num_threads(1)
+one, other, product = torch.ones(2048, 256), torch.ones(256, 8000), torch.zeros(2048, 8000)
+torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+before = status_bytes("VmData")
+torch.mm(one, other, out=product)
+print(status_bytes("VmData") - before)
+"""
+
+
+def printed_by(program: str, **environment: str) -> str:
+    command, variables = [sys.executable, "-c", program], {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=variables).stdout.strip()
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+def test_a_product_leaves_no_scratch_memory_behind_in_a_point() -> None:
+    assert int(printed_by(LEFT_BY_A_PRODUCT, **LIBRARIES)) < 2**20
 
 
 def kept_bytes(knob: str) -> int:
