@@ -25,7 +25,7 @@ from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.results.wandb import sweep as wandb_sweep
 from lowvram.runs.run import run_point
-from lowvram.search import result as winner
+from lowvram.search import result
 
 MODE = "search"  # conf/mode/search.yaml
 FIRST_SEARCHED = 2  # before it only the options in use are planned, and the search may still be refused
@@ -70,14 +70,14 @@ class Searches:
         measured = self.measure(probes, num_wanted) if is_real else planned_rows(islice(probes, NUM_TOLD))
         if not measured:
             return None
-        best = min(measured, key=winner.place)
+        best = min(measured, key=result.place)
         table.save(point.folder, measured)
         report.save(point.folder)
         self.progress.show(table.render(measured))
         for line in wandb_sweep.record(point.folder, point.config["logger"]):
             self.progress.say(line)
         changes = ranking[best["index"]]["changes"]
-        for line in (*candidates.account, *winner.report(point.folder, words, best, changes)):
+        for line in (*candidates.account, *result.report(point.folder, words, best, changes)):
             self.progress.say(line)
         row = {**best, "id": point.id, "name": point.name, "index": point.index}
         if point.sweep:
@@ -162,7 +162,7 @@ def in_turn(ranking: Sequence[Candidate], num_wanted: int) -> list[Candidate]:
 def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candidate, is_real: bool) -> Point:
     """A candidate as a point: what was typed, with the options that the search has chosen."""
     changes = dict(candidate["changes"])
-    chosen_words = winner.with_changes(words, changes)
+    chosen_words = result.with_changes(words, changes)
     mode = "measure" if is_real else "plan"
     config = compose("config", [*chosen_words, f"mode={mode}"], return_hydra_config=True)
     folder = point.folder / identity.point_id(_root_=config)
