@@ -12,6 +12,7 @@ from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.models.external import ExternalConfig
 from lowvram.models.hf import HfConfig
 from lowvram.planning.target import Target
 from lowvram.planning.trace.tracer import trace
@@ -52,6 +53,13 @@ def planned_bytes(task: Problem, num_samples: int) -> int:
 def test_a_plan_holds_what_a_real_step_holds(kind: str, tmp_path: Path) -> None:
     task = problem(kind, tmp_path)
     assert planned_bytes(task, 4) == pytest.approx(real_bytes(task, make_batch(task.spec, 4)), rel=0.005)
+
+
+def test_a_recurrent_layer_keeps_what_a_real_one_keeps() -> None:
+    """oneDNN's workspace."""
+    model = ExternalConfig("tests.yours.Recurrent", {"vocab_size": "data.vocab_size"}, reads=Modality.TOKENS)
+    task = Auto().pose(model, SPECS[Modality.TOKENS])
+    assert planned_bytes(task, 8) == pytest.approx(real_bytes(task, make_batch(task.spec, 8)), rel=0.005)
 
 
 def test_rows_without_padding_are_planned_without_a_mask(tmp_path: Path) -> None:
