@@ -12,6 +12,8 @@ SEEN, HELD_OUT = "seen", "held out"
 GROUPS = (SEEN, HELD_OUT)
 BATCH = 4  # samples
 LENGTHS = (64, 256, 1024)  # tokens
+LONGER = (2048, 4096)  # of these two
+LONG = {"gpt2": "n_positions", "llama": "max_position_embeddings"}  # what sets how many tokens they take
 IMAGE_SIZES = (128, 192, 256)  # pixels a side
 WORDS = {"vocab_size": 512, "max_position_embeddings": 1024}
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -102,6 +104,8 @@ KINDS = {**DECODERS, **ENCODERS, **VISION}
 def family_points() -> list[Spec]:
     """Every family at every size; texts with a class without padding and with it."""
     specs = [point(kind, f"{length}", f"data.sequence_length={length}") for kind in DECODERS for length in LENGTHS]
+    for kind, positions in LONG.items():
+        specs += [long_point(kind, length, positions) for length in LONGER]
     for kind in ENCODERS:
         for length in LENGTHS:
             specs.append(point(kind, f"{length}", f"data.sequence_length={length}"))
@@ -112,6 +116,12 @@ def family_points() -> list[Spec]:
 def point(kind: str, label: str, size: str, data: str = "synthetic") -> Spec:
     words = ["model=hf", f"data={data}", f"model.name={MODELS / kind}", f"train.batch_size={BATCH}", size]
     return Spec(HELD_OUT if kind in HELD_OUT_KINDS else SEEN, f"{kind} {label}", words)
+
+
+def long_point(kind: str, length: int, positions: str) -> Spec:
+    """Of more tokens than the family's configuration has positions."""
+    one = point(kind, f"{length}", f"data.sequence_length={length}")
+    return one._replace(words=[*one.words, f"model.args={{{positions}: {length}}}"])
 
 
 def write_family(kind: str, folder: Path) -> None:
