@@ -121,7 +121,8 @@ class External(Source):
             raise BadInput("data.vocab_size", None, "how many tokens there are, because the model doesn't fix it")
         inputs = dict(layout.inputs)
         usual = {IDS, MASK} == inputs.keys()
-        return DataSpec(modality, num_classes, inputs[IDS].shape, self.vocab_size, None if usual else layout)
+        shape, unusual = inputs[IDS].shape, None if usual else layout
+        return DataSpec(modality, num_classes, shape, self.vocab_size, unusual, is_padded=train.brings_mask())
 
 
 @final
@@ -134,11 +135,20 @@ class Reader:
     stream: Stream
     seed: int
 
-    def read(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+    def sample(self, index: int, epoch: int) -> Any:
+        """As the user's dataset has it."""
         with seeded(self.stream, self.seed, epoch, index):
-            sample = self.dataset[index]
+            return self.dataset[index]
+
+    def brings_mask(self) -> bool:
+        """Whether samples say what of them is padding."""
+        sample = self.sample(0, 0)
+        inputs = sample if isinstance(sample, Mapping) else sample[0]
+        return isinstance(inputs, Mapping) and MASK in inputs
+
+    def read(self, index: int, epoch: int) -> tuple[Any, Tensor]:
         try:
-            return as_tensors(sample)
+            return as_tensors(self.sample(index, epoch))
         except Unfit as error:
             raise Unfit(f"number {index} of {self.name} is {error}") from None
 

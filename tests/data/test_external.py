@@ -36,8 +36,9 @@ def made_by(make: Any, **fields: Any) -> Data:
         ((torch.tensor([1, 2]), torch.tensor([2, 3])), DataSpec(Modality.TOKENS, 4, (2,))),
         (([1, 2], np.array([2, 3], np.int32)), DataSpec(Modality.TOKENS, 4, (2,))),
         ((np.zeros((3, 4, 4)), 2), DataSpec(Modality.IMAGES, 3, (3, 4, 4))),
-        (TEXT, DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50)),
-        (({"input_ids": torch.tensor([3, 4])}, 1), DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50)),
+        (TEXT, DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50, is_padded=False)),
+        ({**TEXT, "attention_mask": [1, 0]}, DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50)),
+        (({"input_ids": torch.tensor([3, 4])}, 1), DataSpec(Modality.LABELLED_TOKENS, 2, (2,), 50, is_padded=False)),
     ],
 )
 def test_what_samples_are_follows_from_the_first(sample: Any, spec: DataSpec) -> None:
