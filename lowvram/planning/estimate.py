@@ -12,7 +12,7 @@ from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.memory.overheads import Overhead, convolution_overheads, process_overheads
-from lowvram.planning.memory.replay import Event, gc_off, needs_of
+from lowvram.planning.memory.replay import gc_off, needs_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
 from lowvram.planning.time.op_cost import Column
@@ -38,7 +38,8 @@ class PlanDevice:
 
     @property
     def target(self) -> Target:
-        card = None if self.device.capability is None else Card(self.name, self.device.capability)
+        capability = self.device.capability
+        card = None if capability is None else Card(self.name, capability, self.device.multiprocessors)
         return Target(card, self.num_ranks)
 
 
@@ -92,7 +93,7 @@ def num_convolutions(trace: Trace) -> int:
 @gc_off()
 def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
     """Memory on a card, from a replay through the caching allocator."""
-    events = [*workspaces(overheads), *trace.requests()]
+    events = trace.requests(workspaces(overheads, trace.products))
     needed = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
     outside = sum(item.num_bytes or 0 for item in overheads if not item.is_in_allocator)
     return {
@@ -103,10 +104,17 @@ def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_b
     }
 
 
-def workspaces(overheads: list[Overhead]) -> list[Event]:
-    """The allocations of libraries that the allocator serves and that stay."""
+def workspaces(overheads: list[Overhead], products: list[int]) -> list[tuple[int, int, int]]:
+    """The allocations of libraries that the allocator serves and that stay, as `Trace.requests` takes them: cuBLAS's
+    when a thread first multiplies, others at the beginning.
+
+    Args:
+        products: the events of a trace after which that is.
+    """
     sizes = [item.num_bytes for item in overheads if item.is_in_allocator and item.num_bytes]
-    return [Event(-1 - number, size) for number, size in enumerate(sizes)]
+    places = [*products, *[-1] * len(sizes)]
+    allocations = [(place, -1 - number, size) for number, (place, size) in enumerate(zip(places, sizes, strict=False))]
+    return sorted(allocations, reverse=True)
 
 
 def named(sizes: Mapping[Kind, int] | Mapping[Phase, int]) -> dict[str, int]:
