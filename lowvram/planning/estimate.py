@@ -48,7 +48,7 @@ def needs(trace: Trace, place: PlanDevice, is_expandable: bool) -> Fields:
     measures it; for a card the whole run, as its allocator does."""
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
-    overheads = process_overheads(device, torch.__version__, place.num_ranks)
+    overheads = process_overheads(device, torch.__version__, place.num_ranks, len(trace.products))
     if not device.is_cuda:
         overheads = [*convolution_overheads(num_convolutions(trace), torch.__version__), *overheads]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
@@ -105,16 +105,15 @@ def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_b
 
 
 def workspaces(overheads: list[Overhead], products: list[int]) -> list[tuple[int, int, int]]:
-    """The allocations of libraries that the allocator serves and that stay, as `Trace.requests` takes them: cuBLAS's
-    when a thread first multiplies, others at the beginning.
+    """The allocations of libraries that the allocator serves and that stay, as `Trace.requests` takes them: cuBLAS's,
+    when a thread first multiplies.
 
     Args:
         products: the events of a trace after which that is.
     """
     sizes = [item.num_bytes for item in overheads if item.is_in_allocator and item.num_bytes]
-    places = [*products, *[-1] * len(sizes)]
-    allocations = [(place, -1 - number, size) for number, (place, size) in enumerate(zip(places, sizes, strict=False))]
-    return sorted(allocations, reverse=True)
+    taken = zip(products, sizes, strict=False)  # sizes may be unknown
+    return sorted(((event, -1 - number, size) for number, (event, size) in enumerate(taken)), reverse=True)
 
 
 def named(sizes: Mapping[Kind, int] | Mapping[Phase, int]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 Where PyTorch treats CUDA tensors differently, `acts_as_card` registers the CUDA behaviour for the CPU: autocast's
 lists, the choice of attention kernel (attention.py), dropout's mask, softmax of 16-bit numbers, streams. That changes
 the whole process until the context ends, so use it only in a process that plans and computes nothing. The sources are
-PyTorch's native/{Dropout,SoftMax}.cpp.
+PyTorch's native/{Dropout,Linear,SoftMax}.cpp.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def acts_as_card(card: Card) -> Iterator[None]:
         register_autocast(library)
         replace = {
             "scaled_dot_product_attention": partial(attention, card),
+            "linear": linear,
             "dropout": dropout,
             "softmax.int": partial(softmax, NormOps.SOFTMAX.default),
             "log_softmax.int": partial(softmax, NormOps.LOG_SOFTMAX.default),
@@ -72,6 +73,19 @@ def acts_as_card(card: Card) -> Iterator[None]:
         for name, kernel in replace.items():
             library.impl(name, kernel, "AutogradCPU")
         yield
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As torch's own (native/Linear.cpp), which adds the bias in place unless a tensor is of a subclass, as fake ones
+    are."""
+    if bias is None:
+        return ATEN.matmul.default(input, weight.t())
+    if input.dim() == 2:
+        return ATEN.addmm.default(bias, input, weight.t())
+    if input.dim() == 3 and input.is_contiguous():
+        flat = ATEN.addmm.default(bias, input.reshape(-1, input.shape[-1]), weight.t())
+        return flat.view(*input.shape[:-1], flat.shape[-1])
+    return ATEN.matmul.default(input, weight.t()).add_(bias)
 
 
 def softmax(operator: Callable[..., Tensor], input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

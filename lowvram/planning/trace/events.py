@@ -129,7 +129,7 @@ class Trace:
             asked[(times.cumsum(0) - times)[is_anew]] = FREE
         requests = list(zip(storages.tolist(), asked.tolist(), repeat(0)))
         for event, allocation, size in more:
-            requests.insert(int(num_asked[event]) if event >= 0 else 0, (allocation, size, 0))
+            requests.insert(int(num_asked[event]), (allocation, size, 0))
         return requests
 
     @cached_property

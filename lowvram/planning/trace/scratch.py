@@ -34,8 +34,7 @@ def scratch_of(card: Card, operator: Any, args: Sequence[Any], named: Mapping[st
         args, named: as a dispatch mode gets them.
     """
     rule = RULES.get(operator.overloadpacket)
-    is_here = rule is not None and not host.holds(args[0])
-    return rule(card, args, named) if is_here else ()
+    return () if rule is None or host.holds(args[0]) else rule(card, args, named)
 
 
 def argument(args: Sequence[Any], named: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
@@ -65,6 +64,14 @@ def sum_bytes(dtype: torch.dtype) -> int:
 
 def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """With `out` a copy in the wanted format comes first, unless it goes from fp16 to fp32 (SoftMax.cpp). Without, a
+    trace sees that copy."""
+    source, dtype = args[0], argument(args, named, 2, "dtype") or args[0].dtype
+    is_direct = dtype is source.dtype or (source.dtype is torch.float16 and dtype is torch.float32)
+    return () if is_direct else [[source.numel() * dtype.itemsize]]
 
 
 def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
@@ -144,6 +151,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((ATEN.argmax, ATEN.argmin), reduction(lambda dtype: PAIR_BYTES)),
     **dict.fromkeys((ATEN.var, ATEN.std, ATEN.var_mean), reduction(lambda dtype: MOMENTS_BYTES)),
     **dict.fromkeys((ATEN.linalg_vector_norm, ATEN.norm), reduction(sum_bytes, place=2)),
+    **dict.fromkeys((ATEN.softmax, ATEN.log_softmax), softmax_into),
     AttentionOps.FLASH: flash_forward,
     AttentionOps.FLASH_BACKWARD: flash_backward,
     AttentionOps.CUDNN_BACKWARD: cudnn_backward,

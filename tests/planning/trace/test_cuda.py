@@ -109,6 +109,18 @@ def test_afterwards_the_cpu_has_its_own_ways_again() -> None:
     assert before[list(FORMATS).index("exp")] is BF16  # the card's way is another
 
 
+@pytest.mark.parametrize("shape", [(4, 256, 64), (2, 2, 256, 64)])
+def test_a_bias_is_added_in_place(shape: tuple[int, ...]) -> None:
+    """torch makes another tensor of it only where tensors are of a subclass, as fake ones are (native/Linear.cpp)."""
+    inputs_bytes, outputs_bytes = 4 * (4 * 256 * 64 + 256 * 64 + 256), 4 * (4 * 256 * 256)
+
+    def applied() -> Tensor:
+        inputs = torch.empty(shape).transpose(0, -2)  # in no order that can be flattened
+        return F.linear(inputs, torch.empty(256, 64), torch.empty(256))
+
+    assert made(A100, applied) - inputs_bytes - outputs_bytes in range(outputs_bytes // 2)
+
+
 def test_a_mask_of_dropout_has_one_byte_for_each_number() -> None:
     def drop() -> Tensor:
         return F.dropout(torch.empty(MIB, requires_grad=True), 0.1)

@@ -123,7 +123,7 @@ def test_a_storage_that_changes_its_size_is_asked_for_anew() -> None:
     found = Trace(storages, num_bytes, phases, kinds, ["a", "b", "c"], 0, [], none, work)
     asked = [(0, 100, 0), (1, 200, 0), (0, FREE, 0), (0, 300, 0), (1, FREE, 0)]
     assert found.requests() == asked
-    assert found.requests([(2, -2, 7), (-1, -1, 5)]) == [(-1, 5, 0), *asked[:4], (-2, 7, 0), *asked[4:]]
+    assert found.requests([(2, -2, 7), (0, -1, 5)]) == [asked[0], (-1, 5, 0), *asked[1:4], (-2, 7, 0), *asked[4:]]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit"])
