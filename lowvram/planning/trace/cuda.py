@@ -25,6 +25,7 @@ from lowvram.core.device import Card
 from lowvram.models import attention as own_attention
 from lowvram.planning.trace.attention import attention
 from lowvram.planning.trace.autocast import register_autocast
+from lowvram.planning.trace.cells import gru_cell, lstm_cell
 
 ATEN = torch.ops.aten
 
@@ -66,6 +67,8 @@ def acts_as_card(card: Card) -> Iterator[None]:
         replace = {
             "scaled_dot_product_attention": partial(attention, card),
             "linear": linear,
+            "gru_cell": gru_cell,
+            "lstm_cell": lstm_cell,
             "dropout": dropout,
             "softmax.int": partial(softmax, NormOps.SOFTMAX.default),
             "log_softmax.int": partial(softmax, NormOps.LOG_SOFTMAX.default),

@@ -15,6 +15,8 @@ from lowvram.core.device import Card, card_of
 from lowvram.planning.trace.attention import Call, cudnn, efficient, flash, kernel_for, products
 from tests.laboratory import IS_EMULATED
 
+fused_choice: Any = torch.ops.aten._fused_sdp_choice  # returns the place in torch.nn.attention.SDPBackend
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 A100, H100, B200, RTX3090, T4 = (
     Card(name, capability)
@@ -108,6 +110,6 @@ def test_torch_chooses_the_same_kernel(dtype: torch.dtype, needs_gradient: bool)
     for changes in CHANGES:
         asked = call(dtype, "cuda", needs_gradient=needs_gradient, **changes)
         tensors = (asked.query, asked.key, asked.value, asked.mask)
-        chosen = torch._fused_sdp_choice(*tensors, asked.dropout, asked.is_causal, enable_gqa=asked.is_grouped)
+        chosen = fused_choice(*tensors, asked.dropout, asked.is_causal, enable_gqa=asked.is_grouped)
         kernel = [products, flash, efficient, cudnn][chosen]
         assert kernel_for(card, asked) is kernel, (os.environ.get("EMULATED_CARD"), dtype, changes)
