@@ -125,4 +125,4 @@ class Waves(nn.Module):
             value, gate = filter_(F.pad(hidden, (dilation, 0))).chunk(2, 1)
             part = mix(value.tanh() * gate.sigmoid())
             hidden, total = hidden + part, part if total is None else total + part
-        return self.head(F.relu(total).transpose(1, 2))
+        return self.head(F.relu(total).transpose(1, 2))  # pyright: ignore[reportArgumentType]

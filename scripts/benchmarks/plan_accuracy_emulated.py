@@ -142,9 +142,8 @@ def main() -> None:
         command = [sys.executable, __file__, *words, f"cards={card}", "child"]
         subprocess.run(command, check=True, env=environment_of(card), cwd=ROOT)
     books = Books(given.folder)
-    report = EmulatedReport(
-        points, *(book.read() for book in (books.predictions, books.measured, books.budgets)), key_of
-    )
+    lines = (book.read() for book in (books.predictions, books.measured, books.budgets))
+    report = EmulatedReport(points, *lines, key_of=key_of)  # pyright: ignore[reportCallIssue]
     print("\n".join(report.lines()))
 
 
