@@ -52,6 +52,30 @@ def line() -> nn.Module:
     return nn.Linear(4, 2)
 
 
+class Looking(nn.Module):
+    """A language model that looks at its numbers: it can't be planned."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x if x.mean().item() > 0 else -x)
+
+
+class Recurrent(nn.Module):
+    """A language model that reads from left to right."""
+
+    def __init__(self, vocab_size: int, width: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens))[0])
+
+
 class Regression:
     """Squares of differences, twice as many targets as samples."""
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 
+from lowvram.compat.torch_fake_shapes import RESULTS
+
 C: Any = torch._C
 FAKE = C._TorchDispatchModeKey.FAKE
 _make: Any = Tensor._make_subclass
@@ -22,12 +24,19 @@ FakeTensor = fake_tensor.FakeTensor
 torch._subclasses.fake_tensor.FakeTensor, since 1.13. Replaced by a public name, if torch makes one.
 """
 
-FakeTensorMode = fake_tensor.FakeTensorMode
-"""Inside such a mode all tensors that are made are fake.
 
-torch._subclasses.fake_tensor.FakeTensorMode, since 1.13: tensors on the device meta have no memory either, but code
-that checks a tensor's device would see meta. Replaced by a public name, if torch makes one.
-"""
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """Inside such a mode all tensors that are made are fake.
+
+    torch._subclasses.fake_tensor.FakeTensorMode, since 1.13: tensors on the device meta have no memory either, but code
+    that checks a tensor's device would see meta. Replaced by a public name, if torch makes one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in RESULTS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self:
+            return RESULTS[func](*args, **(kwargs or {}))
 
 
 def is_fake(value: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import nn
 
+from lowvram.compat.torch_modes import modes_lifted
 from lowvram.config.errors import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
@@ -58,8 +59,7 @@ def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
 
 def bare_rig(task: Task, device: torch.device) -> Rig:
     """The rig before any knob is applied; its model has no memory."""
-    with torch.device("meta"):
-        model = task.make_model()
+    model = bare_model(task)
     return Rig(
         task,
         device,
@@ -68,6 +68,13 @@ def bare_rig(task: Task, device: torch.device) -> Rig:
         criterion=task.criterion,
         total=lambda parts: torch.stack([task.num_targets(part) for part in parts]).sum(),
     )
+
+
+def bare_model(task: Task) -> nn.Module:
+    """The model without memory. No dispatch mode sees it being built: constructors may read values that they have
+    computed on the CPU, and fake tensors have none."""
+    with modes_lifted(), torch.device("meta"):
+        return task.make_model()
 
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.

@@ -66,8 +66,8 @@ class TensorLayout:
     shape: tuple[int, ...]
     dtype: str
 
-    def full(self, num_samples: int, value: int) -> Tensor:
-        return torch.full((num_samples, *self.shape), value, dtype=getattr(torch, self.dtype))
+    def zeros(self, num_samples: int) -> Tensor:
+        return torch.zeros((num_samples, *self.shape), dtype=getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,20 @@ class Layout:
     inputs: tuple[tuple[str, TensorLayout], ...]
     targets: TensorLayout
 
-    def example(self, num_samples: int) -> tuple[Any, Tensor]:
-        """Inputs and targets like those of so many samples, all zero (a mask: all one)."""
-        tensors = {name: tensor.full(num_samples, int(name == MASK)) for name, tensor in self.inputs}
-        return tensors.get("", tensors), self.targets.full(num_samples, 0)
+    def example(self, num_samples: int, is_padded: bool) -> tuple[Any, Tensor]:
+        """Inputs and targets like those of so many samples, all zero, with a mask of `mask_like`."""
+        tensors = {name: tensor.zeros(num_samples) for name, tensor in self.inputs}
+        if MASK in tensors:
+            tensors[MASK] = mask_like(tensors[MASK], is_padded)
+        return tensors.get("", tensors), self.targets.zeros(num_samples)
+
+
+def mask_like(tensor: Tensor, is_padded: bool) -> Tensor:
+    """A mask of rows without padding; or whose last token is padding."""
+    mask = torch.ones_like(tensor)
+    if is_padded and mask.dim() > 1:
+        mask[..., -1] = 0
+    return mask
 
 
 def layout_from(plain: Mapping[str, Any]) -> Layout:
@@ -107,6 +117,7 @@ class DataSpec:
     layout       None, unless a sample has other tensors than its modality says
 
     has_few_shapes: whether batches of equally many samples have at most `FEW_SHAPES` different shapes.
+    is_padded: whether the masks of samples, where there are any, may hide padding: models drop a mask of ones.
     """
 
     modality: Modality
@@ -115,6 +126,7 @@ class DataSpec:
     vocab_size: int | None = None
     layout: Layout | None = None
     has_few_shapes: bool = True
+    is_padded: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -122,9 +134,9 @@ class DataSpec:
         return self.num_classes if self.vocab_size is None else self.vocab_size
 
     def example(self, num_samples: int) -> tuple[Any, Tensor]:
-        """Inputs and targets like those of so many samples, all zero (a mask: all one)."""
+        """Inputs and targets like those of so many samples, all zero, with a mask of `mask_like`."""
         if self.layout is not None:
-            return self.layout.example(num_samples)
+            return self.layout.example(num_samples, self.is_padded)
         shape = (num_samples, *self.shape)
         label = torch.zeros(num_samples, dtype=torch.long)
         if self.modality is Modality.IMAGES:
@@ -132,7 +144,7 @@ class DataSpec:
         tokens = torch.zeros(shape, dtype=torch.long)
         if self.modality is Modality.TOKENS:
             return tokens, torch.zeros_like(tokens)
-        return {IDS: tokens, MASK: torch.ones_like(tokens)}, label
+        return {IDS: tokens, MASK: mask_like(tokens, self.is_padded)}, label
 
 
 def real_lengths(inputs: Any, targets: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Synthetic(Source):
         shape = (self.sequence_length or model.natural_shape()[0],)
         if modality is Modality.TOKENS:
             return SyntheticTokens(DataSpec(modality, vocab_size, shape), self.eval_samples)
-        spec = DataSpec(modality, num_classes, shape, vocab_size)
+        spec = DataSpec(modality, num_classes, shape, vocab_size, is_padded=False)
         return SyntheticLabelledTokens(spec, self.eval_samples, model.text_rules)
 
     def open(self, seed: int) -> Data:

@@ -160,7 +160,8 @@ class HfConfig(ForeignModel):
     def forced(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a configuration that are changed only for the training, and not when the model is saved."""
         dropped = {name for name, value in values.items() if "drop" in name and isinstance(value, float)}
-        return {"use_cache": False} | ({} if self.dropout is None else dict.fromkeys(dropped, self.dropout))
+        cached = {"use_cache": False} if "use_cache" in values else {}
+        return cached | ({} if self.dropout is None else dict.fromkeys(dropped, self.dropout))
 
     def chosen_head(self) -> Head:
         if self.head is not Head.auto:

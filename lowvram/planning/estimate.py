@@ -11,7 +11,7 @@ import torch
 from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planning.devices import DeviceSpec
-from lowvram.planning.memory.overheads import Overhead, convolution_overheads, process_overheads
+from lowvram.planning.memory.overheads import RECURRENT, Overhead, convolution_overheads, process_overheads
 from lowvram.planning.memory.replay import gc_off, needs_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
@@ -43,12 +43,18 @@ class PlanDevice:
         return Target(card, self.num_ranks)
 
 
-def needs(trace: Trace, place: PlanDevice, is_expandable: bool) -> Fields:
+def needs(trace: Trace, place: PlanDevice, is_expandable: bool, is_recurrent: bool = False) -> Fields:
     """The fields of a plan that depend on no budget. For a CPU they describe a step after the first, as the ledger
-    measures it; for a card the whole run, as its allocator does."""
+    measures it; for a card the whole run, as its allocator does.
+
+    Args:
+        is_recurrent: whether the model has layers such as an LSTM.
+    """
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
     overheads = process_overheads(device, torch.__version__, place.num_ranks, len(trace.products))
+    if device.is_cuda and is_recurrent:
+        overheads.append(RECURRENT)
     if not device.is_cuda:
         overheads = [*convolution_overheads(num_convolutions(trace), torch.__version__), *overheads]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)

@@ -20,7 +20,7 @@ from typing import NamedTuple, final
 import torch
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.assemble import TASK_FACTS, absent_of
+from lowvram.core.assemble import TASK_FACTS, absent_of, bare_model
 from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.knobs.accum import Parts
@@ -111,9 +111,8 @@ class TraceScaler:
     @cached_property
     def absent(self) -> dict[Fact, str]:
         """The facts that the target or the problem lacks."""
-        with fake_tensors(self.target), torch.device("meta"):
-            model = self.problem.make_model()
-        return {**self.target.absent(), **absent_of(self.problem, model)}
+        with fake_tensors(self.target):
+            return {**self.target.absent(), **absent_of(self.problem, bare_model(self.problem))}
 
     def line(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
         """A line between two traces that covers `samples` samples of a part; or why there is none."""

@@ -90,7 +90,8 @@ class Planner:
         problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
         scaled = self.scaler(problem, target).trace(without_parts(knobs), parts, num_rows)
         place = self.with_rates(place, settings, choices)
-        plan = needs(scaled.trace, place, settings.groups["allocator"].expandable_segments)
+        is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
+        plan = needs(scaled.trace, place, settings.groups["allocator"].expandable_segments, is_recurrent)
         advice = advice_for(plan["by_kind"], settings, choices, target)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
         about = {"device": place.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}

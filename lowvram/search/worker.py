@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, final
@@ -14,6 +15,7 @@ from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Exactness, Knob
 from lowvram.loops.setup import check_batch_size
 from lowvram.planning.estimate import Fields, PlanDevice
+from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner
 from lowvram.results.row import size_text
 from lowvram.search.space import Estimate, Option, Options, Plan, Space, estimate, space_of, useless, variants_of
@@ -69,14 +71,19 @@ def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
     Raises:
         BadInput: the budget or the speed of the device is unknown.
         Incompatible: nothing fits.
-        CantPlan: the model can't be traced.
+        CantPlan: the model can't be traced with the options in use.
     """
     space, refused = offered(
         cache, [name for name in cache.settings.search.groups or usual_groups() if name not in pinned]
     )
     base = cache.plan(space, space.base)
     check(base)
-    singles = {option: cache.plan(space, options) for option, options in space.singles()}
+    singles: dict[Option, Plan] = {}
+    for option, options in space.singles():
+        try:
+            singles[option] = cache.plan(space, options)
+        except CantPlan as error:
+            refused[option] = str(error)
     refused |= {option: why for option, plan in singles.items() if (why := useless(base, plan))}
     useful = space.without(refused)
     num_wanted = cache.settings.search.probes
@@ -141,20 +148,26 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
     base = cache.plan(space, space.base)
     room_bytes = MEMORY_SLACK * base["budget_bytes"] / (1 + base["margin"])
     sizes, times = [1.0], [1.0]  # planned / estimated, so far
+    num_tried = 0
     latest_ms = late_ms(cache.fitting, num_wanted)
     for combination in sorted(estimates, key=lambda one: (one.step_ms, one.num_changes)):
         step_ms = combination.step_ms * median(times)
-        if step_ms > latest_ms or len(sizes) > MOST_PLANS:
+        if step_ms > latest_ms or num_tried == MOST_PLANS:
             break
         is_pointless = adds_nothing(space.changes(combination.options), step_ms, cache.fitting)
         if combination.least_bytes * median(sizes) <= room_bytes and not is_pointless:
-            plan = cache.plan(space, combination.options)
+            num_tried += 1
+            try:
+                plan = cache.plan(space, combination.options)
+            except CantPlan:
+                continue
             sizes.append(plan["least_vram_bytes"] / combination.least_bytes)
             times.append(plan["step_ms"] / combination.step_ms)
             latest_ms = late_ms(cache.fitting, num_wanted)
     if not cache.fitting:
         for combination in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
-            cache.plan(space, combination.options)
+            with suppress(CantPlan):
+                cache.plan(space, combination.options)
 
 
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:

@@ -252,7 +252,7 @@ def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     try:
         events("found", **search(cache, point["pinned"]))
     except CantPlan as error:
-        return {"status": "error", "reason": str(error)}
+        return {"status": "error", "reason": f"{error}; a search needs plans: mode=measure runs a point without one"}
     return {"status": "ok"}
 
 

@@ -52,6 +52,6 @@ def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     """Floating-point operations of forward and backward for one sample, without any recomputation."""
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
     plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
-    with fake_tensors(), plain, FlopCounterMode(display=False) as counter:
-        step(assemble(problem, needed, CPU), example(problem.spec, 1))
+    with fake_tensors() as known, plain, FlopCounterMode(display=False) as counter:
+        step(assemble(problem, needed, CPU), example(problem.spec, 1, known))
     return counter.get_total_flops()

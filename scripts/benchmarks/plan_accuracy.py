@@ -32,9 +32,9 @@ from lowvram.config.identity import device_name, git_state
 from lowvram.config.settings import KNOB_GROUPS, Settings, settings
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
+from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.loops.setup import open_data
-from lowvram.planning.trace.fake import example
 from lowvram.results.row import Row, Status
 from scripts.benchmarks.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
 from scripts.benchmarks.plan_accuracy_report import Line, Quantity, Report
@@ -94,8 +94,14 @@ def key_of(spec: Spec) -> str:
     return " ".join([*spec.words, f"torch={torch.__version__}", f"on={device_name()}"])
 
 
-def freeze(book: Book, specs: Sequence[Spec], runs: Runs, fixed: list[str], device: str) -> None:
-    """Predict what is not predicted yet. Nothing is measured before the file is written."""
+def freeze(
+    book: Book, specs: Sequence[Spec], runs: Runs, fixed: list[str], device: str, tracked_every: int | None
+) -> None:
+    """Predict what is not predicted yet. Nothing is measured before the file is written.
+
+    Args:
+        tracked_every: torch's MemTracker predicts each so many-th point, too; None: none.
+    """
     known = book.read()
     missing = [spec for spec in specs if key_of(spec) not in known]
     words = {spec.name: [*fixed, *spec.words] for spec in missing}
@@ -103,7 +109,7 @@ def freeze(book: Book, specs: Sequence[Spec], runs: Runs, fixed: list[str], devi
     rows = runs.plan({name: [*each, *target] for name, each in words.items()}) if missing else []
     for number, (spec, row) in enumerate(zip(missing, rows, strict=True), start=1):
         say(f"predict {number} of {len(missing)}: {spec.name}")
-        is_tracked = specs.index(spec) % TRACKED_EVERY == 0
+        is_tracked = tracked_every is not None and specs.index(spec) % tracked_every == 0
         tracker = tracked(runs, words[spec.name]) if is_tracked else None
         book.add({**about(spec), **predicted(row), "mem_tracker_bytes": tracker})
 
@@ -152,7 +158,7 @@ def tracked_bytes(whole: Settings) -> int:
         with tracker:
             for _ in range(2):
                 tracker.reset_mod_stats()
-                step(rig, example(problem.spec, whole.train.batch_size))
+                step(rig, Part(*problem.spec.example(whole.train.batch_size)))
         return int(tracker.get_tracker_snapshot("peak")[cpu]["Total"])
 
 
@@ -191,17 +197,19 @@ class Asked(NamedTuple):
     most: int | None  # points that are measured
 
 
-def asked(words: Sequence[str]) -> Asked:
+def asked(
+    words: Sequence[str], default: Path = Path("outputs/plan_accuracy"), known: Sequence[str] = FAMILIES
+) -> Asked:
     """Raises BadInput for what is not known."""
-    folder, families, most = Path("outputs/plan_accuracy"), FAMILIES, None
+    folder, families, most = default, tuple(known), None
     for word in words:
         key, equals, value = word.partition("=")
         if word == "print":
             most = 0
         elif key == "only" and equals:
             families = tuple(value.split(","))
-            if unknown := set(families) - set(FAMILIES):
-                raise BadInput("only", ", ".join(sorted(unknown)), f"some of {', '.join(FAMILIES)}, with commas")
+            if unknown := set(families) - set(known):
+                raise BadInput("only", ", ".join(sorted(unknown)), f"some of {', '.join(known)}, with commas")
         elif key == "most" and equals:
             if not value.isdigit():
                 raise BadInput("most", value, "a number of points, 0 or more")
@@ -225,7 +233,7 @@ def main() -> None:
     fixed, target = (COMMON, "auto") if is_cuda else ([*COMMON, *ON_CPU], "cpu")
     predictions, measured = (Book(given.folder / f"{name}.jsonl") for name in ("predictions", "measured"))
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
-        freeze(predictions, specs, runs, fixed, target)
+        freeze(predictions, specs, runs, fixed, target, TRACKED_EVERY)
         measure(measured, specs, runs, fixed, given.most)
     baselines = {name: key for name, key in BASELINES.items() if not (is_cuda and key == "allocated_bytes")}
     quantities = CUDA_QUANTITIES if is_cuda else CPU_QUANTITIES

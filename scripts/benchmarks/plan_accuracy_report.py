@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from scripts.benchmarks.accuracy import Errors, Pair, errors_of, verdicts_of
-from scripts.benchmarks.plan_accuracy_points import FAMILIES, Spec
+from scripts.benchmarks.plan_accuracy_points import Spec
 
 SHARES = (0.9, 1.1, 1.25)  # budgets, as shares of what was measured
 MARGINS = (0.0, 0.1)
@@ -35,7 +35,7 @@ class Report:
     def lines(self) -> list[str]:
         text = [f"{len(self.specs)} points, {sum(map(self.is_compared, self.specs))} of them planned and measured."]
         text += [*self.late(), ""]
-        for family in FAMILIES:
+        for family in dict.fromkeys(spec.family for spec in self.specs):
             specs = [spec for spec in self.specs if spec.family == family and self.is_compared(spec)]
             text += [f"## {family}", "", *self.summary(specs), "", *self.table(specs), ""] if specs else []
         return [*text, *self.failures()]

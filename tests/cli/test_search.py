@@ -76,6 +76,23 @@ def test_what_nothing_fits_is_one_sentence_and_leaves_nothing(call: Call) -> Non
     assert not list(outcome.cwd.glob("outputs/**/result.json"))
 
 
+def test_a_model_that_cannot_be_planned_is_measured_instead(call: Call) -> None:
+    """The search says so; the point runs, and its row says why there is no plan."""
+    model = ["model=external", "model.target=tests.yours.Looking", "model.args={vocab_size: data.vocab_size}"]
+    words = [*model, "model.reads=TOKENS", "data=synthetic", "data.vocab_size=16", "data.sequence_length=8"]
+    words += ["train.batch_size=4", "device=cpu", "vram=1GiB", "logger=none"]
+    searched = call("mode=search", "plan.device=rtx3060", *words)
+    assert searched.code == 1
+    assert "return self.head(x if x.mean().item() > 0 else -x)" in searched.out
+    assert "a search needs plans: mode=measure runs a point without one" in searched.out
+    assert "Traceback" not in searched.out
+    measured = call("mode=measure", "measure.steps=1", "measure.warmup_steps=1", *words, "hydra.run.dir=measured")
+    assert measured.code == 0, measured.said()
+    row = read_row(Path("measured"))
+    assert row["memory"]["peak_bytes"] > 0
+    assert "depends on the values of a tensor" in row["plan"]["reason"]
+
+
 @pytest.mark.slow
 def test_searches_can_be_swept(call: Call) -> None:
     outcome = call("-m", *SEARCH, "plan.device=rtx3060", "vram=1MiB,100MiB")

@@ -16,3 +16,32 @@ def test_a_configuration_has_its_class() -> None:
     assert found is transformers.GPT2LMHeadModel
     with pytest.raises(KeyError):
         class_of(transformers.AutoModelForCausalLM, transformers.ViTConfig())
+
+
+@needed("transformers.AutoModelForImageClassification._model_mapping", by="model=hf")
+def test_of_several_classes_the_one_that_the_configuration_names_is_taken() -> None:
+    from lowvram.compat.transformers import class_of
+    from lowvram.models.hf_source import transformers
+
+    auto = transformers.AutoModelForImageClassification
+    with_teacher = transformers.DeiTForImageClassificationWithTeacher
+    assert class_of(auto, transformers.DeiTConfig()) is transformers.DeiTForImageClassification
+    assert class_of(auto, transformers.DeiTConfig(architectures=[with_teacher.__name__])) is with_teacher
+
+
+@needed("transformers.utils.import_utils.is_fake_tensor", by="plans of model=hf")
+def test_fake_tensors_that_are_known_are_read() -> None:
+    import torch
+    from transformers.masking_utils import find_packed_sequence_indices
+    from transformers.utils.import_utils import is_tracing
+
+    from lowvram.compat.torch_fake import FakeTensorMode
+    from lowvram.compat.transformers import values_read
+
+    with FakeTensorMode():
+        known, other = torch.arange(4)[None], torch.arange(4)[None]
+        with values_read(lambda tensor: tensor is known):
+            assert not is_tracing(known)
+            assert is_tracing(other)
+        assert is_tracing(known)
+        assert find_packed_sequence_indices(other) is not None

@@ -16,9 +16,11 @@ def test_examples_have_the_shapes_of_samples() -> None:
     inputs, targets = DataSpec(Modality.LABELLED_TOKENS, 3, (5,), 256).example(2)
     assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
         "input_ids": [[0] * 5] * 2,
-        "attention_mask": [[1] * 5] * 2,
+        "attention_mask": [[1, 1, 1, 1, 0]] * 2,
     }
     assert targets.tolist() == [0, 0]
+    whole, _ = DataSpec(Modality.LABELLED_TOKENS, 3, (5,), 256, is_padded=False).example(2)
+    assert whole["attention_mask"].tolist() == [[1] * 5] * 2
 
 
 def test_a_layout_comes_back_from_json() -> None:

@@ -243,3 +243,15 @@ def test_data_that_do_not_fit_are_reported(kind: str, spec: DataSpec, message: s
     with pytest.raises(BadInput) as told:
         HfConfig(tiny(kind)).make(spec)
     assert message in str(told.value)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_saved_model_has_the_entries_of_its_own_configuration(kind: str, tmp_path: Path) -> None:
+    """Those that were changed for the training alone come back, and none is added: a ViT knows no cache."""
+    config = HfConfig(tiny(kind), dropout=0.5)
+    config.save(built(config), SPECS[config.modality], tmp_path)
+    saved, known = (json.loads((Path(each) / "config.json").read_text()) for each in (tmp_path, tiny(kind)))
+    assert {name: saved.get(name) for name in config.forced(known)} == {
+        name: known.get(name) for name in config.forced(known)
+    }
+    assert "use_cache" not in saved.keys() - known.keys()

@@ -86,6 +86,15 @@ def test_a_price_is_that_of_a_direct_trace() -> None:
     assert scaled == planned(*TINY, CARD, "train.batch_size=16")
 
 
+def test_a_recurrent_model_keeps_more_on_a_card_than_is_known() -> None:
+    words = ("model=external", "model.target=tests.yours.Recurrent", "model.args={vocab_size: 16}")
+    words += ("model.reads=TOKENS", "data=synthetic", "data.vocab_size=16", "data.sequence_length=8")
+    for device, is_told in ((CARD, True), ("plan.device=cpu", False)):
+        names = [line["name"] for line in planned(*words, device)["lines"] if line["bytes"] is None]
+        assert any("recurrent layers" in name for name in names) is is_told
+    assert not any("recurrent" in line["name"] for line in planned(*TINY, CARD)["lines"])
+
+
 def test_margin_and_budget_decide_what_fits() -> None:
     least = planned(*TINY, CARD)["least_vram_bytes"] / MIB
     assert planned(*TINY, CARD, "plan.margin=0", f"vram={least}MiB")["fits"] is True

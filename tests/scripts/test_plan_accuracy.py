@@ -160,7 +160,7 @@ def test_predictions_stay_as_they_were_frozen(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("scripts.benchmarks.plan_accuracy.tracked", lambda runs, words: 7)
     book, runs = book_of(tmp_path), FakeRuns()
     for _ in range(2):
-        freeze(book, SPECS, runs, [], "cpu")  # pyright: ignore[reportArgumentType]
+        freeze(book, SPECS, runs, [], "cpu", 6)  # pyright: ignore[reportArgumentType]
     assert runs.planned == ["a", "b", "c"]
     assert by_name(SPECS, book)["a"]["sixteen_bytes"] == 48
     assert by_name(SPECS, book)["a"]["mem_tracker_bytes"] == 7

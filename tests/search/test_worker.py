@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.settings import Settings
+from lowvram.planning.estimate import Fields, PlanDevice
+from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, place_of
 from lowvram.search.space import Plan
 from lowvram.search.worker import PlanCache, offered, ranked, search, usual_groups
@@ -96,6 +99,34 @@ def test_host_memory_is_capped_as_well() -> None:
     away = [plan for plan in capped.plans.values() if plan["host_bytes"]]
     assert away
     assert not any(plan["fits"] for plan in away)
+
+
+def without_plans_of(cant: set[str]) -> Callable[..., Fields]:
+    """A `Planner.planned` that can't plan points with these options."""
+    planned_whole = Planner.planned
+
+    def planned(self: Planner, settings: Settings, choices: Mapping[str, str], place: PlanDevice) -> Fields:
+        if cant <= set(choices.values()):
+            raise CantPlan("can't plan this model: somewhere")
+        return planned_whole(self, settings, choices, place)
+
+    return planned
+
+
+def test_an_option_that_cannot_be_planned_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "planned", without_plans_of({"every1"}))
+    told = search(book("vram=1GiB", "search.groups=[ckpt]"), [])
+    assert told["ranking"]
+    assert "ruled out: ckpt=every1: can't plan this model: somewhere" in told["account"]
+
+
+def test_a_combination_that_cannot_be_planned_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leanest of all, which is looked at where nothing fits."""
+    found = book("vram=1MiB", "search.groups=[ckpt,accum]")
+    monkeypatch.setattr(Planner, "planned", without_plans_of({"every1", "x32"}))
+    with pytest.raises(Incompatible, match="nothing fits: the least found is"):
+        search(found, [])
+    assert ("every1", "x16") in found.plans
 
 
 def test_progress_is_reported_plan_by_plan() -> None:

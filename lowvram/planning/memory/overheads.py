@@ -186,6 +186,14 @@ def convolution_overheads(num_shapes: int, torch_version: str) -> list[Overhead]
     ]
 
 
+RECURRENT = Overhead(
+    "what cuDNN's recurrent layers keep for the backward pass, beyond what CPU kernels keep",
+    None,
+    True,
+    "unknown: whatever cudnnGetRNNTempSpaceSizes says; the plan has what oneDNN's LSTM, and other cells, keep on a CPU",
+)
+
+
 def process_overheads(
     device: DeviceSpec, torch_version: str, num_ranks: int = 1, num_threads: int = 2
 ) -> list[Overhead]:

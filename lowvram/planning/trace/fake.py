@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,20 @@ from lowvram.compat.torch_distributed import pretend_ranks, shapes_found_inside
 from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
 from lowvram.compat.torch_modes import FastDispatchMode
 from lowvram.compat.torch_ops import CopyOps, schema_of
+from lowvram.compat.transformers import values_read
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
 from lowvram.core.rig import Part
-from lowvram.data.spec import DataSpec
+from lowvram.data.spec import MASK, POSITIONS, DataSpec
 from lowvram.planning.target import Target
 from lowvram.planning.trace.cuda import acts_as_card
 from lowvram.planning.trace.fake_cache import FakeCache
+from lowvram.planning.trace.known_values import KnownValues, UnknownValue
 
 ROOT = Path(__file__).parents[2]
 # Code that runs a model: `reason` names a line outside of it.
-MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in ("core", "planning", "loops", "worker")))
+OWN = ("compat", "core", "planning", "loops", "worker")
+MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in OWN))
 
 ATEN = torch.ops.aten
 DEVICE_OF, PROMOTED = torch.ops.prim.device.default, ATEN.promote_types.default
@@ -45,9 +48,9 @@ class CantPlan(Exception):
 
 
 @contextmanager
-def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = None) -> Iterator[None]:
+def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = None) -> Iterator[KnownValues]:
     """Inside it CPU tensors are made without memory. torch treats them as tensors on `target`; None: as tensors on this
-    CPU, with its ranks.
+    CPU, with its ranks. Yields the values that are known all the same.
 
     Args:
         on_operator: called after each operator, with its positional and named arguments and its result.
@@ -63,10 +66,11 @@ def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = 
             undo.enter_context(acts_as_card(target.card))
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         planning_mode = undo.enter_context(PlanningMode(FakeCache(mode), on_operator))
+        undo.enter_context(values_read(planning_mode.known.has))
         # DTensor finds shapes by running operators on whole tensors, which no device would hold.
         undo.enter_context(shapes_found_inside(Unrecorded(planning_mode)))
         try:
-            yield
+            yield planning_mode.known
         except (BadInput, Incompatible, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -87,12 +91,14 @@ def reason(error: Exception) -> str:
 
 class PlanningMode(FastDispatchMode):
     """Runs operators on fake tensors. If an optimizer reads the value of a tensor, as Adafactor does, it gets 1, since
-    sizes don't depend on it; for other code, reading a value is an error. Frequent queries for devices and number
-    formats are answered here, for speed, and operators that only write values are skipped."""
+    sizes don't depend on it; other code gets values that are known, and reading another one is an error. Frequent
+    queries for devices and number formats are answered here, for speed, and operators that only write values are
+    skipped."""
 
     def __init__(self, fake_cache: FakeCache, on_operator: OnOperator | None) -> None:
         super().__init__()
         self.fake_cache, self.on_operator = fake_cache, on_operator
+        self.known = KnownValues()
         self.num_updates = 0  # that are running
         self.promoted: dict[Any, torch.dtype] = {}  # results of promote_types, by its arguments
 
@@ -119,11 +125,16 @@ class PlanningMode(FastDispatchMode):
         is_plain = all(kind is FakeTensor for kind in types)
         if not is_plain and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # torch then calls this again for the rank's local tensors
-        if func in FILLS and isinstance(args[0], FakeTensor):
-            return args[0]  # there is no memory to fill
-        if func is NUMBER_OF and self.num_updates and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else 1
+        if func in FILLS and isinstance(args[0], FakeTensor):  # there is no memory to fill
+            self.known.note(func, args, kwargs or {}, args[0])
+            return args[0]
+        if func is NUMBER_OF and isinstance(args[0], FakeTensor):
+            if self.num_updates:
+                return 1.0 if args[0].is_floating_point() else 1
+            with suppress(UnknownValue):
+                return self.known.number(args[0])
         out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, args, kwargs or {})
+        self.known.note(func, args, kwargs or {}, out)
         if func is PROMOTED:
             self.promoted[args] = out
         elif self.on_operator is not None and (func is CONSTANT or not func.is_view):  # a view has no own memory
@@ -182,6 +193,10 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def example(spec: DataSpec, num_samples: int) -> Part:
-    """A batch of this many samples with the shapes of `spec`."""
-    return Part(*spec.example(num_samples))
+def example(spec: DataSpec, num_samples: int, known: KnownValues) -> Part:
+    """A batch of this many samples with the shapes of `spec`. Only of masks and positions the values are known: they
+    say where rows and sequences end."""
+    part = Part(*spec.example(num_samples))
+    inputs = part.inputs if isinstance(part.inputs, Mapping) else {"": part.inputs}
+    known.forget([*(tensor for name, tensor in inputs.items() if name not in (MASK, POSITIONS)), part.targets])
+    return part

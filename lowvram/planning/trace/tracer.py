@@ -6,9 +6,10 @@ accumulation, offload, shards and the differences between a card and a CPU (cuda
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, final
 
@@ -25,7 +26,7 @@ from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, with_phases
-from lowvram.core.rig import Rig
+from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
@@ -55,20 +56,21 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     if reasons := conflicts(knobs, target.absent()):  # `assemble` checks too, but after it has made the model
         raise Incompatible("; ".join(reasons))
     trace_recorder = TraceRecorder(target.card)
-    with trace_recorder.recording(), fake_tensors(target, trace_recorder.see):
+    with trace_recorder.recording(), fake_tensors(target, trace_recorder.see) as known:
         rig = assemble(
             problem, {name: without_effect(knob) for name, knob in knobs.items()}, CPU, absent=target.absent()
         )
         trace_recorder.set_kinds(rig)
+        make_batch = partial(example, problem.spec, batch_size // target.num_ranks, known)
         for _ in range(2):
-            take_step(trace_recorder, with_phases(rig, trace_recorder), problem, batch_size // target.num_ranks)
+            take_step(trace_recorder, with_phases(rig, trace_recorder), make_batch)
     return trace_recorder.trace()
 
 
-def take_step(trace_recorder: TraceRecorder, rig: Rig, problem: Problem, num_samples: int) -> None:
+def take_step(trace_recorder: TraceRecorder, rig: Rig, make_batch: Callable[[], Part]) -> None:
     """Record one step on a new batch."""
     trace_recorder.begin_step()
-    batch = example(problem.spec, num_samples)
+    batch = make_batch()
     trace_recorder.ledger.set_kind(batch.tensors(), Kind.INPUTS)
     step(rig, batch)
     trace_recorder.ledger.set_kind(rig.stepper.state_dict(), Kind.OPTIMIZER)

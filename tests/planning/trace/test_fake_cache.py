@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.planning.trace.fake_cache import FakeCache, described
 
 ATEN = torch.ops.aten

@@ -26,11 +26,13 @@ from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
 from lowvram.planning.memory.replay import FREE
+from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.trace import fake as paper
 from lowvram.planning.trace.events import KINDS, Phase, Trace
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.trace.tracer import deaths_in_order, trace
+from lowvram.planning.worker import without_parts
 from lowvram.tasks import Classifier, LanguageModel
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
@@ -274,6 +276,22 @@ def test_a_model_that_looks_at_its_numbers_cannot_be_planned(ask: Any, line: str
     if ask is not asks_outside:
         assert "depends on the values of a tensor" in message
     assert type(torch.ones(1) + 1) is Tensor
+
+
+class ReadingProblem(LanguageModel):
+    """Its constructor reads numbers that it computes on the CPU, as those with a growing rate of dropped paths do."""
+
+    def make_model(self) -> nn.Module:
+        rates = torch.linspace(0, 0.1, 3, device="cpu").tolist()
+        assert rates[2] == pytest.approx(0.1)
+        return super().make_model()
+
+
+def test_a_constructor_may_look_at_its_numbers() -> None:
+    problem = ReadingProblem(PROBLEMS["transformer"].model, PROBLEMS["transformer"].spec)
+    knobs = knobs_of(ckpt="every1")
+    assert trace(problem, knobs, 4, A100).sums() == trace(PROBLEMS["transformer"], knobs, 4, A100).sums()
+    assert TraceScaler(problem, A100).trace(without_parts(knobs), 1, 4).is_direct
 
 
 def test_only_deaths_side_by_side_are_put_in_order() -> None:

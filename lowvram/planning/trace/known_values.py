@@ -1,0 +1,155 @@
+"""The values that a plan knows: integers and booleans that follow from constants and shapes alone, such as positions.
+
+Models look at some of them. Those of the library transformers attend without a mask where all positions of a row count
+up and nothing is padded, which takes far less memory than a mask. A value is computed on real tensors, and only when it
+is asked for: most never are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lowvram.compat.torch_fake import FakeTensor
+from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_ops import schema_of
+from lowvram.compat.torch_trees import tree_leaves, tree_map
+
+ATEN = torch.ops.aten
+CONSTANT = ATEN.lift_fresh.default  # a real tensor becomes a fake one, with a storage of its own
+WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+EMPTY = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.empty_permuted, ATEN.new_empty, ATEN.new_empty_strided}
+DEEPEST = 200  # operators one after another that make a value: more would be too deep for Python's stack
+
+
+class UnknownValue(Exception):
+    """A value depends on weights, samples or chance."""
+
+
+class Metadata(NamedTuple):
+    """Where a tensor lies in its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+def metadata_of(tensor: Tensor) -> Metadata:
+    return Metadata(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operator read: its place in a storage, and what made the storage's content by then."""
+
+    content: Content
+    place: Metadata
+
+    @property
+    def value(self) -> Tensor:
+        return self.place.on(self.content.storage)
+
+
+@final
+@dataclass(frozen=True)
+class Content:
+    """The content of a storage: what an operator has returned, or what it has left in the storage of its first
+    argument."""
+
+    operator: Any
+    args: tuple[Any, ...]  # with an `Operand` for each fake tensor
+    named: Mapping[str, Any]
+    place: Metadata  # of the result
+    is_in_place: bool
+    depth: int
+
+    @cached_property
+    def storage(self) -> torch.UntypedStorage:
+        args, named = (tree_map(value_of, each) for each in (self.args, self.named))
+        if self.is_in_place:
+            target: Operand = self.args[0]
+            storage = target.content.storage.clone()
+            self.operator(target.place.on(storage), *args[1:], **named)
+            return storage
+        result = self.operator(*args, **named)
+        laid_out = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.place.dtype)
+        return laid_out.copy_(result).untyped_storage()
+
+
+def value_of(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Operand) else leaf
+
+
+@final
+class KnownValues:
+    """The contents of the storages of fake tensors, as far as they are known."""
+
+    def __init__(self) -> None:
+        self.contents: WeakKeyDictionary[torch.UntypedStorage, Content] = WeakKeyDictionary()
+
+    def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
+        """An operator has run on fake tensors: remember what it made, or forget what it has overwritten."""
+        if type(out) is not FakeTensor:
+            if writes(operator):
+                self.forget(tree_leaves((args, named)))
+        elif out.dtype in WHOLE and (writes(operator) or not operator.is_view or operator is CONSTANT):
+            try:
+                self.contents[out.untyped_storage()] = self.content(operator, args, named, out)
+            except UnknownValue:
+                self.forget([out])
+
+    def content(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Tensor) -> Content:
+        """Raises UnknownValue if the operator's result isn't known."""
+        is_in_place = writes(operator)
+        is_plain = not is_in_place or (bool(args) and out is args[0])  # and not an argument `out=`
+        if operator.overloadpacket in EMPTY or torch.Tag.nondeterministic_seeded in operator.tags or not is_plain:
+            raise UnknownValue
+        args, named = (tree_map(self.operand, each) for each in (args, named))
+        operands = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Operand)]
+        depth = 1 + max((operand.content.depth for operand in operands), default=0)
+        if depth > DEEPEST:
+            raise UnknownValue
+        return Content(operator, args, dict(named), metadata_of(out), is_in_place, depth)
+
+    def operand(self, leaf: Any) -> Any:
+        """An argument, as a `Content` keeps it. Raises UnknownValue for a tensor whose value isn't known."""
+        if isinstance(leaf, FakeTensor):
+            content = self.contents.get(leaf.untyped_storage())
+            if content is None:
+                raise UnknownValue
+            return Operand(content, metadata_of(leaf))
+        if isinstance(leaf, Tensor) and (type(leaf) is not Tensor or leaf.is_meta):
+            raise UnknownValue
+        return leaf
+
+    def forget(self, leaves: Iterable[Any]) -> None:
+        """The values of these tensors aren't known from now on."""
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                self.contents.pop(leaf.untyped_storage(), None)
+
+    def has(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self.contents
+
+    def number(self, tensor: Tensor) -> int | bool:
+        """The value of a tensor of one element. Raises UnknownValue if it isn't known."""
+        operand: Operand = self.operand(tensor)
+        with modes_lifted():
+            return operand.value.item()  # pyright: ignore[reportReturnType]
+
+
+@cache
+def writes(operator: Any) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    return schema_of(operator).is_mutable
