@@ -28,14 +28,21 @@ class AttentionOps:
     FLASH_ON_CPU = ATEN._scaled_dot_product_flash_attention_for_cpu
     MATH = ATEN._scaled_dot_product_attention_math  # made of other operators
     FUSED = frozenset({FLASH, EFFICIENT, CUDNN, FLASH_ON_CPU})
-    FUSED_BACKWARD = frozenset(
-        {
-            ATEN._scaled_dot_product_flash_attention_backward,
-            ATEN._scaled_dot_product_efficient_attention_backward,
-            ATEN._scaled_dot_product_cudnn_attention_backward,
-            ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
-        }
-    )
+    FLASH_BACKWARD = ATEN._scaled_dot_product_flash_attention_backward
+    EFFICIENT_BACKWARD = ATEN._scaled_dot_product_efficient_attention_backward
+    CUDNN_BACKWARD = ATEN._scaled_dot_product_cudnn_attention_backward
+    FLASH_ON_CPU_BACKWARD = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    FUSED_BACKWARD = frozenset({FLASH_BACKWARD, EFFICIENT_BACKWARD, CUDNN_BACKWARD, FLASH_ON_CPU_BACKWARD})
+
+
+class ProductOps:
+    """The operators that run on cuBLAS, whatever their overload.
+
+    torch.ops.aten._scaled_mm, since 2.1, for products in fp8; the others are public. Replaced by
+    torch.nn.functional.scaled_mm, once torchao calls it.
+    """
+
+    ALL = frozenset({ATEN.mm, ATEN.addmm, ATEN.bmm, ATEN.baddbmm, ATEN.addbmm, ATEN.mv, ATEN.addmv, ATEN._scaled_mm})
 
 
 class NormOps:

@@ -55,11 +55,13 @@ class Card:
 
     name: str
     capability: tuple[int, int]
+    num_multiprocessors: int | None = None  # None: not known
 
 
 def card_of(device: torch.device) -> Card:
     """The card of this machine behind a CUDA device."""
-    return Card(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    properties = torch.cuda.get_device_properties(device)
+    return Card(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
 
 
 def absent_facts(device: torch.device) -> dict[Fact, str]:

@@ -102,9 +102,10 @@ class GradientSum(NamedTuple):
 
     line: int  # index of the sum's birth in `Ledger.lines`
     address: int  # of the storage into which autograd would have added in place
+    sum_address: int
 
 
-NO_SUM = GradientSum(0, 0)
+NO_SUM = GradientSum(0, 0, 0)
 
 
 def is_gradient_sum(terms: Sequence[Any]) -> bool:
@@ -197,7 +198,7 @@ class Ledger(TorchDispatchMode):
     def see(self, operator: Any, args: Sequence[Any], out: Any) -> None:
         """Record the storages that an operator has made."""
         if operator is torch.ops.aten.add.Tensor and is_gradient_sum(args):
-            self.latest_sum = GradientSum(len(self.lines), id(args[0].untyped_storage()))
+            self.latest_sum = GradientSum(len(self.lines), id(args[0].untyped_storage()), id(out.untyped_storage()))
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.born, operator)
@@ -274,10 +275,15 @@ class Ledger(TorchDispatchMode):
 
     def _died(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         dead = self.alive.pop(address)
-        line, added_to = self.latest_sum
-        # The term died right after the sum was made: autograd would have added in place, so the death comes first.
+        line, added_to, sum_address = self.latest_sum
+        # The term died right after the sum was made: autograd would have added in place, so the sum is that storage.
         is_in_place = address == added_to and all(num_bytes == 0 for _, num_bytes in self.lines[line + 1 :])
-        self.lines.insert(line if is_in_place else len(self.lines), (dead.serial, 0))
+        if is_in_place and sum_address in self.alive:
+            del self.lines[line]
+            self.alive[sum_address] = self.alive[sum_address]._replace(serial=dead.serial)
+            self.latest_sum = NO_SUM
+        else:
+            self.lines.append((dead.serial, 0))
 
     def _note_size(self, storage: torch.UntypedStorage) -> None:
         is_fake = storage.device.type == "meta"  # whatever device the fake tensor shows

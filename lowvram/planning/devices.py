@@ -26,6 +26,7 @@ class DeviceSpec:
 
     names: list[str] = field(default_factory=list)  # as its driver calls it (torch.cuda.get_device_name)
     compute_capability: str | None = None  # of CUDA, such as "8.6"; null: no CUDA device
+    multiprocessors: int | None = None  # kernels that sum take memory by their number; null: not known
     memory_bytes: int | None = None  # all that its driver reports to a process, of which the CUDA context takes a part
     bandwidth_bytes_per_s: float | None = None  # of its memory
     pcie_bytes_per_s: float | None = None  # to the host, one way

@@ -12,7 +12,7 @@ from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planning.devices import DeviceSpec
 from lowvram.planning.memory.overheads import RECURRENT, Overhead, convolution_overheads, process_overheads
-from lowvram.planning.memory.replay import Event, gc_off, needs_of
+from lowvram.planning.memory.replay import gc_off, needs_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
 from lowvram.planning.time.op_cost import Column
@@ -38,7 +38,8 @@ class PlanDevice:
 
     @property
     def target(self) -> Target:
-        card = None if self.device.capability is None else Card(self.name, self.device.capability)
+        capability = self.device.capability
+        card = None if capability is None else Card(self.name, capability, self.device.multiprocessors)
         return Target(card, self.num_ranks)
 
 
@@ -51,7 +52,7 @@ def needs(trace: Trace, place: PlanDevice, is_expandable: bool, is_recurrent: bo
     """
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
-    overheads = process_overheads(device, torch.__version__, place.num_ranks)
+    overheads = process_overheads(device, torch.__version__, place.num_ranks, len(trace.products))
     if device.is_cuda and is_recurrent:
         overheads.append(RECURRENT)
     if not device.is_cuda:
@@ -98,7 +99,7 @@ def num_convolutions(trace: Trace) -> int:
 @gc_off()
 def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
     """Memory on a card, from a replay through the caching allocator."""
-    events = [*workspaces(overheads), *trace.requests()]
+    events = trace.requests(workspaces(overheads, trace.products))
     needed = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
     outside = sum(item.num_bytes or 0 for item in overheads if not item.is_in_allocator)
     return {
@@ -109,10 +110,16 @@ def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_b
     }
 
 
-def workspaces(overheads: list[Overhead]) -> list[Event]:
-    """The allocations of libraries that the allocator serves and that stay."""
+def workspaces(overheads: list[Overhead], products: list[int]) -> list[tuple[int, int, int]]:
+    """The allocations of libraries that the allocator serves and that stay, as `Trace.requests` takes them: cuBLAS's,
+    when a thread first multiplies.
+
+    Args:
+        products: the events of a trace after which that is.
+    """
     sizes = [item.num_bytes for item in overheads if item.is_in_allocator and item.num_bytes]
-    return [Event(-1 - number, size) for number, size in enumerate(sizes)]
+    taken = zip(products, sizes, strict=False)  # sizes may be unknown
+    return sorted(((event, -1 - number, size) for number, (event, size) in enumerate(taken)), reverse=True)
 
 
 def named(sizes: Mapping[Kind, int] | Mapping[Phase, int]) -> dict[str, int]:

@@ -21,6 +21,7 @@ import torch
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import TASK_FACTS, absent_of, bare_model
+from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
@@ -28,6 +29,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import fake_tensors
+from lowvram.planning.trace.reductions import FIXED, Reduction, sizes_of
 from lowvram.planning.trace.tracer import affects_trace, trace
 from lowvram.tasks import Problem
 
@@ -36,6 +38,8 @@ MIDDLE_PART = 2  # of three; parts are counted from 1
 FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size was asked for
 REACHES = 16, 4  # a larger end is so many times the size asked for; the second is tried if the first gives no line
 LOSS_BYTES = 4  # of a part: an fp32 number
+# Of `Trace.reductions`: what doesn't depend on the batch.
+FIXED_COLUMNS = [0, *(1 + Reduction._fields.index(name) for name in FIXED)]
 
 
 class ScaledTrace(NamedTuple):
@@ -130,7 +134,7 @@ class TraceScaler:
         """The line through the traces of two numbers of samples; computed once."""
         if (below, above) not in known.lines:
             ends = {end: self.traced(known, knobs, parts, end) for end in (below, above)}
-            known.lines[below, above] = line_through(ends)
+            known.lines[below, above] = line_through(ends, self.target.card)
         return known.lines[below, above]
 
     def traced(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Trace:
@@ -155,15 +159,25 @@ class Line:
     samples: int  # of `trace`
     slope: torch.Tensor  # (events,) int64: bytes per further sample
     work_slope: torch.Tensor  # (operators, columns) int64: the same for `Trace.work`
+    reductions_slope: torch.Tensor  # (reductions, columns) int64: and for `Trace.reductions`
+    card: Card | None
 
     def at(self, samples: int) -> Trace:
         more = samples - self.samples
         num_bytes, work = self.trace.num_bytes + self.slope * more, self.trace.work + self.work_slope * more
+        if self.card is not None:  # the buffers of reductions grow in steps
+            reductions = self.trace.reductions + self.reductions_slope * more
+            births, sizes = reductions[:, 0], sizes_of(self.card, reductions[:, 1:])
+            num_bytes[births], num_bytes[births + 1] = sizes.unbind(1)
         return self.trace.sized(num_bytes, work)
 
 
-def line_through(traced: Mapping[int, Trace]) -> Line | str:
-    """The line through two traces; or why there is none, in half a sentence."""
+def line_through(traced: Mapping[int, Trace], card: Card | None = None) -> Line | str:
+    """The line through two traces; or why there is none, in half a sentence.
+
+    Args:
+        card: that they were made for.
+    """
     (first, one), (second, other) = traced.items()
     if one.makers != other.makers or not torch.equal(one.kinds, other.kinds):
         return "other tensors are made at another batch size"
@@ -171,11 +185,19 @@ def line_through(traced: Mapping[int, Trace]) -> Line | str:
         return "tensors live and die in another order at another batch size"
     if not torch.equal(one.work[:, : Column.FLOPS], other.work[:, : Column.FLOPS]):
         return "other operators run at another batch size"
-    slope = even_slope(one.num_bytes, other.num_bytes, second - first)
+    reductions_slope = even_slope(one.reductions, other.reductions, second - first)
     work_slope = even_slope(one.work, other.work, second - first)
-    if slope is None or work_slope is None:
+    slope = even_slope(without_buffers(one), without_buffers(other), second - first)
+    if slope is None or work_slope is None or reductions_slope is None or reductions_slope[:, FIXED_COLUMNS].any():
         return "sizes don't grow evenly with the batch"
-    return Line(one, first, slope, work_slope)
+    return Line(one, first, slope, work_slope, reductions_slope, card)
+
+
+def without_buffers(trace: Trace) -> torch.Tensor:
+    """The bytes of a trace's events, without those of the buffers of reductions."""
+    num_bytes, births = trace.num_bytes.clone(), trace.reductions[:, 0]
+    num_bytes[births] = num_bytes[births + 1] = 0
+    return num_bytes
 
 
 def even_slope(one: torch.Tensor, other: torch.Tensor, distance: int) -> torch.Tensor | None:

@@ -201,7 +201,8 @@ def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
     card, num_bytes = card_of(device), torch.cuda.get_device_properties(device).total_memory
     major, minor = card.capability
     unknown = DeviceSpec(names=[card.name], compute_capability=f"{major}.{minor}")
-    return card.name, replace(find_device(card.name) or unknown, memory_bytes=num_bytes)
+    spec = find_device(card.name) or unknown
+    return card.name, replace(spec, memory_bytes=num_bytes, multiprocessors=card.num_multiprocessors)
 
 
 def free_host_bytes() -> int:

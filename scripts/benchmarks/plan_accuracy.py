@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,12 @@ class Book:
                 continue
         return found
 
+    def forget(self, keys: Collection[str]) -> None:
+        """Remove what is written of these points."""
+        kept = [line for key, line in self.read().items() if key not in keys]
+        if self.path.exists():
+            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
     def add(self, line: Line) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_torn = self.path.exists() and not f"\n{self.path.read_text()}".endswith("\n")
@@ -109,9 +115,13 @@ def freeze(
 
 
 def about(spec: Spec) -> Line:
+    return {"key": key_of(spec), "name": spec.name, **stamp()}
+
+
+def stamp() -> Line:
+    """When a line was made, and by which state of the program."""
     sha, is_dirty = git_state()
-    time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"key": key_of(spec), "name": spec.name, "time": time_utc, "git_sha": sha, "dirty": is_dirty}
+    return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "git_sha": sha, "dirty": is_dirty}
 
 
 def predicted(row: Row) -> Line:

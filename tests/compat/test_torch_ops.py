@@ -65,6 +65,15 @@ def test_softmax_runs_what_we_know() -> None:
 
 
 @needed("torch.ops.aten._unsafe_view, _local_scalar_dense, _foreach_…", by="mode=plan, which counts no work for them,")
+def test_products() -> None:
+    from lowvram.compat.torch_ops import ProductOps
+
+    square = torch.rand(3, 3)
+    for compute in (lambda: square @ square, lambda: square @ square[0], lambda: square[None] @ square[None]):
+        assert packets_of(compute) & ProductOps.ALL
+    assert torch.ops.aten._scaled_mm in ProductOps.ALL
+
+
 def test_copies_run_what_we_know() -> None:
     from lowvram.compat.torch_ops import CopyOps
 

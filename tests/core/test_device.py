@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,8 +93,8 @@ def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
     """A card of this kind."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 
 def test_a_card_of_2018_only_emulates_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,19 +78,6 @@ TRITONS = [
     "cuModuleLoadData",
     "cuPointerGetAttribute",
 ]
-MULTIPROCESSORS = {  # from NVIDIA's data sheets
-    "t4": 40,
-    "rtx3060": 28,
-    "rtx3070": 46,
-    "rtx3090": 82,
-    "rtx4090": 128,
-    "a100": 108,
-    "a100_80gb": 108,
-    "a100_80gb_pcie": 108,
-    "h100": 132,
-    "h100_pcie": 114,
-    "h200": 132,
-}
 
 
 @dataclass
@@ -129,10 +116,15 @@ def output(*args: object) -> str:
 def card_table() -> str:
     """The cards of conf/devices as rows of C: option, driver's name, capability, bytes, multiprocessors."""
     rows = []
-    for option, number in MULTIPROCESSORS.items():
-        card = yaml.safe_load((DEVICES / f"{option}.yaml").read_text())
-        capability = card["compute_capability"].replace(".", "")
-        rows.append(f'{{"{option}", "{card["names"][0]}", {capability}, {card["memory_bytes"]}ul, {number}}},\n')
+    for path in sorted(DEVICES.glob("*.yaml")):
+        card = yaml.safe_load(path.read_text())
+        if card["compute_capability"] and card["names"]:
+            numbers = [
+                card["compute_capability"].replace(".", ""),
+                f"{card['memory_bytes']}ul",
+                card["multiprocessors"],
+            ]
+            rows.append(f'{{"{path.stem}", "{card["names"][0]}", {", ".join(map(str, numbers))}}},\n')
     return "".join(rows)
 
 

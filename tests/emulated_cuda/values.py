@@ -1,9 +1,10 @@
 """Values for the emulated device. A CUDA kernel computes nothing there. After it has run, and allocated what it
 allocates, the CPU's kernel of the same operator writes its results into the same memory.
 
-Operators over more than EMULATED_VALUES_MAX bytes of arguments and results (32 MiB) are left out: their results are
-what lies in the memory, mostly zeros. With EMULATED_LATE the CPU's kernel waits in the queue of its stream (late.py).
-EMULATED_REPORT=1 tells on stderr which operators got no value.
+Operators over more than EMULATED_VALUES_MAX bytes of arguments and results (32 MiB) are left out: their large results
+are what lies in the memory, mostly zeros, and their small ones are zeros, so that a loss and a norm of what was left
+out are finite, and large models run to their end. With EMULATED_LATE the CPU's kernel waits in the queue of its stream
+(late.py). EMULATED_REPORT=1 tells on stderr which operators got no value.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.emulated_cuda.overlay import as_tensor, in_fp32, is_strided, on_cpu, 
 
 MOST_BYTES = int(os.environ.get("EMULATED_VALUES_MAX") or 32 << 20)
 IS_REPORTED = os.environ.get("EMULATED_REPORT") == "1"
-# They only allocate, or make another view; or need no value.
+# They only allocate, or make another view; or need no value, or have one without a kernel.
 LEFT_ALONE = {
     "empty.memory_format",
     "empty_strided",
@@ -52,6 +53,7 @@ LEFT_ALONE = {
     "_copy_from_and_resize",
     "_has_compatible_shallow_copy_type",
     "new_empty_strided",
+    "_fused_sdp_choice",
     "_efficient_attention_forward",
     "_efficient_attention_backward",
     "_flash_attention_forward",
@@ -93,8 +95,10 @@ class Valued:
             return self._sized_by_value(args, kwargs)
         seed = seed_of(args, kwargs) if self._is_random and not is_captured else None
         result = self.kernel.call_boxed(keys, *args, **kwargs)
-        if is_captured or not can_have_values(tree_leaves((args, kwargs, result))):
+        if is_captured:
             return result
+        if not can_have_values(tree_leaves((args, kwargs, result))):
+            return self._blanked(result)
         if late.IS_LATE and not self._is_at_once and late.enqueue(self, args, kwargs, result):
             return result
         late.finish()
@@ -142,6 +146,13 @@ class Valued:
         for each, value, kind in zip(results, given + [None] * (len(results) - len(given)), kinds, strict=True):
             if kind.alias_info is None:
                 yield each, value
+
+    def _blanked(self, result: Any) -> Any:
+        """What was left out, with zeros in its small results."""
+        for each, _ in self.fresh(result, None) if self.is_fresh else []:
+            if is_strided(each) and each.device.type == "cuda" and each.nbytes <= MOST_BYTES:
+                over(each).zero_()
+        return result
 
     def _written(self, result: Any, values: Any) -> Any:
         if isinstance(result, bool | int | float):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.assemble import assemble
+from lowvram.core.assemble import assemble, skeleton
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.precision.fp8 import Fp8, convert
@@ -35,6 +35,11 @@ def test_linear_layers_are_exchanged_but_for_the_head_and_odd_ones() -> None:
     assert changed == {f"blocks.{block}.{layer}" for block in range(3) for layer in layers}
     after = dict(rig.model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
+
+
+def test_a_plan_can_build_the_model_without_memory() -> None:
+    model = skeleton(WIDE, knobs_of(precision="fp8"))
+    assert sum(type(module).__name__ == "Float8Linear" for module in model.modules()) == 12
 
 
 def test_emulated_gradients_are_in_the_band() -> None:

@@ -21,7 +21,7 @@ from lowvram.planning.trace.events import Trace
 from lowvram.planning.trace.tracer import trace
 from tests.laboratory import PROBLEMS, knobs_of
 
-H100 = Target(Card("H100", (9, 0)))
+H100 = Target(Card("H100", (9, 0), 132))
 
 
 def without_accum(**choices: str | Knob) -> dict[str, Knob]:
@@ -88,8 +88,8 @@ def test_a_much_larger_batch_takes_no_further_trace(num_traced: Callable[[], int
 def test_where_there_is_no_line_to_the_farther_end_there_may_be_one_to_the_nearer(
     num_traced: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def near(ends: dict[int, Trace]) -> Line | str:
-        return line_through(ends) if max(ends) < 100 else "too far"
+    def near(ends: dict[int, Trace], card: Card | None) -> Line | str:
+        return line_through(ends, card) if max(ends) < 100 else "too far"
 
     monkeypatch.setattr(repricing, "line_through", near)
     scaler = TraceScaler(PROBLEMS["resnet"], H100)
@@ -214,7 +214,7 @@ def test_a_key_knows_all_that_matters() -> None:
     }
     assert len(keys) == 8
     assert None not in keys
-    assert key_of(problem, knobs_of(), 8, Target(Card("H100", (9, 0)))) in keys
+    assert key_of(problem, knobs_of(), 8, Target(Card("H100", (9, 0), 132))) in keys
 
 
 def test_the_place_of_the_store_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

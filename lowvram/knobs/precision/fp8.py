@@ -6,8 +6,11 @@ each product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,8 +37,19 @@ class Fp8(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         convert(rig.model, rig.task.head(rig.model))
-        rig.model.forward = torch.autocast(rig.device.type, torch.bfloat16)(rig.model.forward)
+        rig.model.forward = under_autocast(rig.model.forward, rig.device.type)
         return rig
+
+
+def under_autocast(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """`forward` in bf16. A model without memory has it too, though there is no autocast for what it can't compute."""
+
+    @wraps(forward)
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    return autocast_forward
 
 
 def convert(model: nn.Module, head: nn.Linear | None, emulate: bool = False) -> None:

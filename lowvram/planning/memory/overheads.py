@@ -67,9 +67,10 @@ class Row(NamedTuple):
     torch: Span = ANY
     capability: Span = ANY
     least_ranks: int = 1
+    least_threads: int = 0  # that multiply
 
 
-def _cublas(thread: str) -> list[Row]:
+def _cublas(thread: str, number: int) -> list[Row]:
     """cuBLAS keeps a workspace per handle and stream, and torch a handle per thread: the backward pass has its own
     thread."""
     name = f"cuBLAS workspace of {thread}"
@@ -78,18 +79,19 @@ def _cublas(thread: str) -> list[Row]:
         return Overhead(name, num_bytes, is_in_allocator=True, source=source)
 
     unknown = line(None, f"unknown: 32 MiB at some time since {PYTORCH}/pull/175344 (February 2026)")
-    return [
+    rows = [
         Row(line(None, EAGER), torch=Span((2, 14))),
         Row(line(32 * MIB), capability=HOPPER),
         *(Row(line(32 * MIB), Span((2, 13)), capability) for capability in (BLACKWELL, RTX_BLACKWELL)),
         *(Row(unknown, capability=capability) for capability in (BLACKWELL, RTX_BLACKWELL)),
         Row(line(4096 * 1024 * 2 + 16 * 1024 * 8)),  # :4096:2:16:8, as CUBLAS_WORKSPACE_CONFIG would say it
     ]
+    return [row._replace(least_threads=number) for row in rows]
 
 
 ROWS: list[Row] = [
-    *_cublas("the forward pass"),
-    *_cublas("the backward pass"),
+    *_cublas("the forward pass", 1),
+    *_cublas("the backward pass", 2),
     Row(Overhead("cublasLt workspace", None, True, EAGER), torch=Span((2, 14))),
     Row(Overhead("cublasLt workspace", 0, True, UNIFIED)),
     Row(
@@ -105,8 +107,7 @@ ROWS: list[Row] = [
             "temporaries inside operators",
             None,
             True,
-            "unknown: such as the fp32 sums of flash attention's backward pass "
-            "(aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, dq_accum)",
+            "unknown where lowvram/planning/trace/scratch.py has no rule: it has rules for sums and for attention",
         )
     ),
     Row(Overhead("CUDA context", CONTEXT_BYTES, False, CONTEXT), capability=ADA),
@@ -193,15 +194,19 @@ RECURRENT = Overhead(
 )
 
 
-def process_overheads(device: DeviceSpec, torch_version: str, num_ranks: int = 1) -> list[Overhead]:
+def process_overheads(
+    device: DeviceSpec, torch_version: str, num_ranks: int = 1, num_threads: int = 2
+) -> list[Overhead]:
     """The memory that a process on `device` takes beside its tensors.
 
     Args:
         torch_version: such as "2.13.0+cu130".
         num_ranks: processes with a device each.
+        num_threads: that multiply matrices: that of the forward pass, and that of the backward pass.
     """
     rows = ON_CPU if device.capability is None else ROWS
-    return list(_lines(rows, parsed(torch_version), device.capability or (0, 0), num_ranks))
+    rows = [row for row in rows if num_ranks >= row.least_ranks and num_threads >= row.least_threads]
+    return list(_lines(rows, parsed(torch_version), device.capability or (0, 0)))
 
 
 def parsed(version: str) -> Version:
@@ -210,10 +215,10 @@ def parsed(version: str) -> Version:
     return int(major), int(minor)
 
 
-def _lines(rows: list[Row], torch_version: Version, capability: Version, num_ranks: int) -> Iterator[Overhead]:
+def _lines(rows: list[Row], torch_version: Version, capability: Version) -> Iterator[Overhead]:
     names = set()
     for row in rows:
-        applies = row.torch.has(torch_version) and row.capability.has(capability) and num_ranks >= row.least_ranks
+        applies = row.torch.has(torch_version) and row.capability.has(capability)
         if applies and row.line.name not in names:
             names.add(row.line.name)
             yield row.line

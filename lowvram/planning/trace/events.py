@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -63,6 +64,8 @@ class Trace:
     kinds: Tensor  # (storages,) int64: index into `KINDS`
     makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
     second_step: int  # the first event of the second step: by then the optimizer's state exists
+    products: list[int]  # the births after which cuBLAS takes its workspaces: one in each thread that multiplies
+    reductions: Tensor  # (reductions, 1 + columns) int64: the first of the births of its two buffers, and a `Reduction`
     work: Tensor  # (operators, columns) int64: of the second step, by lowvram.planning.time.op_cost.Column
 
     def sized(self, num_bytes: Tensor, work: Tensor) -> Trace:
@@ -107,18 +110,27 @@ class Trace:
         pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in pairs if size]
 
-    def requests(self) -> list[tuple[int, int, int]]:
+    def requests(self, more: Iterable[tuple[int, int, int]] = ()) -> list[tuple[int, int, int]]:
         """The requests to the device's allocator, as `Event`s. A storage that is resized is freed and allocated
-        anew."""
+        anew.
+
+        Args:
+            more: allocations that stay: the index of the event before each, in falling order, what identifies it, and
+                its bytes.
+        """
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)
+        num_asked = (is_asked * (1 + ((before > 0) & (self.num_bytes > 0)).long())).cumsum(0)
         storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
         asked, is_anew = num_bytes.where(num_bytes > 0, FREE), (before > 0) & (num_bytes > 0)
         if is_anew.any():
             times = 1 + is_anew.long()
             storages, asked = storages.repeat_interleave(times), asked.repeat_interleave(times)
             asked[(times.cumsum(0) - times)[is_anew]] = FREE
-        return list(zip(storages.tolist(), asked.tolist(), repeat(0)))
+        requests = list(zip(storages.tolist(), asked.tolist(), repeat(0)))
+        for event, allocation, size in more:
+            requests.insert(int(num_asked[event]), (allocation, size, 0))
+        return requests
 
     @cached_property
     def before(self) -> Tensor:

@@ -20,7 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowvram.compat.torch_autograd import current_node
 from lowvram.config.errors import Incompatible
+from lowvram.core import host
 from lowvram.core.assemble import assemble
+from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, with_phases
@@ -30,6 +32,8 @@ from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
+from lowvram.planning.trace.reductions import Reduction, buffers_of
+from lowvram.planning.trace.scratch import PRODUCTS, scratch_of
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -51,7 +55,7 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     """
     if reasons := conflicts(knobs, target.absent()):  # `assemble` checks too, but after it has made the model
         raise Incompatible("; ".join(reasons))
-    trace_recorder = TraceRecorder()
+    trace_recorder = TraceRecorder(target.card)
     with trace_recorder.recording(), fake_tensors(target, trace_recorder.see) as known:
         rig = assemble(
             problem, {name: without_effect(knob) for name, knob in knobs.items()}, CPU, absent=target.absent()
@@ -103,9 +107,16 @@ class DeclarationsOnly(Knob):
 
 @final
 class TraceRecorder:
-    """Records a trace: births and deaths of storages in a ledger, who makes each, phases, and the work of operators."""
+    """Records a trace: births and deaths of storages in a ledger, who makes each, phases, and the work of operators.
 
-    def __init__(self) -> None:
+    Args:
+        card: whose kernels take memory while they run; None: those of a CPU, which take none.
+    """
+
+    def __init__(self, card: Card | None) -> None:
+        self.card = card
+        self.reductions: list[tuple[int, ...]] = []
+        self.products: dict[bool, int] = {}  # the birth of the first product, by whether the backward pass makes it
         self.ledger = Ledger(CPU.type, self.origin_of)
         self.op_counter = OpCounter()
         self.ledger.born = Kind.OTHER  # temporaries while weights get their initial values
@@ -145,8 +156,31 @@ class TraceRecorder:
 
     def see(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         self.ledger.see(operator, args, out)
+        if self.card is not None:
+            self.note_scratch(self.card, operator, args, named)
         if self.is_steady:
             self.op_counter.note(operator, args, named, out)
+
+    def note_scratch(self, card: Card, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Record what the operator takes beside its results: while it runs, or from its first product on."""
+        if host.is_computing():
+            return
+        if operator.overloadpacket in PRODUCTS:
+            self.products.setdefault(current_node() is not None, len(self.ledger.lines) - 1)
+        for group in scratch_of(card, operator, args, named):
+            sizes: list[int] = []
+            for item in group:
+                if isinstance(item, Reduction):
+                    self.reductions.append((len(self.ledger.lines) + len(sizes), *map(int, item)))
+                sizes += buffers_of(card, item) if isinstance(item, Reduction) else [item]
+            self.add_scratch(sizes, f"{operator.overloadpacket.__name__} while it ran")
+
+    def add_scratch(self, sizes: list[int], maker: str) -> None:
+        """Record storages that are born in this order and die in the opposite one."""
+        serials = range(len(self.ledger.kinds), len(self.ledger.kinds) + len(sizes))
+        self.ledger.kinds.update(dict.fromkeys(serials, Kind.OTHER))
+        self.ledger.origins.update(dict.fromkeys(serials, maker))
+        self.ledger.lines += [*zip(serials, sizes, strict=True), *((serial, 0) for serial in reversed(serials))]
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.is_steady:
@@ -194,6 +228,8 @@ class TraceRecorder:
             torch.tensor(kinds),
             [self.ledger.origins.get(serial, "") for serial in range(len(kinds))],
             self.steps[1],
+            sorted(self.products.values()),
+            torch.tensor(self.reductions, dtype=torch.int64).view(-1, 1 + len(Reduction._fields)),
             self.op_counter.work(),
         )
 
@@ -202,7 +238,15 @@ def deaths_in_order(lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The lines with consecutive deaths sorted by serial number: autocast frees its copies of weights in the order of
     addresses, which varies from run to run and doesn't matter to an allocator."""
     ordered: list[tuple[int, int]] = []
-    for is_death, group in groupby(lines, key=lambda line: line[1] == 0):
+    born: set[int] = set()
+
+    def is_of_dead(line: tuple[int, int]) -> bool:
+        serial, num_bytes = line
+        was_born = serial in born
+        born.add(serial)
+        return was_born and num_bytes == 0  # a storage can be born without bytes
+
+    for is_death, group in groupby(lines, key=is_of_dead):
         consecutive = list(group)
         ordered += sorted(consecutive) if is_death else consecutive
     return ordered

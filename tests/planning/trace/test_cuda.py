@@ -109,6 +109,34 @@ def test_afterwards_the_cpu_has_its_own_ways_again() -> None:
     assert before[list(FORMATS).index("exp")] is BF16  # the card's way is another
 
 
+@pytest.mark.parametrize("shape", [(4, 256, 64), (2, 2, 256, 64)])
+def test_a_bias_is_added_in_place(shape: tuple[int, ...]) -> None:
+    """torch makes another tensor of it only where tensors are of a subclass, as fake ones are (native/Linear.cpp)."""
+    inputs_bytes, outputs_bytes = 4 * (4 * 256 * 64 + 256 * 64 + 256), 4 * (4 * 256 * 256)
+
+    def applied() -> Tensor:
+        inputs = torch.empty(shape).transpose(0, -2)  # in no order that can be flattened
+        return F.linear(inputs, torch.empty(256, 64), torch.empty(256))
+
+    assert made(A100, applied) - inputs_bytes - outputs_bytes in range(outputs_bytes // 2)
+
+
+@pytest.mark.parametrize(("kind", "num_gates"), [(torch.nn.GRUCell, 3 + 3 + 5), (torch.nn.LSTMCell, 4 + 4 + 4)])
+def test_a_recurrent_cell_keeps_its_gates(kind: Any, num_gates: int) -> None:
+    """What comes of input and state, and the gates themselves: recorded of GRUCell on an emulated card."""
+    batch, width = 64, 256
+
+    def kept() -> Any:
+        cell = kind(width, width)
+        inputs, states = torch.empty(batch, width), [torch.empty(batch, width) for _ in range(num_states)]
+        return cell(inputs, states[0] if num_states == 1 else tuple(states))
+
+    num_states = 1 if kind is torch.nn.GRUCell else 2
+    weights = (2 * width + 2) * (3 if num_states == 1 else 4) * width
+    others = batch * width * (1 + 2 * num_states)
+    assert made(A100, kept) - 4 * (weights + others + num_gates * batch * width) in range(8 * KIB)
+
+
 def test_a_mask_of_dropout_has_one_byte_for_each_number() -> None:
     def drop() -> Tensor:
         return F.dropout(torch.empty(MIB, requires_grad=True), 0.1)

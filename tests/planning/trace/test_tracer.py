@@ -38,7 +38,7 @@ from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
 
 KIB, GIB = 2**10, 2**30
-A100, T4 = Target(Card("A100", (8, 0))), Target(Card("T4", (7, 5)))
+A100, T4 = Target(Card("A100", (8, 0), 108)), Target(Card("T4", (7, 5), 40))
 GPT2 = TransformerConfig(num_layers=12, width=768, num_heads=12, context=1024, positions=Positions.learned)
 TOKENS = DataSpec(Modality.TOKENS, 50257, (1024,))
 RESNET50 = ResNetConfig(BlockKind.bottleneck, [3, 4, 6, 3], 64, StemKind.quarter, 224)
@@ -121,8 +121,11 @@ def test_a_storage_that_changes_its_size_is_asked_for_anew() -> None:
     events = [(0, 100), (1, 200), (0, 300), (0, 300), (2, 50), (1, 0)]  # a storage, and its bytes from there on
     storages, num_bytes = torch.tensor(events).T
     kinds, work = torch.tensor([on_device, on_device, on_host]), torch.zeros(0, 9, dtype=torch.int64)
-    found = Trace(storages, num_bytes, torch.zeros(6, dtype=torch.int64), kinds, ["a", "b", "c"], 0, work)
-    assert found.requests() == [(0, 100, 0), (1, 200, 0), (0, FREE, 0), (0, 300, 0), (1, FREE, 0)]
+    phases, none = torch.zeros(6, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
+    found = Trace(storages, num_bytes, phases, kinds, ["a", "b", "c"], 0, [], none, work)
+    asked = [(0, 100, 0), (1, 200, 0), (0, FREE, 0), (0, 300, 0), (1, FREE, 0)]
+    assert found.requests() == asked
+    assert found.requests([(2, -2, 7), (0, -1, 5)]) == [asked[0], (-1, 5, 0), *asked[1:4], (-2, 7, 0), *asked[4:]]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit"])

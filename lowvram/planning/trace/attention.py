@@ -1,0 +1,154 @@
+"""Which kernel scaled_dot_product_attention runs on a card, for fake CPU tensors.
+
+After PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13 (select_sdp_backend): the first in
+the card's order that takes the arguments. A test asks torch itself on emulated cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lowvram.compat.torch_ops import AttentionOps
+from lowvram.core.device import Card
+
+ATEN = torch.ops.aten
+NARROW = (torch.float16, torch.bfloat16)
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # where flash has no room for all gradients of wide heads
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """The arguments of scaled_dot_product_attention. Query (b, n, s, c), key (b, m, t, c), value (b, m, t, d)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float | None
+    is_grouped: bool  # whether keys and values may have fewer heads
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.query.shape[-1], self.value.shape[-1]
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(tensor.requires_grad for tensor in (self.query, self.key, self.value))
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.query.dtype in NARROW
+
+    @property
+    def is_dense(self) -> bool:
+        return all(tensor.dim() == 4 for tensor in (self.query, self.key, self.value))
+
+    @property
+    def has_same_heads(self) -> bool:
+        return self.query.shape[1] == self.key.shape[1] == self.value.shape[1]
+
+
+def attention(
+    card: Card,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As the kernel that the card runs would."""
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return kernel_for(card, call)(call)
+
+
+def kernel_for(card: Card, call: Call) -> Callable[[Call], Tensor]:
+    """The first that takes the call; the last one, which keeps a matrix of all pairs, takes any."""
+    if not call.is_dense:
+        return products
+    order = [(flash, flash_can), (efficient, efficient_can)]
+    if card.capability in (HOPPER, BLACKWELL):  # elsewhere it comes after those, and after `products`
+        order.insert(0, (cudnn, cudnn_can))
+    return next((kernel for kernel, can in order if can(card, call)), products)
+
+
+def cudnn_can(card: Card, call: Call) -> bool:
+    """check_cudnn_tensor_shapes and its neighbours, with the cuDNN of torch 2.13."""
+    most = 256 if card.capability == HOPPER else 128
+    is_mask_fixed = call.mask is None or not call.mask.requires_grad
+    has_width = all(width <= most and width % 8 == 0 for width in call.widths)
+    return call.is_narrow and call.dropout == 0 and is_mask_fixed and has_width and call.key.shape[-2] > 1
+
+
+def flash_can(card: Card, call: Call) -> bool:
+    if card.capability < AMPERE or not call.is_narrow or call.mask is not None:
+        return False
+    width, value_width = call.widths
+    is_even = not call.is_causal or call.query.shape[-2] == call.key.shape[-2]
+    is_wide = 192 < width <= 224 or (width > 224 and call.dropout > 0)
+    is_hard = is_wide and card.capability in SMALL_SHARED_MEMORY and call.needs_gradient
+    return is_even and width == value_width <= 256 and not is_hard
+
+
+def efficient_can(card: Card, call: Call) -> bool:
+    is_known = call.query.dtype in (torch.float32, torch.float16)
+    if not (is_known or (call.query.dtype is torch.bfloat16 and card.capability >= AMPERE)):
+        return False
+    multiple = 8 if call.is_narrow else 4 if card.capability >= AMPERE else 1  # tensor cores want them
+    return not call.is_grouped and call.has_same_heads and all(width % multiple == 0 for width in call.widths)
+
+
+def cudnn(call: Call) -> Tensor:
+    bias = None if call.mask is None else as_numbers(call.mask, call.query.dtype)
+    is_needed = torch.is_grad_enabled() and call.needs_gradient
+    args = (call.query, call.key, call.value, bias, is_needed, call.dropout, call.is_causal, False)
+    return AttentionOps.CUDNN.default(*args, scale=call.scale)[0]
+
+
+def flash(call: Call) -> Tensor:
+    width, padded = call.widths[0], [to_multiple(tensor, 8) for tensor in (call.query, call.key, call.value)]
+    scale = width**-0.5 if call.scale is None else call.scale
+    return AttentionOps.FLASH.default(*padded, call.dropout, call.is_causal, scale=scale)[0][..., :width]
+
+
+def efficient(call: Call) -> Tensor:
+    bias = None if call.mask is None else as_bias(call.mask, call.query)
+    is_needed = torch.is_grad_enabled() and call.needs_gradient
+    args = (call.query, call.key, call.value, bias, is_needed, call.dropout, call.is_causal)
+    return AttentionOps.EFFICIENT.default(*args, scale=call.scale)[0]
+
+
+def products(call: Call) -> Tensor:
+    args = (call.query, call.key, call.value, call.mask, call.dropout, call.is_causal)
+    return AttentionOps.MATH.default(*args, scale=call.scale, enable_gqa=call.is_grouped)[0]
+
+
+def to_multiple(tensor: Tensor, multiple: int) -> Tensor:
+    """The tensor with its last dimension padded with zeros to a multiple."""
+    missing = -tensor.shape[-1] % multiple
+    return ATEN.constant_pad_nd.default(tensor, [0, missing]) if missing else tensor
+
+
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add."""
+    return torch.where(mask, 0.0, float("-inf")).to(dtype) if mask.dtype is torch.bool else mask
+
+
+def as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask as the efficient kernel takes it: numbers to add, in rows padded to a multiple of 16, one for each
+    head."""
+    length = mask.shape[-1]
+    bias = to_multiple(as_numbers(mask, query.dtype), 16)[..., :length]
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], length)

@@ -1,0 +1,160 @@
+"""The memory that operators take on a card for the while they run, which no tensor shows.
+
+Each rule follows a kernel of torch 2.13; tests/planning/trace/test_scratch.py holds them against torch's own allocator
+on emulated cards. Workspaces of cuDNN's convolutions aren't known, so there is no rule for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowvram.compat.torch_ops import AttentionOps, ProductOps
+from lowvram.core import host
+from lowvram.core.device import Card
+from lowvram.planning.trace.attention import NARROW, SMALL_SHARED_MEMORY
+from lowvram.planning.trace.reductions import Reduction, reduction_of
+
+ATEN = torch.ops.aten
+PRODUCTS = ProductOps.ALL  # they take the workspace of cuBLAS with them, once for each thread
+FP32_BYTES = 4
+# By the bytes of a partial result: a pair of value and place; mean, sum of squares and two counts.
+PAIR_BYTES, MOMENTS_BYTES = 16, 16
+
+Group = Sequence[int | Reduction]  # allocated in this order after the results, freed in the opposite order
+Rule = Callable[[Card, Sequence[Any], Mapping[str, Any]], Sequence[Group]]
+
+
+def scratch_of(card: Card, operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """What an operator takes while it runs, one group after another.
+
+    Args:
+        args, named: as a dispatch mode gets them.
+    """
+    rule = RULES.get(operator.overloadpacket)
+    return () if rule is None or host.holds(args[0]) else rule(card, args, named)
+
+
+def argument(args: Sequence[Any], named: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else named.get(name, default)
+
+
+def reduction(bytes_of: Callable[[torch.dtype], int], place: int = 1) -> Rule:
+    """The rule of an operator that reduces its first argument.
+
+    Args:
+        bytes_of: a partial result, by the format of what is reduced.
+        place: of the dimensions among the arguments.
+    """
+
+    def rule(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+        dims = argument(args, named, place, "dim")
+        dims = [dims] if isinstance(dims, int) else dims
+        return [[reduction_of(args[0], dims, bytes_of(args[0].dtype))]]
+
+    return rule
+
+
+def sum_bytes(dtype: torch.dtype) -> int:
+    """Sums of few bits are added in fp32, whole numbers in int64."""
+    return max(FP32_BYTES, dtype.itemsize) if dtype.is_floating_point else 8
+
+
+def rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """With `out` a copy in the wanted format comes first, unless it goes from fp16 to fp32 (SoftMax.cpp). Without, a
+    trace sees that copy."""
+    source, dtype = args[0], argument(args, named, 2, "dtype") or args[0].dtype
+    is_direct = dtype is source.dtype or (source.dtype is torch.float16 and dtype is torch.float32)
+    return () if is_direct else [[source.numel() * dtype.itemsize]]
+
+
+def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Few queries are computed in several parts of the keys, whose results are in fp32 (flash_api.cpp,
+    set_params_splitkv)."""
+    query, key, dropout = args[0], args[1], argument(args, named, 3, "dropout_p", 0.0)
+    batch, heads, length, width = query.shape
+    num_parts = 1 if dropout else num_parts_of(card, batch * heads * -(-length // 64), key.shape[-2], width)
+    if num_parts == 1:
+        return ()
+    rows = num_parts * batch * heads * length * FP32_BYTES
+    return [[rows, rows * rounded(width, 32)]]
+
+
+def num_parts_of(card: Card, num_blocks: int, num_keys: int, width: int) -> int:
+    """Into how many parts flash attention splits the keys (num_splits_heuristic).
+
+    Args:
+        num_blocks: of 64 queries, over all heads.
+    """
+    places = 2 * (card.num_multiprocessors or 0)
+    if num_blocks >= 0.8 * places:
+        return 1
+    num_key_blocks = -(-num_keys // (256 if width <= 64 else 128 if width <= 128 else 64))
+    efficiency = {}
+    for parts in range(1, min(128, places, num_key_blocks) + 1):
+        if parts == 1 or -(-num_key_blocks // parts) != -(-num_key_blocks // (parts - 1)):
+            waves = num_blocks * parts / places
+            efficiency[parts] = waves / -(-num_blocks * parts // places)
+    best = max(efficiency.values())
+    return next(parts for parts, share in efficiency.items() if share >= 0.85 * best)
+
+
+def flash_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Row sums and the query's gradient in fp32; gradients of each query's keys and values, where several queries share
+    them (flash_api.cpp, mha_bwd)."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * rounded(length, 128) * FP32_BYTES
+    expanded = batch * key.shape[2] * heads * width * key.dtype.itemsize
+    return [[rows, rows * rounded(width, 32), *([] if key.shape[1] == heads else [expanded, expanded])]]
+
+
+def cudnn_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """The same in one piece (cudnn-frontend's SDPA_backward)."""
+    batch, heads, length, width = args[1].shape
+    return [[batch * heads * length * (width + 1) * FP32_BYTES]]
+
+
+def efficient_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Wide outputs of few bits are summed in fp32."""
+    query, width = args[0], args[2].shape[-1]
+    is_summed = query.dtype in NARROW and width > 128
+    return [[query[..., 0].numel() * width * FP32_BYTES]] if is_summed else ()
+
+
+def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Row sums, and sums in fp32 of the query's gradient and, of wide heads of few bits, of the others' too
+    (attention_backward.cu; workspace_elements_gq and its neighbours of kernel_backward.h). For fp32 the row sums are
+    made of a product."""
+    query, key, value = args[1:4]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * length * FP32_BYTES
+    is_narrow = query.dtype in NARROW
+    width = rounded(width, 64) if width <= 64 or width > 128 else 128
+    sums = batch * heads * rounded(length, 64) * width * FP32_BYTES
+    is_wide = width > 128 or (width > 96 and args[1].shape[-1] > 96 and card.capability in SMALL_SHARED_MEMORY)
+    both = 2 * batch * heads * rounded(key.shape[2], 64) * width * FP32_BYTES if is_narrow and is_wide else 0
+    first = [] if is_narrow else [[rows * value.shape[-1], rows]]
+    return [*first, [rows, sums + both]]
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((ATEN.sum, ATEN.mean, ATEN.prod), reduction(sum_bytes)),
+    **dict.fromkeys((ATEN.amax, ATEN.amin, ATEN.max, ATEN.min), reduction(lambda dtype: dtype.itemsize)),
+    **dict.fromkeys((ATEN.any, ATEN.all), reduction(lambda dtype: 1)),
+    **dict.fromkeys((ATEN.argmax, ATEN.argmin), reduction(lambda dtype: PAIR_BYTES)),
+    **dict.fromkeys((ATEN.var, ATEN.std, ATEN.var_mean), reduction(lambda dtype: MOMENTS_BYTES)),
+    **dict.fromkeys((ATEN.linalg_vector_norm, ATEN.norm), reduction(sum_bytes, place=2)),
+    **dict.fromkeys((ATEN.softmax, ATEN.log_softmax), softmax_into),
+    AttentionOps.FLASH: flash_forward,
+    AttentionOps.FLASH_BACKWARD: flash_backward,
+    AttentionOps.CUDNN_BACKWARD: cudnn_backward,
+    AttentionOps.EFFICIENT: efficient_forward,
+    AttentionOps.EFFICIENT_BACKWARD: efficient_backward,
+}
