@@ -11,16 +11,23 @@ import torch
 from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.planning.devices import DeviceSpec
-from lowvram.planning.memory.overheads import RECURRENT, Overhead, convolution_overheads, process_overheads
+from lowvram.planning.memory.overheads import (
+    RECURRENT,
+    RECURRENT_ON_CPU,
+    Overhead,
+    onednn_overheads,
+    process_overheads,
+)
 from lowvram.planning.memory.replay import gc_off, needs_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
-from lowvram.planning.time.op_cost import Column
+from lowvram.planning.time.op_cost import FORMATS, Column
 from lowvram.planning.time.roofline import DataSheet, Rates, step_time
 from lowvram.planning.trace.events import Phase, Trace
 
 NUM_LARGEST = 10  # tensors that a plan names
 TOLERANCE = 1 / 256  # of the least memory: far below the error of plans, and it saves most trials
+TENSORS_ERROR = 0.01  # of tensors on a CPU: tests hold plans to the ledger within it
 Fields = dict[str, Any]
 
 
@@ -53,10 +60,11 @@ def needs(trace: Trace, place: PlanDevice, is_expandable: bool, is_recurrent: bo
     device = place.device
     sums = trace.sums(is_steady=not device.is_cuda)
     overheads = process_overheads(device, torch.__version__, place.num_ranks, len(trace.products))
-    if device.is_cuda and is_recurrent:
-        overheads.append(RECURRENT)
+    if is_recurrent:
+        overheads.append(RECURRENT if device.is_cuda else RECURRENT_ON_CPU)
     if not device.is_cuda:
-        overheads = [*convolution_overheads(num_convolutions(trace), torch.__version__), *overheads]
+        about = num_convolutions(trace), has_narrow_products(trace)
+        overheads = [*onednn_overheads(*about, torch.__version__), *overheads]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
         **(on_card(trace, overheads, is_expandable, sums.peak_bytes) if device.is_cuda else on_cpu(trace, overheads)),
@@ -82,12 +90,21 @@ def times(trace: Trace, place: PlanDevice) -> Fields:
 def on_cpu(trace: Trace, overheads: list[Overhead]) -> Fields:
     """Memory on a CPU: the process holds the peak of all tensors over the whole run, host memory too, and overheads."""
     tensors = trace.sums().with_host_bytes
+    margins = [item.margin_bytes for item in overheads if item.is_capped]
     return {
         "allocated_bytes": trace.sums(is_steady=True).peak_bytes,
         "reserved_bytes": None,
         "process_bytes": tensors + sum(item.num_bytes or 0 for item in overheads if item.is_resident),
         "least_vram_bytes": tensors + sum(item.num_bytes or 0 for item in overheads if item.is_capped),
+        "margin_bytes": None if None in margins else sum(filter(None, margins), round(TENSORS_ERROR * tensors)),
     }
+
+
+def has_narrow_products(trace: Trace) -> bool:
+    """Whether matrices in 16 bits are multiplied."""
+    is_product = trace.work[:, Column.FAMILY] == FAMILIES.index(Family.PRODUCT)
+    formats = torch.tensor([FORMATS.index(name) for name in ("bf16", "fp16")])
+    return bool(torch.isin(trace.work[is_product, Column.FORMAT], formats).any())
 
 
 def num_convolutions(trace: Trace) -> int:
@@ -107,6 +124,7 @@ def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_b
         "reserved_bytes": needed.free.reserved_peak_bytes,
         "process_bytes": None,
         "least_vram_bytes": needed.least_limit_bytes + outside,
+        "margin_bytes": None,
     }
 
 

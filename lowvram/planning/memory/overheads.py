@@ -7,7 +7,7 @@ no factor makes up for them. The CUDA context of a card on which none was measur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lowvram.planning.devices import DeviceSpec
@@ -26,6 +26,7 @@ class Overhead:
     source: str
     is_capped: bool = True  # whether `vram` counts it
     is_resident: bool = True  # whether resident memory grows by it: untouched memory doesn't, but counts in `vram`
+    margin_bytes: int | None = None  # how much more it was seen to take; None: nobody has looked
 
 
 class Span(NamedTuple):
@@ -136,6 +137,8 @@ ROWS: list[Row] = [
 
 PAGES, OBJECTS = "pages of libraries' files that are read for the first time", "Python objects"
 GROWTH = "growth of a Transformer with 0.4 MiB of tensors, of which 34 MiB are file pages, most of libtorch_cpu.so"
+UNDER_CAPS = "measured on x86-64 with torch 2.13.0+cpu by caps that just held (scripts/benchmarks/bench_budgets.py)"
+SCRATCH = "scratch memory of products and attention"
 ON_CPU: list[Row] = [
     Row(
         Overhead(
@@ -149,43 +152,81 @@ ON_CPU: list[Row] = [
     ),
     Row(Overhead(PAGES, None, False, "unknown for this version of torch: 34 MiB with 2.13.0+cpu on x86-64", False)),
     Row(
-        Overhead(OBJECTS, 2 * MIB, False, f"measured on x86-64 with torch 2.13.0+cpu: {GROWTH} (docs/planning.md)"),
+        Overhead(
+            OBJECTS,
+            2 * MIB,
+            False,
+            f"measured on x86-64 with torch 2.13.0+cpu: {GROWTH} (docs/planning.md)",
+            margin_bytes=0,
+        ),
         torch=Span((2, 13), (2, 14)),
     ),
+    Row(
+        Overhead(
+            SCRATCH,
+            4 * MIB,
+            False,
+            f"{UNDER_CAPS}: 12 Transformers of 50 to 620 MiB took 2 to 7 MiB",
+            is_resident=False,
+            margin_bytes=5 * MIB,
+        ),
+        torch=Span((2, 13), (2, 14)),
+    ),
+    Row(Overhead(SCRATCH, None, False, "unknown for this version of torch: 4 MiB with 2.13.0+cpu on x86-64")),
     Row(Overhead(OBJECTS, None, False, "unknown for this version of torch: 2 MiB with 2.13.0+cpu on x86-64")),
     Row(
         Overhead(
-            "code of less common operators, buffers and weights in other layouts of oneDNN and MKL",
+            "gaps that many small tensors leave in malloc's heap",
             None,
             False,
-            "unknown: 4 to 16 MiB were seen with recomputation, muon, bf16, and more with convolutions "
-            "(docs/planning.md)",
+            "unknown: 13 MiB were seen with accum=x32 on parts of a single short text (docs/planning.md)",
+            margin_bytes=0,
         )
     ),
 ]
 
 
-SHAPE_BYTES, CONVOLVING_BYTES = 2 * MIB, 12 * MIB
-CONVOLUTIONS_OF = Span((2, 13), (2, 14))  # the versions of torch in which these two were measured
+SHAPE_BYTES, SHAPE_MARGIN_BYTES, CONVOLVING_BYTES = 13 * MIB // 4, MIB // 2, 12 * MIB
+NARROW_BYTES, NARROW_MARGIN_BYTES = 14 * MIB, 3 * MIB
+ONEDNN_OF = Span((2, 13), (2, 14))  # the versions of torch in which these were measured
 
 
-def convolution_overheads(num_shapes: int, torch_version: str) -> list[Overhead]:
-    """The memory that oneDNN keeps on a CPU for convolutions of `num_shapes` shapes, forward and backward."""
-    if not num_shapes:
-        return []
-    is_known = CONVOLUTIONS_OF.has(parsed(torch_version))
-    setup = "with torch 2.13.0+cpu on x86-64"
-    where = f"measured {setup}" if is_known else f"unknown for this version of torch: {setup}"
-    shapes = f"{where}: VmData grew by 0 to 4 MiB, 2.1 on average, for each of seven; a tenth of it was touched"
-    constant = f"{where}: three ResNets of 70 to 460 MiB grew by 13 to 19 MiB more than is known otherwise"
-    room_bytes, rest_bytes = (num_shapes * SHAPE_BYTES, CONVOLVING_BYTES) if is_known else (None, None)
-    rest = "oneDNN's convolutions: code, scratch memory, weights in other layouts"
-    return [
-        Overhead("room for the code of each shape of a convolution", room_bytes, False, shapes, True, False),
-        Overhead(rest, rest_bytes, False, constant),
+def onednn_overheads(num_shapes: int, has_narrow: bool, torch_version: str) -> list[Overhead]:
+    """The memory that oneDNN takes on a CPU.
+
+    Args:
+        num_shapes: of convolutions, forward and backward.
+        has_narrow: whether matrices in 16 bits are multiplied.
+    """
+    is_known = ONEDNN_OF.has(parsed(torch_version))
+    where = UNDER_CAPS if is_known else f"unknown for this version of torch; {UNDER_CAPS}"
+    touched = "with torch 2.13.0+cpu on x86-64 three ResNets of 70 to 460 MiB grew by 13 to 19 MiB"
+    lines = [
+        Overhead(
+            "code and buffers of each shape of a convolution",
+            num_shapes * SHAPE_BYTES,
+            False,
+            f"{where}: 3.25 MiB a shape in a model of one shape as in one of 23",
+            is_resident=False,
+            margin_bytes=num_shapes * SHAPE_MARGIN_BYTES,
+        ),
+        Overhead("what convolutions touch of it, and pages of oneDNN's file", CONVOLVING_BYTES, False, touched, False),
     ]
+    narrow = f"{where}: 14 to 16 MiB with bf16 and with Muon, whatever the sizes, without instructions for bf16"
+    lines = lines if num_shapes else []
+    if has_narrow:
+        name = "oneDNN's products in 16 bits: code and buffers"
+        lines.append(Overhead(name, NARROW_BYTES, False, narrow, margin_bytes=NARROW_MARGIN_BYTES))
+    return lines if is_known else [replace(line, num_bytes=None, margin_bytes=None) for line in lines]
 
 
+RECURRENT_ON_CPU = Overhead(
+    "weights of recurrent layers in oneDNN's layouts",
+    None,
+    False,
+    "unknown: 27 MiB were seen with two layers of 384 features (docs/results/cpu/bench_budgets.md)",
+    margin_bytes=0,
+)
 RECURRENT = Overhead(
     "what cuDNN's recurrent layers keep for the backward pass, beyond what CPU kernels keep",
     None,

@@ -11,7 +11,7 @@ from lowvram.planning.memory.overheads import (
     PAGES,
     ROWS,
     Overhead,
-    convolution_overheads,
+    onednn_overheads,
     parsed,
     process_overheads,
 )
@@ -66,23 +66,39 @@ def test_one_rank_talks_to_nobody() -> None:
 
 
 def test_of_a_processor_the_pages_of_libraries_are_known_for_one_version() -> None:
-    pages, objects, unknown = process_overheads(load_device("cpu"), "2.13.0+cpu")
+    pages, objects, scratch, unknown = process_overheads(load_device("cpu"), "2.13.0+cpu")
     assert (pages.name, pages.num_bytes, pages.is_in_allocator, pages.is_capped) == (PAGES, 34 * MIB, False, False)
     assert (objects.name, objects.num_bytes, objects.is_capped) == (OBJECTS, 2 * MIB, True)
+    assert (scratch.num_bytes, scratch.is_capped, scratch.is_resident) == (4 * MIB, True, False)
+    assert [line.margin_bytes for line in (objects, scratch, unknown)] == [0, 5 * MIB, 0]
     assert unknown.num_bytes is None
     for other in ("2.12.1", "2.14.0"):
-        assert [line.num_bytes for line in process_overheads(load_device("cpu"), other)] == [None, None, None]
+        lines = process_overheads(load_device("cpu"), other)
+        assert {line.num_bytes for line in lines} == {None}
+        assert None in [line.margin_bytes for line in lines if line.is_capped]
 
 
 def test_convolutions_of_a_processor_have_lines_of_their_own() -> None:
-    """A shape takes room under a cap, and hardly any of it is touched."""
-    room, constant = convolution_overheads(3, "2.13.0+cpu")
-    assert (room.num_bytes, room.is_capped, room.is_resident) == (6 * MIB, True, False)
-    assert (constant.num_bytes, constant.is_capped, constant.is_resident) == (12 * MIB, True, True)
-    assert not convolution_overheads(0, "2.13.0+cpu")
-    elsewhere = convolution_overheads(3, "2.14.1")
-    assert [line.name for line in elsewhere] == [room.name, constant.name]
-    assert all(line.num_bytes is None and line.source.startswith("unknown") for line in elsewhere)
+    """A shape takes room under a cap, of which little is touched; so a model of one shape is not charged for many."""
+    room, touched = onednn_overheads(4, False, "2.13.0+cpu")
+    assert (room.num_bytes, room.margin_bytes) == (13 * MIB, 2 * MIB)
+    assert (room.is_capped, room.is_resident) == (True, False)
+    assert (touched.num_bytes, touched.is_capped, touched.is_resident) == (12 * MIB, False, True)
+    (one_shape, _) = onednn_overheads(1, False, "2.13.0+cpu")
+    assert one_shape.num_bytes == 13 * MIB // 4
+    assert not onednn_overheads(0, False, "2.13.0+cpu")
+
+
+def test_products_in_16_bits_take_more_on_a_processor() -> None:
+    (narrow,) = onednn_overheads(0, True, "2.13.0+cpu")
+    assert (narrow.num_bytes, narrow.margin_bytes) == (14 * MIB, 3 * MIB)
+    assert onednn_overheads(2, True, "2.13.0+cpu")[-1] == narrow
+
+
+def test_what_onednn_takes_with_other_versions_is_unknown() -> None:
+    known, elsewhere = (onednn_overheads(3, True, version) for version in ("2.13.0+cpu", "2.14.1"))
+    assert [line.name for line in elsewhere] == [line.name for line in known]
+    assert {(line.num_bytes, line.margin_bytes) for line in elsewhere} == {(None, None)}
 
 
 @pytest.mark.parametrize("torch_version", VERSIONS)
