@@ -1,4 +1,4 @@
-"""The values that a plan knows: integers and booleans that follow from constants and shapes alone, such as positions.
+"""The values that a plan knows: those that follow from constants and shapes alone, such as positions and masks.
 
 Models look at some of them. Those of the library transformers attend without a mask where all positions of a row count
 up and nothing is padded, which takes far less memory than a mask. A value is computed on real tensors, and only when it
@@ -23,7 +23,6 @@ from lowvram.compat.torch_trees import tree_leaves, tree_map
 
 ATEN = torch.ops.aten
 CONSTANT = ATEN.lift_fresh.default  # a real tensor becomes a fake one, with a storage of its own
-WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 EMPTY = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.empty_permuted, ATEN.new_empty, ATEN.new_empty_strided}
 DEEPEST = 200  # operators one after another that make a value: more would be too deep for Python's stack
 
@@ -100,20 +99,24 @@ class KnownValues:
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         """An operator has run on fake tensors: remember what it made, or forget what it has overwritten."""
+        if type(out) is FakeTensor and args and type(args[0]) is FakeTensor and not named and not self.has(args[0]):
+            return  # as of most operators: the result is unknown, too
         if type(out) is not FakeTensor:
             if writes(operator):
                 self.forget(tree_leaves((args, named)))
-        elif out.dtype in WHOLE and (writes(operator) or not operator.is_view or operator is CONSTANT):
+        elif writes(operator) or not operator.is_view or operator is CONSTANT:
             try:
                 self.contents[out.untyped_storage()] = self.content(operator, args, named, out)
             except UnknownValue:
-                self.forget([out])
+                if writes(operator):
+                    self.forget([out])
 
     def content(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Tensor) -> Content:
         """Raises UnknownValue if the operator's result isn't known."""
         is_in_place = writes(operator)
         is_plain = not is_in_place or (bool(args) and out is args[0])  # and not an argument `out=`
-        if operator.overloadpacket in EMPTY or torch.Tag.nondeterministic_seeded in operator.tags or not is_plain:
+        is_unknown = args and type(args[0]) is FakeTensor and not self.has(args[0])
+        if is_unknown or not is_plain or is_arbitrary(operator):
             raise UnknownValue
         args, named = (tree_map(self.operand, each) for each in (args, named))
         operands = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Operand)]
@@ -147,6 +150,12 @@ class KnownValues:
         operand: Operand = self.operand(tensor)
         with modes_lifted():
             return operand.value.item()  # pyright: ignore[reportReturnType]
+
+
+@cache
+def is_arbitrary(operator: Any) -> bool:
+    """Whether results of an operator follow from nothing: those of chance, and memory as it is found."""
+    return operator.overloadpacket in EMPTY or torch.Tag.nondeterministic_seeded in operator.tags
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.planning.trace.fake import CantPlan, example, fake_tensors
@@ -30,12 +30,19 @@ def read_before_it_is_written() -> Tensor:
     return torch.cat([before, counts])
 
 
+def mask_in_numbers() -> Tensor:
+    mask = torch.ones(2, 3)
+    return mask.to(torch.bool).sum() == mask.numel()
+
+
 MADE: list[Callable[[], Tensor]] = [
     positions,
     lambda: positions().diff(prepend=positions()[:, :1] - 1, dim=-1) != 1,
     lambda: torch.tensor([[3, 1], [2, 5]]).T.cumsum(-1),
     lambda: positions().to(torch.uint8).flip(1)[:, ::2].contiguous(),
     written_in_place,
+    mask_in_numbers,
+    lambda: torch.linspace(0, 1, 4).square(),
     read_before_it_is_written,
 ]
 
@@ -62,7 +69,7 @@ def spoiled() -> Tensor:
 
 
 def out_of_weights() -> Tensor:
-    return torch.zeros(1, 3).argmax()
+    return nn.Linear(3, 3).weight.argmax()
 
 
 def result_in_an_argument() -> Tensor:
