@@ -18,7 +18,7 @@ from lowvram.planning.memory.overheads import (
     onednn_overheads,
     process_overheads,
 )
-from lowvram.planning.memory.replay import gc_off, needs_of
+from lowvram.planning.memory.replay import further_steps, gc_off, needs_of, replay
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_class import FAMILIES, Family
 from lowvram.planning.time.op_cost import FORMATS, Column
@@ -28,6 +28,7 @@ from lowvram.planning.trace.events import Phase, Trace
 NUM_LARGEST = 10  # tensors that a plan names
 TOLERANCE = 1 / 256  # of the least memory: far below the error of plans, and it saves most trials
 TENSORS_ERROR = 0.01  # of tensors on a CPU: tests hold plans to the ledger within it
+FURTHER_STEPS = 3  # after those that are traced, in which a plan must fit
 Fields = dict[str, Any]
 
 
@@ -115,9 +116,15 @@ def num_convolutions(trace: Trace) -> int:
 
 @gc_off()
 def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
-    """Memory on a card, from a replay through the caching allocator."""
-    events = trace.requests(workspaces(overheads, trace.products))
+    """Memory on a card, from a replay through the caching allocator. What fits must also hold for the steps after the
+    two that were traced, which find memory in other pieces."""
+    spaces = workspaces(overheads, trace.products)
+    events = trace.requests(spaces)
     needed = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
+    steps = [*events, *further_steps(events, trace.num_requests(trace.second_step) + len(spaces), FURTHER_STEPS)]
+    if replay(steps, expandable=is_expandable, limit_bytes=needed.least_limit_bytes).oom is not None:
+        longer = needs_of(steps, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
+        needed = needed._replace(least_limit_bytes=longer.least_limit_bytes)
     outside = sum(item.num_bytes or 0 for item in overheads if not item.is_in_allocator)
     return {
         "allocated_bytes": needed.free.allocated_peak_bytes,

@@ -39,9 +39,9 @@ def test_tokens(token_model) -> None:
 def test_labelled_tokens(classifier_of_texts) -> None:
     labelled = Modality.LABELLED_TOKENS
     model = classifier_of_texts(vocab_size=50, num_classes=3, text_rules=TextRules(end_id=49))
-    assert opened(Synthetic(), classifier_of_texts()).spec == DataSpec(labelled, 2, (32,), 256)
+    assert opened(Synthetic(), classifier_of_texts()).spec == DataSpec(labelled, 2, (32,), 256, is_padded=False)
     data = opened(Synthetic(sequence_length=9), model)
-    assert data.spec == DataSpec(labelled, 3, (9,), 50)
+    assert data.spec == DataSpec(labelled, 3, (9,), 50, is_padded=False)
     samples = [data.train.sample(index, 0) for index in range(16)]
     assert {int(label) for _, label in samples} == {0, 1, 2}
     assert all(inputs["input_ids"][-1] == 49 for inputs, _ in samples)

@@ -159,6 +159,30 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     return Needs(free, highest)
 
 
+def further_steps(events: Events, start: int, num_steps: int) -> list[tuple[int, int, int]]:
+    """More steps like the one from event `start` to the end. What a step frees of the step before it and what it leaves
+    to the next one are matched by age; no steps if the two differ, so that there is no steady state."""
+    step, sizes = events[start:], {allocation: size for allocation, size, _ in events if size > 0}
+    lives_on: dict[int, bool] = {}  # what the step touches
+    inherited = []
+    for allocation, size, _ in step:
+        if size < 0 and allocation not in lives_on:
+            inherited.append(allocation)
+        lives_on[allocation] = size > 0
+    inherited.sort()
+    left = sorted(allocation for allocation, is_left in lives_on.items() if is_left)
+    if [sizes[allocation] for allocation in inherited] != [sizes[allocation] for allocation in left]:
+        return []
+    names, more = {allocation: allocation for allocation in left}, list[tuple[int, int, int]]()
+    for number in range(1, num_steps + 1):
+        names = {mine: names[its] for mine, its in zip(inherited, left, strict=True)}
+        for allocation, size, stream in step:
+            if size > 0:
+                names[allocation] = allocation + number * (max(sizes) + 1)
+            more.append((names[allocation], size, stream))
+    return more
+
+
 def lowest_limit_bytes(allocated_peak_bytes: int) -> int:
     """The lowest limit that could be enough: the last pages of an expandable segment may reach beyond the limit."""
     return max(0, allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES

@@ -147,8 +147,7 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as the efficient kernel takes it: numbers to add, in rows padded to a multiple of 16, one for each
-    head."""
+    """A mask as the efficient kernel takes it: numbers to add, in rows padded to a multiple of 8, one for each head."""
     length = mask.shape[-1]
-    bias = to_multiple(as_numbers(mask, query.dtype), 16)[..., :length]
+    bias = to_multiple(as_numbers(mask, query.dtype), 8)[..., :length]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], length)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -87,9 +89,39 @@ def called(operator: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: 
         return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
 
+_cast_weights: dict[int, tuple[Tensor, Tensor]] = {}  # weights by id, and their casts
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Inside it the kernels registered here cast each weight once within the outermost autocast, as torch's own do,
+    whose cache only they can use."""
+
+    def clear() -> None:
+        _cast_weights.clear()
+        clear_torchs()
+
+    clear_torchs = torch.clear_autocast_cache
+    with patch.object(torch, "clear_autocast_cache", clear):  # autocast calls it when it ends
+        yield
+    _cast_weights.clear()
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if id(weight) not in _cast_weights:
+        _cast_weights[id(weight)] = weight, weight.to(dtype)
+    return _cast_weights[id(weight)][1]
+
+
 def lower(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Cast to autocast's format; not through autocast's cache of weights, which only its own kernels can use."""
-    return called(operator, torch.get_autocast_dtype("cpu"), args, kwargs)
+    """Cast to autocast's format, and weights only once."""
+    dtype = torch.get_autocast_dtype("cpu")
+
+    def cast(value: Any) -> Any:
+        is_weight = is_cast(value) and value.dtype is torch.float32 and value.is_leaf and value.requires_grad
+        return cast_weight(value, dtype) if is_weight and torch.is_autocast_cache_enabled() else value
+
+    return called(operator, dtype, tree_map(cast, args), tree_map(cast, kwargs))
 
 
 def fp32(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from lowvram.core import host
 from lowvram.core.device import Card
 from lowvram.models import attention as own_attention
 from lowvram.planning.trace.attention import attention
-from lowvram.planning.trace.autocast import register_autocast
+from lowvram.planning.trace.autocast import register_autocast, weights_cast_once
 from lowvram.planning.trace.cells import gru_cell, lstm_cell
 
 ATEN = torch.ops.aten
@@ -62,6 +62,7 @@ def acts_as_card(card: Card) -> Iterator[None]:
         undo.enter_context(patch.object(own_attention, "is_on_cpu", lambda tensor: False))
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
         undo.enter_context(streams_replaced(STREAMS))
+        undo.enter_context(weights_cast_once())
         warnings.simplefilter("ignore")  # of kernels that are replaced
         register_autocast(library)
         replace = {

@@ -110,6 +110,16 @@ class Trace:
         pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in pairs if size]
 
+    def num_requests(self, event: int) -> int:
+        """The number of requests to the device's allocator before an event."""
+        return int(self._num_asked()[event - 1]) if event else 0
+
+    def _num_asked(self) -> Tensor:
+        """(events,) int64: the number of requests up to each event."""
+        before = self._at_event_before(self.num_bytes)
+        is_asked = ~self._is_host & (self.num_bytes != before)
+        return (is_asked * (1 + ((before > 0) & (self.num_bytes > 0)).long())).cumsum(0)
+
     def requests(self, more: Iterable[tuple[int, int, int]] = ()) -> list[tuple[int, int, int]]:
         """The requests to the device's allocator, as `Event`s. A storage that is resized is freed and allocated
         anew.
@@ -120,14 +130,13 @@ class Trace:
         """
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)
-        num_asked = (is_asked * (1 + ((before > 0) & (self.num_bytes > 0)).long())).cumsum(0)
         storages, num_bytes, before = (column[is_asked] for column in (self.storages, self.num_bytes, before))
         asked, is_anew = num_bytes.where(num_bytes > 0, FREE), (before > 0) & (num_bytes > 0)
         if is_anew.any():
             times = 1 + is_anew.long()
             storages, asked = storages.repeat_interleave(times), asked.repeat_interleave(times)
             asked[(times.cumsum(0) - times)[is_anew]] = FREE
-        requests = list(zip(storages.tolist(), asked.tolist(), repeat(0)))
+        requests, num_asked = list(zip(storages.tolist(), asked.tolist(), repeat(0))), self._num_asked()
         for event, allocation, size in more:
             requests.insert(int(num_asked[event]), (allocation, size, 0))
         return requests

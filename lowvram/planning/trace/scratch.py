@@ -74,6 +74,17 @@ def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> S
     return () if is_direct else [[source.numel() * dtype.itemsize]]
 
 
+def norm_of_copy(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """A norm reads its input in one piece (layer_norm_kernel.cu)."""
+    return () if args[0].is_contiguous() else [[args[0].numel() * args[0].itemsize]]
+
+
+def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Dimensions are rolled one after another (TensorTransformations.h, roll_common)."""
+    num_dims = len(argument(args, named, 2, "dims", ()))
+    return [[args[0].numel() * args[0].itemsize] * min(2, num_dims - 1)] if num_dims > 1 else ()
+
+
 def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
     """Few queries are computed in several parts of the keys, whose results are in fp32 (flash_api.cpp,
     set_params_splitkv)."""
@@ -152,6 +163,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((ATEN.var, ATEN.std, ATEN.var_mean), reduction(lambda dtype: MOMENTS_BYTES)),
     **dict.fromkeys((ATEN.linalg_vector_norm, ATEN.norm), reduction(sum_bytes, place=2)),
     **dict.fromkeys((ATEN.softmax, ATEN.log_softmax), softmax_into),
+    ATEN.native_layer_norm: norm_of_copy,
+    ATEN.roll: rolled,
     AttentionOps.FLASH: flash_forward,
     AttentionOps.FLASH_BACKWARD: flash_backward,
     AttentionOps.CUDNN_BACKWARD: cudnn_backward,

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from lowvram.planning.memory.allocator import CachingAllocator
-from lowvram.planning.memory.replay import FREE, Event, Oom, needs_of, replay
+from lowvram.planning.memory.replay import FREE, Event, Oom, further_steps, needs_of, replay
 from lowvram.planning.memory.segments import MIB, Pool
 
 both = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])
@@ -195,3 +195,18 @@ def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
         assert gc.isenabled() is is_enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_further_steps_hand_on_what_the_last_one_left() -> None:
+    """A batch (2, then 4) outlives its step; temporaries (1, 3) don't. Each step's allocations have their own names."""
+    events = [(0, 100, 0), (1, 50, 0), (2, 10, 0), (1, FREE, 0), (3, 50, 0), (4, 10, 0), (2, FREE, 0), (3, FREE, 0)]
+    more = further_steps(events, 4, 2)
+    assert [size for _, size, _ in more] == 2 * [50, 10, FREE, FREE]
+    assert [name for name, _, _ in more if name in (4, 2)] == [4]
+    found = replay([*events, *more])
+    assert found.allocated_bytes == replay(events).allocated_bytes
+    assert found.allocated_peak_bytes == replay(events).allocated_peak_bytes
+
+
+def test_steps_that_differ_are_not_repeated() -> None:
+    assert further_steps([(0, 10, 0), (1, 20, 0), (0, FREE, 0)], 1, 3) == []

@@ -96,6 +96,19 @@ def test_autocast_casts_as_on_a_card(name: str) -> None:
         assert FORMATS[name](torch.empty(8, 8, dtype=BF16)).dtype is ON_A_CARD.get(name, BF16)
 
 
+def test_weights_are_cast_once_in_an_autocast() -> None:
+    """Those of operators that only a card's autocast casts, too: here of a cell that is called eight times."""
+    width, num_calls = 512, 8
+
+    def called(num: int) -> Any:
+        cell, x = torch.nn.GRUCell(width, width), torch.empty(1, width)
+        with torch.autocast("cpu", BF16):
+            return [cell(x, x) for _ in range(num)]
+
+    once, often = (made(A100, lambda num=num: called(num)) for num in (1, num_calls))
+    assert often - once < 6 * width * width * BF16.itemsize
+
+
 def test_afterwards_the_cpu_has_its_own_ways_again() -> None:
     def formats() -> list[torch.dtype]:
         with torch.autocast("cpu", BF16):

@@ -126,7 +126,7 @@ def probabilities(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1, dtype=FP32, out=torch.empty_like(logits, dtype=FP32))
 
 
-SUMS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[Tensor], Tensor]]] = {
+SUMS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[Tensor], Any]]] = {
     "rows": ((8192, 768), FP32, lambda x: x.sum(0)),
     "rows in bf16": ((4096, 1000), BF16, lambda x: x.sum(0)),
     "odd columns": ((4096, 771), FP32, lambda x: x.sum(0)),
@@ -135,6 +135,12 @@ SUMS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[Tensor], Tensor]]]
     "rows' largest": ((65536, 64), BF16, lambda x: x.amax(0)),
     "norm": ((3000, 3000), FP32, torch.linalg.vector_norm),
     "mean of columns": ((64, 65536), FP32, lambda x: x.mean(1)),
+    "norm of what isn't in one piece": (
+        (512, 768),
+        FP32,
+        lambda x: torch.native_layer_norm(x.t(), (512,), None, None, 1e-5),
+    ),
+    "images rolled": ((8, 56, 56, 96), FP32, lambda x: x.roll((3, 3), (1, 2))),
     "probabilities of bf16": ((128, 5000), BF16, probabilities),
     "probabilities of fp16": ((128, 5000), FP16, probabilities),
 }
