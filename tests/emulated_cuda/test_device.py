@@ -107,6 +107,15 @@ def test_a_model_trains_as_on_the_cpu(name: str) -> None:
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)
 
 
+def test_a_fresh_generator_draws_what_the_cpus_does() -> None:
+    """So weights that are drawn on the device are the CPU's."""
+    on_cpu, on_card = (torch.Generator(device).manual_seed(5) for device in ("cpu", "cuda"))
+    first, second = (torch.randn(20, generator=on_card, device="cuda") for _ in range(2))
+    assert torch.equal(first.cpu(), torch.randn(20, generator=on_cpu))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, torch.randn(20, generator=on_card.manual_seed(5), device="cuda"))
+
+
 WITHOUT_WAITING = """
 import torch
 side = torch.cuda.Stream()

@@ -9,6 +9,7 @@ EMULATED_REPORT=1 tells on stderr which operators got no value.
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import warnings
 import zlib
@@ -155,10 +156,12 @@ class Valued:
 
 
 def seed_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """What the state of the device's generator is now, as a number: it moves with each draw, and can be set back."""
+    """For the CPU's generator. Before the first draw of the device's it is the same seed, so that both draw the same
+    numbers; then it follows from the state, which moves with each draw and can be set back."""
     given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
-    state = (given or torch.cuda.default_generators[torch.cuda.current_device()]).get_state()
-    return zlib.crc32(bytes(state.tolist()))
+    state = bytes((given or torch.cuda.default_generators[torch.cuda.current_device()]).get_state().tolist())
+    seed, offset = struct.unpack("<2Q", state)
+    return zlib.crc32(state) if offset else seed
 
 
 @contextmanager
