@@ -53,6 +53,8 @@ LEFT_ALONE = {
     "_copy_from_and_resize",
     "_has_compatible_shallow_copy_type",
     "new_empty_strided",
+    "_cudnn_attention_forward",
+    "_cudnn_attention_backward",
     "_efficient_attention_forward",
     "_efficient_attention_backward",
     "_flash_attention_forward",
