@@ -1,8 +1,10 @@
-"""Work on several ranks: processes that know each other through gloo, on this machine's CPU."""
+"""Work on several ranks: processes that know each other through gloo, on this machine's CPU, or through NCCL, each on a
+CUDA device of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,20 +16,33 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=30)  # of a rank whose partner has failed
+LONGEST_S = 900.0  # a process that dies takes what it was to do with it, and the pool waits for that
 CONTEXT = multiprocessing.get_context("forkserver")
+# To ask CUDA itself whether there is a device would leave it unusable in all processes that are forked later.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 CONTEXT.set_forkserver_preload(["tests.laboratory", "torch._dynamo"])  # once, so that a rank starts in milliseconds
 
 
-def on_ranks(work: Callable[..., Result], *args: Any, num_ranks: int = 2) -> list[Result]:
+def on_ranks(work: Callable[..., Result], *args: Any, num_ranks: int = 2, backend: str = "gloo") -> list[Result]:
     """What `work(*args)` returns on each rank. It is a function of a module: processes find it by its name."""
     with TemporaryDirectory() as folder, CONTEXT.Pool(num_ranks) as pool:
         store = Path(folder) / "store"
-        return pool.starmap(as_rank, [(rank, num_ranks, store, work, args) for rank in range(num_ranks)], chunksize=1)
+        ranks = [(rank, num_ranks, backend, store, work, args) for rank in range(num_ranks)]
+        return pool.starmap_async(as_rank, ranks, chunksize=1).get(LONGEST_S)
 
 
-def as_rank(rank: int, num_ranks: int, store: Path, work: Callable[..., Result], args: tuple[Any, ...]) -> Result:
+def on_cards(work: Callable[..., Result], *args: Any, num_ranks: int = 2) -> list[Result]:
+    """`on_ranks`, each with its own current CUDA device."""
+    return on_ranks(work, *args, num_ranks=num_ranks, backend="cpu:gloo,cuda:nccl")
+
+
+def as_rank(
+    rank: int, num_ranks: int, backend: str, store: Path, work: Callable[..., Result], args: tuple[Any, ...]
+) -> Result:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:
         return work(*args)
     finally:

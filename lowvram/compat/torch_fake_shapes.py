@@ -54,22 +54,28 @@ def recurrent_layer(
     """
     num_steps, num_samples, num_features = input.shape
     width = h.shape[-1]
-    num_bytes = _workspace_bytes(num_steps, num_samples, num_features, width, input.dtype)
+    num_bytes = workspace_bytes(num_steps, num_samples, num_features, width, input.dtype)
     workspace = input.new_empty(num_bytes, dtype=torch.uint8)
     return input.new_empty(num_steps, num_samples, width), h.new_empty(h.shape), c.new_empty(c.shape), workspace
 
 
-def _workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: int, dtype: torch.dtype) -> int:
+def workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: int, dtype: torch.dtype) -> int:
     """The size of oneDNN's workspace for an LSTM, as its own size for two short inputs says: it grows evenly with the
-    steps, but for pieces that are rounded up to pages, which count less if the second input is longer."""
+    steps, but for pieces that are rounded up to pages, which count less if the second input is longer.
+
+    torch.ops.aten.mkldnn_rnn_layer, since 2.0. Replaced like `recurrent_layer`.
+    """
     more = max(1, ENOUGH // (num_samples * width))
-    first, second = (_real_workspace_bytes(num, num_samples, num_features, width, dtype) for num in (1, 1 + more))
+    first, second = (real_workspace_bytes(num, num_samples, num_features, width, dtype) for num in (1, 1 + more))
     return first + (num_steps - 1) * (second - first) // more
 
 
 @cache
-def _real_workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: int, dtype: torch.dtype) -> int:
-    """The size for real tensors."""
+def real_workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: int, dtype: torch.dtype) -> int:
+    """The size for real tensors.
+
+    torch.ops.aten.mkldnn_rnn_layer, since 2.0. Replaced like `recurrent_layer`.
+    """
     gates = 4 * width
     shapes = (num_steps, num_samples, num_features), (gates, num_features), (gates, width), (gates,), (gates,)
     states = [(num_samples, width)] * 2

@@ -2,9 +2,9 @@
 
     scripts/python scripts/benchmarks/record_allocator_trace.py [FOLDER]
 
-Leaves one JSON per case in FOLDER (docs/results/<device>/allocator_traces), each from a process of its own, and says
-whether the replay does the same to the byte. The last case runs under the least limit at which, by the replay, the
-first one fits.
+Leaves one compressed JSON per case in FOLDER (docs/results/<device>/allocator_traces), each from a process of its own,
+and says whether the replay does the same to the byte. Some cases run once more, under the least limit at which, by the
+replay, they fit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowvram.planning.memory.replay import needs_of
 from lowvram.tasks import Auto, Problem
 from scripts.benchmarks.recorded import Recording, Sample, actions_of, first_difference, load_recording
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)  # of a device without a number torch sets no limit
 NUM_STEPS = 2  # the first makes the optimizer's state
 EXPANDABLE = "expandable_segments:True"
 SPECS = {
@@ -74,17 +74,27 @@ class Case:
         )
 
 
+def both_allocators(name: str, model: str, batch_size: int = 32, **options: str) -> dict[str, Case]:
+    """A case with segments of one size each, and with expandable ones."""
+    return {
+        name: Case(model, False, options, batch_size),
+        f"{name}_expandable": Case(model, True, options, batch_size),
+    }
+
+
 CASES = {
-    "transformer": Case("transformer"),
-    "transformer_expandable": Case("transformer", expandable=True),
-    "transformer_bf16_every1": Case("transformer", options={"precision": "bf16", "ckpt": "every1"}),
-    "transformer_bf16_every1_expandable": Case(
-        "transformer", expandable=True, options={"precision": "bf16", "ckpt": "every1"}
-    ),
-    "resnet": Case("resnet"),
-    "resnet_expandable": Case("resnet", expandable=True),
-    "transformer_limited": Case("transformer"),
+    **both_allocators("transformer", "transformer"),
+    **both_allocators("transformer_bf16_every1", "transformer", precision="bf16", ckpt="every1"),
+    **both_allocators("transformer_accum", "transformer", accum="x4"),
+    **both_allocators("transformer_in_backward", "transformer", stepping="in_backward"),
+    **both_allocators("transformer_cpu_offload", "transformer", stepping="cpu_offload"),
+    **both_allocators("transformer_offload_activations", "transformer", offload="activations"),
+    **both_allocators("transformer_offload_parameters", "transformer", offload="parameters"),
+    **both_allocators("transformer_chunked", "transformer", logits="chunked", optimizer="adafactor"),
+    **both_allocators("resnet", "resnet"),
+    **both_allocators("resnet_bf16_every2_accum", "resnet", precision="bf16_pure", ckpt="every2", accum="x2"),
 }
+LIMITED = ["transformer", "transformer_bf16_every1_expandable", "transformer_accum", "transformer_offload_parameters"]
 
 
 class Sampler(TorchDispatchMode):
@@ -167,13 +177,17 @@ def main() -> None:
 
 
 def record_all(folder: Path) -> None:
-    limit_bytes = None
-    for name in CASES:
-        is_limited = name.endswith("_limited")
-        recording = record_apart(name, folder / f"{name}.json", limit_bytes if is_limited else None)
-        limit_bytes = limit_bytes or needs_of(recording.events()).least_limit_bytes
-        difference = first_difference(recording)
-        print(f"{name}: {len(recording.actions)} actions, {difference or 'replayed to the byte'}", flush=True)
+    for name, case in CASES.items():
+        tell(name, recording := record_apart(name, folder / f"{name}.json.gz"))
+        if name in LIMITED:
+            limit_bytes = needs_of(recording.events(), expandable=case.expandable).least_limit_bytes
+            tell(f"{name}_limited", record_apart(name, folder / f"{name}_limited.json.gz", limit_bytes))
+
+
+def tell(name: str, recording: Recording) -> None:
+    """Print whether the replay does the same."""
+    difference = first_difference(recording)
+    print(f"{name}: {len(recording.actions)} actions, {difference or 'replayed to the byte'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ torch.cuda.memory._snapshot). scripts/benchmarks/record_allocator_trace.py keeps
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -80,12 +81,14 @@ class Recording:
         return events
 
     def save(self, path: Path) -> None:
+        """As compressed JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), separators=(",", ":")) + "\n")
+        text = json.dumps(asdict(self), separators=(",", ":")) + "\n"
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def load_recording(path: Path) -> Recording:
-    values = json.loads(path.read_text())
+    values = json.loads(gzip.decompress(path.read_bytes()))
     samples = [Sample(*sample) for sample in values.pop("samples")]
     actions = [Action(Kind(kind), *rest) for kind, *rest in values.pop("actions")]
     return Recording(**values, samples=samples, actions=actions)

@@ -47,7 +47,7 @@ def test_grouped_products_have_the_shapes_of_real_ones(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @needed("torch.ops.aten.mkldnn_rnn_layer", by="plans of recurrent models")
-def test_recurrent_layers_keep_the_workspace_of_real_ones(dtype: torch.dtype) -> None:
+def test_recurrent_layer_keeps_the_workspace_of_a_real_one(dtype: torch.dtype) -> None:
     def run() -> list[Tensor]:
         results: list[Tensor] = []
 
@@ -69,3 +69,14 @@ def test_recurrent_layers_keep_the_workspace_of_real_ones(dtype: torch.dtype) ->
     for one, other in zip(real[:3], fake[:3], strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
     assert fake[3].nbytes == pytest.approx(real[3].nbytes, rel=0.02)
+
+
+@needed("torch.ops.aten.mkldnn_rnn_layer", by="plans of recurrent models")
+def test_the_workspace_grows_evenly_with_the_steps() -> None:
+    from lowvram.compat.torch_fake_shapes import real_workspace_bytes, recurrent_layer, workspace_bytes
+
+    sizes = 20, 6, 12, 64, torch.float32
+    assert workspace_bytes(*sizes) == pytest.approx(real_workspace_bytes(*sizes), rel=0.02)
+    weights = [torch.zeros(shape) for shape in ((256, 12), (256, 64), (256,), (256,), (6, 64), (6, 64))]
+    *_, workspace = recurrent_layer(torch.zeros(20, 6, 12), *weights)
+    assert workspace.nbytes == workspace_bytes(*sizes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 
@@ -25,6 +27,8 @@ class AfterTorch:
 
         def run_and_install(module: Any) -> None:
             run(module)
+            (nvml,) = Path(module.__file__).parents[1].glob("nvidia/cu*/lib/libnvidia-ml.so.1")
+            ctypes.CDLL(str(nvml))  # torch opens it by its name alone, which is then enough
             from tests.emulated_cuda.values import install
 
             AfterTorch.library = install()

@@ -61,8 +61,14 @@ def device() -> ctypes.CDLL:
     library = ctypes.CDLL("libemulated_core.so")
     library.emulated_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
     library.emulated_finish.argtypes = library.emulated_is_known.argtypes = [ctypes.c_void_p]
+    library.emulated_set_seed.argtypes = [ctypes.c_uint]
     atexit.register(library.emulated_end)
     return library
+
+
+def set_seed(seed: int) -> None:
+    """All that waits happens; then streams are late as in a process that began with EMULATED_SEED=seed."""
+    device().emulated_set_seed(seed)
 
 
 def stream() -> int:

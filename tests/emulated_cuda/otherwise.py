@@ -144,6 +144,19 @@ def softmax_backward(grad: Tensor, out: Tensor, dim: int, _: torch.dtype) -> Ten
     return aten._softmax_backward_data(in_fp32(grad), in_fp32(out), dim, in_fp32(out).dtype)
 
 
+def log_softmax_out(x: Tensor, dim: int, _: bool, *, out: Tensor) -> Tensor:
+    return out.copy_(aten._log_softmax(in_fp32(x), dim, False))
+
+
+def softmax_out(x: Tensor, dim: int, _: bool, *, out: Tensor) -> Tensor:
+    return out.copy_(aten._softmax(in_fp32(x), dim, False))
+
+
+def product(one: Tensor, other: Tensor, _: torch.dtype) -> Tensor:
+    """Of 16 bits, in fp32."""
+    return in_fp32(one) @ in_fp32(other)
+
+
 OTHERWISE: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": attention(None, 1),
     "_scaled_dot_product_efficient_attention": attention(0, 3),
@@ -157,6 +170,10 @@ OTHERWISE: dict[str, Callable[..., Any]] = {
     "convolution_backward": convolution_backward,
     "_log_softmax": log_softmax,
     "_softmax": softmax,
+    "_log_softmax.out": log_softmax_out,
+    "_softmax.out": softmax_out,
+    "mm.dtype": product,
+    "bmm.dtype": product,
     "_log_softmax_backward_data": log_softmax_backward,
     "_softmax_backward_data": softmax_backward,
 }

@@ -72,6 +72,16 @@ def test_attention_and_its_gradients_are_the_cpus(dtype: torch.dtype) -> None:
         torch.testing.assert_close(on_card, on_cpu, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=3e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bits_in_and_fp32_out_is_had_on_the_device_alone(dtype: torch.dtype) -> None:
+    logits, weight = torch.randn(4, 7, dtype=dtype), torch.randn(7, 5, dtype=dtype)
+    written = torch.empty(4, 7, device="cuda")
+    torch.log_softmax(logits.cuda(), -1, dtype=torch.float32, out=written)
+    torch.testing.assert_close(written.cpu(), logits.float().log_softmax(-1))
+    product = torch.mm(logits.cuda(), weight.cuda(), out_dtype=torch.float32)
+    torch.testing.assert_close(product.cpu(), logits.float() @ weight.float())
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 3)), lambda: torch.randn(6, 10)),
     "convolution": (
@@ -105,6 +115,15 @@ def test_a_model_trains_as_on_the_cpu(name: str) -> None:
             optimizer.step()
         losses[device] = loss.item()
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)
+
+
+def test_a_fresh_generator_draws_what_the_cpus_does() -> None:
+    """So weights that are drawn on the device are the CPU's."""
+    on_cpu, on_card = (torch.Generator(device).manual_seed(5) for device in ("cpu", "cuda"))
+    first, second = (torch.randn(20, generator=on_card, device="cuda") for _ in range(2))
+    assert torch.equal(first.cpu(), torch.randn(20, generator=on_cpu))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, torch.randn(20, generator=on_card.manual_seed(5), device="cuda"))
 
 
 WITHOUT_WAITING = """

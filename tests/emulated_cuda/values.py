@@ -10,6 +10,7 @@ out are finite, and large models run to their end. With EMULATED_LATE the CPU's 
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import warnings
 import zlib
@@ -54,6 +55,8 @@ LEFT_ALONE = {
     "_has_compatible_shallow_copy_type",
     "new_empty_strided",
     "_fused_sdp_choice",
+    "_cudnn_attention_forward",
+    "_cudnn_attention_backward",
     "_efficient_attention_forward",
     "_efficient_attention_backward",
     "_flash_attention_forward",
@@ -166,10 +169,12 @@ class Valued:
 
 
 def seed_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """What the state of the device's generator is now, as a number: it moves with each draw, and can be set back."""
+    """For the CPU's generator. Before the first draw of the device's it is the same seed, so that both draw the same
+    numbers; then it follows from the state, which moves with each draw and can be set back."""
     given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
-    state = (given or torch.cuda.default_generators[torch.cuda.current_device()]).get_state()
-    return zlib.crc32(bytes(state.tolist()))
+    state = bytes((given or torch.cuda.default_generators[torch.cuda.current_device()]).get_state().tolist())
+    seed, offset = struct.unpack("<2Q", state)
+    return zlib.crc32(state) if offset else seed
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from scripts.benchmarks.recorded import Action, Kind, Recording, Sample, actions
 from tests.laboratory import CPU, needs_gpu
 
 MIB = 2**20
-RECORDINGS = sorted((ROOT / "docs" / "results").glob("*/allocator_traces/*.json"))
+RECORDINGS = sorted((ROOT / "docs" / "results").glob("*/allocator_traces/*.json.gz"))
 SMALL, LARGE, SIDE = 0x7F0000000000, 0x7F0002000000, 0x7F0008000000  # addresses of segments
 STREAM = 0x5555AAAA0000  # a handle; the default stream's is 0
 
@@ -120,10 +122,10 @@ def test_torch_before_pools_were_named() -> None:
 
 def test_a_file_keeps_all_of_it(tmp_path: Path) -> None:
     kept = replace(by_hand(), point="model=transformer", limit_bytes=5, outside_bytes=6)
-    path = tmp_path / "new" / "kept.json"
+    path = tmp_path / "new" / "kept.json.gz"
     kept.save(path)
     assert load_recording(path) == kept
-    assert json.loads(path.read_text())["actions"][0] == ["A", 0, 2 * MIB, 0]
+    assert json.loads(gzip.decompress(path.read_bytes()))["actions"][0] == ["A", 0, 2 * MIB, 0]
 
 
 # Replaying
@@ -188,15 +190,30 @@ def test_expandable_segments() -> None:
 # On a device
 
 
-@pytest.mark.skipif(
-    not RECORDINGS, reason="no trace of a device was recorded: scripts/benchmarks/record_allocator_trace.py"
-)
-@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parts[-3]}/{path.stem}")
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parts[-3]}/{path.name.partition('.')[0]}")
 def test_every_recorded_trace_is_replayed_to_the_byte(path: Path) -> None:
     kept = load_recording(path)
     assert kept.actions
     assert kept.samples
     assert first_difference(kept) is None
+    as_planned = replay(kept.events(), expandable=kept.expandable, limit_bytes=kept.limit_bytes)
+    assert as_planned.oom is None
+    assert as_planned.reserved_peak_bytes == max(reserved_bytes(kept))
+
+
+def reserved_bytes(kept: Recording) -> Iterable[int]:
+    """After each action."""
+    return accumulate(action.kind.sign * action.num_bytes for action in kept.actions)
+
+
+def test_recordings_hold_both_kinds_of_segments_and_segments_given_back_for_want_of_memory() -> None:
+    kept = [load_recording(path) for path in RECORDINGS]
+    points = {each.point for each in kept}
+    assert {point.replace("allocator=default", "allocator=expandable") for point in points} <= points
+    assert len(points) >= 2 * 10
+    gave_back = [each for each in kept if any(action.kind.sign < 0 for action in each.actions)]
+    assert {each.expandable for each in gave_back} == {False, True}
+    assert all(each.limit_bytes is not None for each in gave_back)
 
 
 def test_cases_are_named_by_what_they_run() -> None:
@@ -228,8 +245,19 @@ def test_a_case_runs(name: str) -> None:
 @pytest.mark.gpu
 @needs_gpu[1]
 def test_a_trace_of_this_device_is_replayed_to_the_byte(name: str, tmp_path: Path) -> None:
-    kept = record_apart(name, tmp_path / "trace.json")
+    kept = record_apart(name, tmp_path / "trace.json.gz")
     assert kept.expandable == name.endswith("expandable")
     assert len(kept.actions) > 100
     assert len(kept.samples) > 100
     assert first_difference(kept) is None
+
+
+@pytest.mark.gpu
+@needs_gpu[1]
+def test_under_the_least_limit_segments_are_given_back_and_the_replay_does_the_same(tmp_path: Path) -> None:
+    free = record_apart("transformer", tmp_path / "free.json.gz")
+    limit_bytes = needs_of(free.events()).least_limit_bytes
+    limited = record_apart("transformer", tmp_path / "limited.json.gz", limit_bytes)
+    assert limited.limit_bytes == limit_bytes < max(reserved_bytes(free))
+    assert any(action.kind is Kind.SEGMENT_FREE for action in limited.actions)
+    assert first_difference(limited) is None

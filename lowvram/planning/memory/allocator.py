@@ -3,8 +3,8 @@
 After c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) and c10/core/AllocatorConfig.h of
 github.com/pytorch/pytorch. The rules were read in two states of the .cpp, before and after pull request 172056 (January
 2026, which made the size of large segments a setting); they say the same. The constants stand in the header that torch
-2.13.0 installs. docs/results holds what the allocators of real devices did, where it was recorded, and a test replays
-that to the byte (scripts/benchmarks/recorded.py).
+2.13.0 installs. docs/results holds what the allocator did in some steps of training, and a test replays
+that to the byte (scripts/benchmarks/recorded.py): so far on the emulated device (tests/emulated_cuda).
 
 It simulates the default settings: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no
 private pools (of CUDA graphs). Expandable segments are on from the start or never. Imports no torch.

@@ -241,6 +241,10 @@ void emulated_call(void *stream, void (*call)(long), long argument) { emu_enqueu
 void emulated_finish(void *stream) { emu_finish(stream); }
 int emulated_is_known(const void *inside) { return emu_look_up(inside, NULL); }
 unsigned long long emulated_num_forced(void) { return num_forced; }
+void emulated_set_seed(unsigned value) { /* with nothing in any queue, what follows is as in a process that began with it */
+  emu_finish_all();
+  seed = value;
+}
 void emulated_end(void) { /* no Python may be called any more */
   emu_finish_all();
   emu_late = 0;

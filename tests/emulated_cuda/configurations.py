@@ -1,0 +1,63 @@
+"""Whole configurations, trained on the emulated device and, as the plain loop, on the CPU: with the models of
+scripts/pages/compatibility.py, whose tolerances they must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lowvram.config.registry import Option
+from lowvram.core.knob import Knob
+from lowvram.core.ranks import num_ranks
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.precision import Fp16
+from lowvram.models.resnet import NormKind, ResNetConfig
+from lowvram.models.transformer import TransformerConfig
+from lowvram.tasks import Auto
+from scripts.pages.pairs import Row
+from tests.laboratory import KNOBS, compiler_as_before, knobs_of, train
+
+CUDA = torch.device("cuda")
+SIZES = [64, 64]  # samples of each step
+TRANSFORMER = TransformerConfig(num_layers=2, width=32, num_heads=2, context=16)
+RESNET = ResNetConfig(layers=[1, 1], width=16, norm=NormKind.group, image_size=16)
+TASKS = {
+    "transformer": Auto().pose(TRANSFORMER, DataSpec(Modality.TOKENS, 256, (16,))),
+    "resnet": Auto().pose(RESNET, DataSpec(Modality.IMAGES, 16, (3, 16, 16))),
+}
+WITHOUT_OVERFLOW: dict[Option, Knob] = {("precision", "fp16"): Fp16(init_scale=1024.0)}
+History = list[float]  # losses, then gradient norms
+
+
+def history(row: Row, problem: str, device: torch.device) -> History:
+    chosen: dict[str, Knob] = {option[0]: WITHOUT_OVERFLOW.get(option, KNOBS[option]) for option in row}
+    with unfused():
+        trained = train(TASKS[problem], knobs_of(**chosen), SIZES, device=device)
+    assert all(update.applied for update in trained.updates)
+    return [*map(float, trained.losses), *(float(update.grad_norm) for update in trained.updates)]
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """TorchScript runs operator by operator: kernels that it compiles have no values."""
+    before = torch._C._jit_set_fusion_strategy([("DYNAMIC", 0)])
+    try:
+        yield
+    finally:
+        torch._C._jit_set_fusion_strategy(before)
+
+
+def history_on_rank(row: Row, problem: str) -> History:
+    """Of one of two ranks."""
+    assert num_ranks() == 2
+    with run_op_by_op():
+        return history(row, problem, CUDA)
+
+
+@contextmanager
+def run_op_by_op() -> Iterator[None]:
+    """Nothing is compiled, but settings of the compiler are put back."""
+    with compiler_as_before(), torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,85 @@
+"""Mistakes in the order of copies, to be planted into a process: each leaves out a wait, or what stands for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowvram.core.rig import Part
+from lowvram.data import loader
+from lowvram.knobs.offload.transfer import Streams
+from lowvram.knobs.stepping.copy_streams import CudaLink, Flight
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One that the case of that name (races.py) must show."""
+
+    case: str
+    plant: Callable[[], None]
+
+
+def instead(owner: Any, method: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    return lambda: setattr(owner, method, replacement)
+
+
+def doing_nothing(owner: Any, method: str) -> Callable[[], None]:
+    return instead(owner, method, lambda *_: None)
+
+
+def never_waits(owner: Any, stream: str) -> Callable[[], None]:
+    """The stream of that attribute starts before what was asked of the computing stream is done."""
+    make = owner.__init__
+
+    def make_hasty(self: Any, *args: Any) -> None:
+        make(self, *args)
+        getattr(self, stream).wait_stream = lambda _: None
+
+    return instead(owner, "__init__", make_hasty)
+
+
+def land_at_once(link: CudaLink) -> None:
+    link.to_host.popleft().unload()
+
+
+START = CudaLink._start
+
+
+def start_without_source(link: CudaLink, *args: Any) -> Flight:
+    return START(link, *args)._replace(source=torch.empty(0))
+
+
+def send_from_one_buffer(keys: Any, make: Callable[[Any], Part], workers: int, ahead: int, device: torch.device) -> Any:
+    """A loader that writes into a pinned batch as soon as its copy was asked for."""
+
+    def sent(tensor: Tensor) -> Tensor:
+        pinned = tensor.pin_memory()
+        there = pinned.to(device, non_blocking=True)
+        pinned.zero_()
+        return there
+
+    return (make(key).map(sent) for key in keys)
+
+
+MISTAKES = {
+    "what leaves is copied too early": Mistake("activations", never_waits(Streams, "_out")),
+    "what comes back is copied too early": Mistake("activations", never_waits(Streams, "_back")),
+    "nobody waits for what leaves or comes back": Mistake("activations", doing_nothing(Streams, "_wait_for")),
+    "what nobody reads is freed while it comes back": Mistake("activations", doing_nothing(Tensor, "record_stream")),
+    "a file's pages are read too early": Mistake("activations_disk", doing_nothing(Streams, "_wait_for")),
+    "gradients are copied too early": Mistake("cpu_offload", never_waits(CudaLink, "down")),
+    "gradients are used before they have landed": Mistake("cpu_offload", instead(CudaLink, "_land", land_at_once)),
+    "gradients are freed while they are copied": Mistake(
+        "in_backward", instead(CudaLink, "_start", start_without_source)
+    ),
+    "sums come back into memory that is still read": Mistake("in_backward", never_waits(CudaLink, "up")),
+    "the next step doesn't wait for the weights": Mistake("cpu_offload", doing_nothing(CudaLink, "join")),
+    "blocks are gathered without waits": Mistake("parameters", doing_nothing(torch.cuda.Stream, "wait_event")),
+    "a loader uses pinned batches again": Mistake(
+        "workers", instead(loader, "make_batches_ahead", send_from_one_buffer)
+    ),
+}

@@ -1,0 +1,146 @@
+"""Training on the emulated device, whose streams are late by chance, beside training on the CPU.
+
+    EMULATED_LATE=4 python -m tests.emulated_cuda.races CASE NUM_SEEDS [MISTAKE]
+
+With each seed the streams are late in another way. Prints, as a JSON list with one number a seed, how far losses and
+weights are from the CPU's, relatively. With a mistake (mistakes.py) it ends at the first seed that shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice, product
+
+import torch
+from torch import Tensor
+
+from lowvram.core.assemble import assemble
+from lowvram.core.knob import Knob
+from lowvram.core.rig import Part, Rig
+from lowvram.core.shards import whole
+from lowvram.core.step import step
+from lowvram.data.loader import Inline, Loader, Workers
+from lowvram.data.source import Samples
+from lowvram.data.synthetic import SyntheticImages, SyntheticTokens
+from lowvram.knobs.offload import Activations, ActivationsOnDisk
+from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
+from tests.emulated_cuda import late
+from tests.emulated_cuda.mistakes import MISTAKES
+from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, relative_error
+
+TOLERANCE = 1e-11  # of sums in another order, in fp64
+CUDA = torch.device("cuda", 0)
+NUM_STEPS, BATCH_SIZE = 3, 4
+SAMPLES: dict[str, Samples] = {
+    "transformer": SyntheticTokens(PROBLEMS["transformer"].spec, 1).open(seed=0).train,
+    "resnet_group": SyntheticImages(PROBLEMS["resnet_group"].spec, 1).open(seed=0).train,
+}
+Choices = Mapping[str, str | Knob]
+
+
+def nothing(rig: Rig, batch: Part) -> None:
+    """Before a step."""
+
+
+def look_at_the_end(rig: Rig, batch: Part) -> None:
+    """Gradients of the last parameter alone. What comes back to the device ahead of the backward pass is read by
+    nobody: its memory is freed while it is written."""
+    loss = rig.criterion(rig.forward(batch), batch)
+    torch.autograd.grad(loss, [*rig.model.parameters()][-1:])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train: on the device with the knob in question, on the CPU without it."""
+
+    knobs: Choices
+    reference: Choices = field(default_factory=dict)
+    loader: Loader = field(default_factory=Inline)
+    before: Callable[[Rig, Part], None] = nothing  # each step
+
+    def trained(self, problem: str, device: torch.device) -> dict[str, Tensor]:
+        """Losses and weights after some steps."""
+        choices, loader = (self.reference, Inline()) if device == CPU else (self.knobs, self.loader)
+        rig = assemble(InDouble(PROBLEMS[problem]), knobs_of(**choices), device)
+        losses: list[Tensor] = []
+        with closing(loader.batches(SAMPLES[problem], BATCH_SIZE, 0, 0, device)) as batches:
+            for batch in map(in_double, islice(batches, NUM_STEPS)):
+                self.before(rig, batch)
+                losses.append(step(rig, batch)[0])
+        named = {"loss": torch.stack(losses), **dict(rig.model.named_parameters())}
+        return {name: whole(tensor).detach().cpu() for name, tensor in named.items()}
+
+
+def in_double(batch: Part) -> Part:
+    return batch.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def with_each(choices: Choices, common: list[Choices]) -> list[Variant]:
+    """A knob beside others that both devices have."""
+    return [Variant({**choices, **each}, each) for each in common]
+
+
+TOGETHER: list[Choices] = [
+    {},
+    {"accum": "x2"},
+    {"ckpt": "every2", "optimizer": "sgd"},
+    {"accum": "x4", "ckpt": "every1"},
+]
+MIN_BYTES = 256  # so that most of what tiny models save leaves the device
+CLIPS = [None, 0.1]
+PARTS: list[Choices] = [{"accum": "none"}, {"accum": "x2"}]
+CASES: dict[str, list[Variant]] = {
+    "activations": [
+        *with_each({"offload": Activations(MIN_BYTES)}, TOGETHER),
+        Variant({"offload": Activations(MIN_BYTES), "stepping": "cpu_offload"}),
+        Variant({"offload": Activations(MIN_BYTES)}, before=look_at_the_end),
+    ],
+    "activations_disk": with_each({"offload": ActivationsOnDisk(None, MIN_BYTES)}, TOGETHER),
+    "parameters": with_each({"offload": "parameters"}, TOGETHER),
+    "in_backward": [
+        Variant({"stepping": InBackward(clip, norm), **parts}, {"stepping": AfterBackward(clip), **parts})
+        for clip, norm, parts in product(CLIPS, [Norm.host, Norm.two_passes], PARTS)
+    ],
+    "cpu_offload": [
+        Variant({"stepping": CpuOffload(clip, share), **parts}, {"stepping": AfterBackward(clip), **parts})
+        for clip, share, parts in product(CLIPS, [1.0, 0.5], PARTS)
+    ],
+    "workers": [Variant(each, each, Workers(2)) for each in TOGETHER],
+}
+
+
+@cache
+def on_cpu(case: str, index: int, problem: str) -> dict[str, Tensor]:
+    return CASES[case][index].trained(problem, CPU)
+
+
+def differences(case: str, num_seeds: int) -> Iterator[float]:
+    """Of each seed; the variants and problems take turns."""
+    turns = list(product(range(len(CASES[case])), SAMPLES))
+    for seed in range(num_seeds):
+        index, problem = turns[seed % len(turns)]
+        wanted = on_cpu(case, index, problem)
+        late.set_seed(seed)
+        found = CASES[case][index].trained(problem, CUDA)
+        yield max(relative_error({name: found[name]}, {name: wanted[name]}) for name in wanted)
+
+
+def main(case: str, num_seeds: str, mistake: str = "") -> None:
+    found = []
+    if mistake:
+        MISTAKES[mistake].plant()
+    for difference in differences(case, int(num_seeds)):
+        found.append(difference if math.isfinite(difference) else 1e9)  # JSON has no nan
+        if mistake and found[-1] > TOLERANCE:
+            break
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""ddp and fsdp on two emulated devices, through NCCL, train as one process on the CPU does: the cases of
+tests/knobs/test_sharding.py and test_stepping_ranks.py, within their tolerances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowvram.core.knob import Knob
+from tests.emulated_cuda.configurations import CUDA
+from tests.knobs.test_sharding import OPTIONS, THREE, TWENTY_STEPS, errors
+from tests.knobs.test_stepping_ranks import CASES
+from tests.laboratory import IS_EMULATED, PROBLEMS, InDouble, Trained, knobs_of, train
+from tests.ranks import on_cards
+
+pytestmark = [pytest.mark.emulated, pytest.mark.skipif(not IS_EMULATED, reason="not the emulated device")]
+Choices = dict[str, str | Knob]
+
+
+def train_on_card(task: InDouble, choices: list[Choices]) -> list[Trained]:
+    return [on_cpu(train(task, knobs_of(**each), THREE, device=CUDA)) for each in choices]
+
+
+def on_cpu(trained: Trained) -> Trained:
+    """Its tensors leave the process that made them."""
+
+    def moved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+    return replace(
+        trained,
+        losses=[loss.cpu() for loss in trained.losses],
+        updates=[update._replace(grad_norm=update.grad_norm.cpu()) for update in trained.updates],
+        gradients=moved(trained.gradients),
+        parameters=moved(trained.parameters),
+        buffers=moved(trained.buffers),
+    )
+
+
+@pytest.mark.parametrize("problem", ["transformer", "resnet_group"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_two_devices_train_like_one_process(
+    option: str, problem: str, record_property: Callable[[str, object], None]
+) -> None:
+    """With targets that divide unequally."""
+    task, choices = InDouble(PROBLEMS[problem]), list(TWENTY_STEPS.values())
+    wanted = [train(task, knobs_of(**each), THREE) for each in choices]
+    for found in on_cards(train_on_card, task, [{**each, "sharding": option} for each in choices]):
+        for name, one, other in zip(TWENTY_STEPS, found, wanted, strict=True):
+            assert max(errors(one, other).values()) < 1e-10, name
+    record_property("configurations", len(choices))
+
+
+def test_shared_parameters_end_where_whole_ones_do(record_property: Callable[[str, object], None]) -> None:
+    """With the steppings that use gradients before all are there, or on the host."""
+    task, sharded = InDouble(PROBLEMS["transformer"]), [{**ours, "sharding": "fsdp"} for ours, _ in CASES.values()]
+    wanted = [train(task, knobs_of(**plain), THREE) for _, plain in CASES.values()]
+    for found in on_cards(train_on_card, task, sharded):
+        for name, one, other in zip(CASES, found, wanted, strict=True):
+            torch.testing.assert_close(torch.stack(one.losses), torch.stack(other.losses), rtol=1e-10, atol=0)
+            assert errors(one, other)["parameters"] <= 1e-10, name
+    record_property("configurations", len(CASES))
