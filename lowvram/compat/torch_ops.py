@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -128,6 +129,23 @@ def autocast_lifted() -> AbstractContextManager[object]:
     by a public guard, if torch makes one.
     """
     return C._ExcludeDispatchKeyGuard(AUTOCAST_ON_CPU)
+
+
+@contextmanager
+def autocast_ends_told(on_end: Callable[[], None]) -> Iterator[None]:
+    """Inside it `on_end` is called whenever the outermost autocast ends and torch drops its casts of weights.
+
+    torch.clear_autocast_cache, since before 1.13, which autocast looks up when it ends. Replaced by a hook, if torch
+    makes one.
+    """
+    clear_torchs = torch.clear_autocast_cache
+
+    def clear() -> None:
+        on_end()
+        clear_torchs()
+
+    with patch.object(torch, "clear_autocast_cache", clear):
+        yield
 
 
 def kernels_replaced() -> AbstractContextManager[Library]:

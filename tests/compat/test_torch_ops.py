@@ -143,6 +143,20 @@ def test_a_lifted_autocast_casts_nothing() -> None:
         assert (matrix @ matrix).dtype is torch.bfloat16
 
 
+@needed("torch.clear_autocast_cache", by="a plan for a card of precision=bf16")
+def test_the_end_of_the_outermost_autocast_is_told() -> None:
+    from lowvram.compat.torch_ops import autocast_ends_told
+
+    ends: list[str] = []
+    with autocast_ends_told(lambda: ends.append("end")):
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            pass
+        assert ends == ["end"]
+    with torch.autocast("cpu", torch.bfloat16):
+        pass
+    assert ends == ["end"]
+
+
 @needed("torch.library._scoped_library", by="a plan for a card")
 def test_kernels_are_replaced_for_a_while() -> None:
     from lowvram.compat.torch_ops import kernels_replaced

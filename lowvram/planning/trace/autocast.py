@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-from lowvram.compat.torch_ops import autocast_lifted, operators_with_kernel, schema_of
+from lowvram.compat.torch_ops import autocast_ends_told, autocast_lifted, operators_with_kernel, schema_of
 from lowvram.compat.torch_trees import tree_leaves, tree_map
 
 
@@ -96,13 +95,7 @@ _cast_weights: dict[int, tuple[Tensor, Tensor]] = {}  # weights by id, and their
 def weights_cast_once() -> Iterator[None]:
     """Inside it the kernels registered here cast each weight once within the outermost autocast, as torch's own do,
     whose cache only they can use."""
-
-    def clear() -> None:
-        _cast_weights.clear()
-        clear_torchs()
-
-    clear_torchs = torch.clear_autocast_cache
-    with patch.object(torch, "clear_autocast_cache", clear):  # autocast calls it when it ends
+    with autocast_ends_told(_cast_weights.clear):
         yield
     _cast_weights.clear()
 
