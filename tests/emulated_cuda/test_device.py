@@ -201,3 +201,16 @@ def test_collectives_move_bytes_between_processes(tmp_path: Path) -> None:
     for rank, text in enumerate(texts):
         scattered = [6.0 * (2 * rank), 6.0 * (2 * rank + 1)]
         assert text == f"[6.0] [2.0] [0, 0, 1, 10, 2, 20] {scattered} 2.0"
+
+
+LEFT_OUT = """
+import torch
+old = torch.full((8,), float("nan"), device="cuda")
+del old  # its memory is used again
+print(torch.empty(2**20, device="cuda").sum().item(), torch.ones(8, device="cuda").sum().item())
+"""
+
+
+def test_what_comes_of_too_large_an_operator_is_finite() -> None:
+    """So that a large model's loss doesn't end its run."""
+    assert printed(LEFT_OUT, EMULATED_VALUES_MAX="65536").split() == ["0.0", "8.0"]
