@@ -58,7 +58,7 @@ ALL = [
     swept("measure", *MEASURING, "ckpt=none,every1"),
     swept("fidelity", *FAITHFUL),
     swept("reruns", *MEASURING, "measure.reruns=1", "measure.steps=4", "name=stall@4"),
-    swept("auto", *TRAINING, "train.batch_size=64", "data.sequence_length=128", "vram=24MiB", "accum=auto"),
+    swept("auto", *TRAINING, "train.batch_size=128", "data.sequence_length=128", "vram=34MiB", "accum=auto"),
     Scenario("search", ("-m", *SEARCHING, f"hydra.sweep.dir={SWEEP}"), SWEEP, is_timed=True),
     swept("plan", *PLANNING),
 ]
