@@ -166,7 +166,7 @@ ON_CPU: list[Row] = [
             SCRATCH,
             4 * MIB,
             False,
-            f"{UNDER_CAPS}: 12 Transformers of 50 to 620 MiB took 2 to 7 MiB",
+            f"{UNDER_CAPS}: 11 Transformers and a Mixer of 50 to 620 MiB took 2 to 7 MiB",
             is_resident=False,
             margin_bytes=5 * MIB,
         ),
@@ -212,7 +212,7 @@ def onednn_overheads(num_shapes: int, has_narrow: bool, torch_version: str) -> l
         ),
         Overhead("what convolutions touch of it, and pages of oneDNN's file", CONVOLVING_BYTES, False, touched, False),
     ]
-    narrow = f"{where}: 14 to 16 MiB with bf16 and with Muon, whatever the sizes, without instructions for bf16"
+    narrow = f"{where} for Muon, by malloc's count for bf16: 14 to 16 MiB, without instructions for bf16"
     lines = lines if num_shapes else []
     if has_narrow:
         name = "oneDNN's products in 16 bits: code and buffers"
