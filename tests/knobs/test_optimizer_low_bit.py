@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.core.assemble import assemble
+from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rounding import stochastically
@@ -23,9 +24,13 @@ from lowvram.knobs.optimizer import AdamW, AdamW4bit, AdamW8bit, low_bit
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
 from lowvram.knobs.optimizer.low_bit import compiled_step, contiguous
 from lowvram.models.transformer import TransformerConfig
+from lowvram.planning.memory.segments import rounded_up
+from lowvram.planning.target import Target
+from lowvram.planning.trace.events import Phase
 from lowvram.planning.trace.fake import fake_tensors
+from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, peak_as_planned
+from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, knobs_of, make_batch, needs_gpu, peak_as_planned
 
 KNOBS = {"8bit": AdamW8bit(), "4bit": AdamW4bit()}
 
@@ -113,6 +118,57 @@ def test_paper_and_ledger_agree_on_states(option: str) -> None:
         step(rig, batch)
     fake_tensors = peak_as_planned(problem, knobs_of(optimizer=f"adamw_{option}"), 4)
     assert fake_tensors.by_kind_max[Kind.OPTIMIZER] == real.by_kind_max[Kind.OPTIMIZER]
+
+
+SCRATCH_BYTES = {"8bit": 2 * 65_536 + 2 * 2**24, "4bit": 2 * 131_072 + 2 * 2**24 + 2 * 2**25}
+
+
+def with_gradient(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    weight = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+    weight.grad = torch.zeros_like(weight)
+    return weight
+
+
+@pytest.mark.parametrize("option", KNOBS)
+def test_an_update_of_a_large_weight_takes_what_torchs_allocator_was_asked_for(option: str) -> None:
+    """Recorded on an emulated card. A small weight, and one without a gradient, take nothing."""
+    with fake_tensors():
+        weights = [with_gradient(shape, CPU) for shape in ((4096, 1024), (40,), (4096, 1024))]
+        weights[-1].grad = None
+        optimizer = KNOBS[option].make(weights)
+        optimizer.step()
+        assert isinstance(optimizer, low_bit.LowBit)
+        assert [sum(sizes) for sizes in optimizer.scratch_bytes()] == [SCRATCH_BYTES[option]]
+
+
+@pytest.mark.parametrize("option", KNOBS)
+def test_a_plan_for_a_card_has_what_updates_take(option: str) -> None:
+    problem = Auto().pose(TransformerConfig(1, 64, 2, 8), DataSpec(Modality.TOKENS, 20_000, (8,)))
+    peaks = [
+        trace(problem, knobs_of(optimizer=f"adamw_{option}"), 2, Target(card)).sums().by_phase[Phase.UPDATE]
+        for card in (None, Card("H100", (9, 0)))
+    ]
+    assert peaks[1] - peaks[0] > (8 if option == "8bit" else 24) * 20_000 * 64
+
+
+@pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=needs_gpu)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", KNOBS)
+def test_a_cards_allocator_serves_what_an_update_says_it_takes(
+    option: str, dtype: torch.dtype, device: torch.device, compiled: None
+) -> None:
+    """But for the seed of stochastic rounding, of a few bytes."""
+    weight = with_gradient((1024, 1024), device, dtype)
+    optimizer = KNOBS[option].make([weight], RoundingPolicy(stochastically if dtype is torch.bfloat16 else None))
+    optimizer.step()
+    assert isinstance(optimizer, low_bit.LowBit)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    (sizes,) = optimizer.scratch_bytes()
+    wanted = sum(rounded_up(size, 512) for size in sizes)
+    assert wanted <= torch.cuda.max_memory_allocated() - before <= wanted + 1024
 
 
 @pytest.mark.parametrize("option", KNOBS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, modes_lifted
 from lowvram.compat.torchao import new_moment
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
+from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.shards import local
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, keep_formats, noise_of_step
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
@@ -47,6 +48,7 @@ class AdamW8bit(Knob):
     saves = Kind.OPTIMIZER
     libraries = ("torchao.optim",)
     theirs: ClassVar[str] = "AdamW8bit"
+    scratch_itemsizes: ClassVar[tuple[int, ...]] = (4, 4)  # an update's temporaries: both moments in fp32
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
@@ -71,7 +73,7 @@ class AdamW8bit(Knob):
         groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
         inner = kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=landing.rounding is not None)
         compute_levels(inner)
-        return LowBit(inner, next(landing.numbers))
+        return LowBit(inner, next(landing.numbers), self.scratch_itemsizes)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class AdamW4bit(AdamW8bit):
     """Two moments of 4 bits per parameter."""
 
     theirs = "AdamW4bit"
+    scratch_itemsizes = (4, 4, 8, 8)  # and the nearest code of each value, as a whole number of 64 bits
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.OPTIMIZER: 20}
@@ -88,14 +91,18 @@ class AdamW4bit(AdamW8bit):
 
 
 @final
-class LowBit(torch.optim.Optimizer):
+class LowBit(CompiledUpdate):
     """torchao's optimizer as the rest of the program knows one: the learning rate is a plain number, states keep their
-    format when they are loaded, and an update neither minds a dispatch mode nor computes on tensors without memory."""
+    format when they are loaded, and an update neither minds a dispatch mode nor computes on tensors without memory.
 
-    def __init__(self, inner: Any, number: int) -> None:
+    Args:
+        scratch_itemsizes: the bytes per element of each temporary that an update makes.
+    """
+
+    def __init__(self, inner: Any, number: int, scratch_itemsizes: tuple[int, ...]) -> None:
         super().__init__([{**group, "lr": float(group["lr"])} for group in inner.param_groups], {})
         self.param_groups[0] |= {"noise_of": number, "noise_step": 0, "codes": type(inner).__name__}
-        self.inner = inner
+        self.inner, self.scratch_itemsizes = inner, scratch_itemsizes
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -117,6 +124,14 @@ class LowBit(torch.optim.Optimizer):
             "exp_avg_sq": new_moment(self.inner, wide, signed=False),
         }
         return {"step": torch.tensor(0.0), **moments}
+
+    def scratch_bytes(self) -> Iterator[list[int]]:
+        """As inductor's kernels of torch 2.13 ask for it: the new scales of both moments, then temporaries as large as
+        the parameter. Moments in fp32 are updated in place."""
+        for parameter, state in self.state.items():
+            moment: Any = local(state["exp_avg"])
+            if parameter.grad is not None and is_traceable_wrapper_subclass(moment):
+                yield [moment.scale.nbytes] * 2 + [moment.numel() * itemsize for itemsize in self.scratch_itemsizes]
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
         """The update itself. The learning rate goes in as a tensor: a number would be compiled in. Of what is spread

@@ -27,6 +27,7 @@ from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.rig import Part, Rig
+from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
@@ -183,6 +184,9 @@ class TraceRecorder:
         self.ledger.lines += [*zip(serials, sizes, strict=True), *((serial, 0) for serial in reversed(serials))]
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if isinstance(optimizer, CompiledUpdate) and self.card is not None and not host.is_computing():
+            for sizes in optimizer.scratch_bytes():
+                self.add_scratch(sizes, f"{type(optimizer).__name__} while it ran")
         if self.is_steady:
             self.op_counter.end_update(optimizer)
 
