@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowvram.compat.torch_ops import AttentionOps, ProductOps
 from lowvram.core import host
 from lowvram.core.device import Card
 from lowvram.planning.trace.attention import NARROW, SMALL_SHARED_MEMORY
-from lowvram.planning.trace.reductions import Reduction, reduction_of
+from lowvram.planning.trace.reductions import WARP, Reduction, columns_of, product, reduction_of
 
 ATEN = torch.ops.aten
 PRODUCTS = ProductOps.ALL  # they take the workspace of cuBLAS with them, once for each thread
-FP32_BYTES = 4
+FP32_BYTES, INDEX_BYTES = 4, 8
+MOST_ROWS = 64 * 1024  # that a norm's backward pass sums without partial sums
 # By the bytes of a partial result: a pair of value and place; mean, sum of squares and two counts.
 PAIR_BYTES, MOMENTS_BYTES = 16, 16
 
@@ -77,6 +79,53 @@ def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> S
 def norm_of_copy(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
     """A norm reads its input in one piece (layer_norm_kernel.cu)."""
     return () if args[0].is_contiguous() else [[args[0].numel() * args[0].itemsize]]
+
+
+def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """With many short rows, blocks of 32 of them sum the gradients of weight and bias (layer_norm_kernel.cu,
+    LaunchGammaBetaBackwardCUDAKernel)."""
+    source, (width, *others) = args[1], reversed(args[2])
+    num_columns = width * product(others)
+    num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
+    if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
+        return ()
+    sums = -(-num_rows // WARP)
+    last = Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0)
+    return [[*[sums * num_columns * source.itemsize] * 2, last]]
+
+
+def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    return [copies_of(args[0], args[1])]
+
+
+def convolution_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    gradient, source, weight, has_bias = *args[:3], args[-1][-1]
+    bias = [reduction_of(gradient, [0, *range(2, gradient.dim())], sum_bytes(gradient.dtype))] if has_bias else []
+    return [copies_of(source, weight, gradient), bias]
+
+
+def copies_of(source: Tensor, weight: Tensor, *others: Tensor) -> Group:
+    """cuDNN is given all in one format: channels_last if the input or the weight has it (ConvUtils.h,
+    cudnn_conv_suggest_memory_format)."""
+    is_last = any(tensor.dim() == 4 and is_channels_last(tensor) for tensor in (source, weight))
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    tensors = (*others, source, weight)
+    return [tensor.numel() * tensor.itemsize for tensor in tensors if not tensor.is_contiguous(memory_format=layout)]
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Sums at given places are made in their order: the places, their numbers, and both sorted (Indexing.cu,
+    index_put_with_sort_kernel). Without `accumulate` nothing is sorted."""
+    places = [place for place in args[1] if place is not None]
+    if not argument(args, named, 3, "accumulate", False):
+        return ()
+    number, values = product(torch.broadcast_shapes(*(place.shape for place in places))), args[2]
+    copy = [] if values.is_contiguous() else [values.numel() * values.itemsize]
+    return [[number * INDEX_BYTES, *copy, *[number * INDEX_BYTES] * 3]]
 
 
 def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
@@ -164,6 +213,10 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((ATEN.linalg_vector_norm, ATEN.norm), reduction(sum_bytes, place=2)),
     **dict.fromkeys((ATEN.softmax, ATEN.log_softmax), softmax_into),
     ATEN.native_layer_norm: norm_of_copy,
+    ATEN.native_layer_norm_backward: norm_backward,
+    ATEN.convolution: convolution,
+    ATEN.convolution_backward: convolution_backward,
+    **dict.fromkeys((ATEN.index_put, ATEN.index_put_), added_at),
     ATEN.roll: rolled,
     AttentionOps.FLASH: flash_forward,
     AttentionOps.FLASH_BACKWARD: flash_backward,

@@ -58,10 +58,11 @@ def test_fused_updates_need_nothing_of_their_own(optimizer: str) -> None:
     assert per_parameter(summed(optimizer=optimizer).by_kind_max[Kind.OTHER]) < 0.05
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit"])
-def test_compiled_updates_show_no_temporaries_of_eager_ones(optimizer: str) -> None:
-    """torchao's, which take 41 bytes per parameter when they run eagerly."""
-    assert per_parameter(summed(optimizer=optimizer).by_kind_max[Kind.OTHER]) < 0.05
+@pytest.mark.parametrize(("optimizer", "each_bytes"), [("adamw_8bit", 8), ("adamw_4bit", 24)])
+def test_compiled_updates_update_one_parameter_after_the_other(optimizer: str, each_bytes: int) -> None:
+    """torchao's, which would take 41 bytes for each of a parameter's elements if they ran eagerly."""
+    other = summed(optimizer=optimizer).by_kind_max[Kind.OTHER]
+    assert each_bytes * EMBEDDING <= other < (each_bytes + 0.2) * EMBEDDING
 
 
 def test_adafactor_updates_one_parameter_after_the_other() -> None:

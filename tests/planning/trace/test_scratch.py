@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,6 +65,23 @@ def test_probabilities_in_fp32_are_made_of_a_copy(dtype: torch.dtype, bytes_each
     with FakeTensorMode(), noted(H100) as groups:
         probabilities(torch.empty(128, 50257, dtype=dtype))
     assert sum(bytes_of(H100, group) for group in groups) == bytes_each * 128 * 50257
+
+
+# As recorded on an emulated H100.
+RECORDED = {
+    "norm of many rows": [2 * 840_192 + 442_368 + 512],
+    "norm of few rows": [],
+    "convolution, weight channels last": [2 * 4 * 8 * 32 * 56 * 56],
+    "table": [4 * 40_448],
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_backward_passes_take_what_torchs_allocator_was_asked_for(name: str) -> None:
+    shape, dtype, begin = BACKWARD[name]
+    with FakeTensorMode(), noted(H100) as groups:
+        begin(tensor(shape, dtype, "cpu"))()
+    assert [size for group in groups if (size := bytes_of(H100, group))] == RECORDED[name]
 
 
 def test_a_trace_has_what_operators_take() -> None:
@@ -144,6 +161,55 @@ SUMS: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[Tensor], Any]]] = 
     "probabilities of bf16": ((128, 5000), BF16, probabilities),
     "probabilities of fp16": ((128, 5000), FP16, probabilities),
 }
+LAST = torch.channels_last
+
+
+def convolved(source: Tensor, transposed: bool = False, last: Sequence[str] = ()) -> Callable[[], Any]:
+    """The backward pass of a convolution from 32 channels to as many. Source (batch, 32, size, size).
+
+    Args:
+        transposed: whether the result's gradient comes with its dimensions exchanged.
+        last: what of source, weight and gradient is in channels_last.
+    """
+    gradient = torch.empty_like(source)
+    given = {"gradient": gradient, "source": source, "weight": source.new_empty(32, 32, 3, 3)}
+    gradient, source, weight = (
+        tensor.to(memory_format=LAST) if name in last else tensor for name, tensor in given.items()
+    )
+    gradient = gradient.transpose(2, 3) if transposed else gradient
+    about = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
+    return lambda: torch.ops.aten.convolution_backward(gradient, source, weight, [32], *about)
+
+
+def normed(rows: Tensor) -> Callable[[], Any]:
+    """The backward pass of a norm over the last dimension."""
+    mean, weight = rows.new_empty(rows.shape[0], 1, dtype=FP32), rows.new_empty(rows.shape[1])
+    about = (rows, rows, rows.shape[1:], mean, mean, weight, weight, [True] * 3)
+    return lambda: torch.ops.aten.native_layer_norm_backward(*about)
+
+
+def gathered(table: Tensor) -> Callable[[], Any]:
+    """The backward pass of looking rows up in a table."""
+    places = torch.zeros(100, 50, dtype=torch.int64, device=table.device)
+    values = table.new_empty(100, 50, table.shape[1])
+    return lambda: table.index_put_((places,), values, accumulate=True)
+
+
+# The backward passes of what each makes of a tensor of the shape.
+BACKWARD: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[Tensor], Callable[[], Any]]]] = {
+    "convolution": ((8, 32, 56, 56), FP32, convolved),
+    "convolution, gradient transposed": ((8, 32, 56, 56), FP16, partial(convolved, transposed=True)),
+    "convolution, channels last": (
+        (8, 32, 56, 56),
+        FP32,
+        partial(convolved, last=("gradient", "source", "weight")),
+    ),
+    "convolution, weight channels last": ((8, 32, 56, 56), FP32, partial(convolved, last=("weight",))),
+    "norm of many rows": ((70_000, 96), FP32, normed),
+    "norm of many rows in bf16": ((70_000, 96), BF16, normed),
+    "norm of few rows": ((60_000, 96), FP32, normed),
+    "table": ((300, 40), FP32, gathered),
+}
 HEADS: dict[str, tuple[Any, tuple[int, ...], int, torch.dtype]] = {
     "flash": (AttentionOps.FLASH_BACKWARD, (2, 8, 200, 64), 8, BF16),
     "flash, grouped": (AttentionOps.FLASH_BACKWARD, (2, 8, 256, 96), 2, FP16),
@@ -153,14 +219,17 @@ HEADS: dict[str, tuple[Any, tuple[int, ...], int, torch.dtype]] = {
     "efficient, wide": (AttentionOps.EFFICIENT_BACKWARD, (2, 8, 256, 256), 8, FP16),
     "efficient, 128": (AttentionOps.EFFICIENT_BACKWARD, (2, 8, 256, 128), 8, FP16),
 }
+# By a word of the name: the locks of the kernel, small results that come after, the memory of cub's sort. All may get
+# 1 MiB more in a large segment, which isn't split for so little.
+SLACK = {"efficient": 16 * KIB, "norm": KIB, "table": 128 * KIB}
 LEAST = {AttentionOps.FLASH_BACKWARD: (8, 0), AttentionOps.CUDNN_BACKWARD: (9, 0)}  # capabilities
 
 
 @pytest.mark.emulated
 @pytest.mark.skipif(not IS_EMULATED, reason="not the emulated device")
-@pytest.mark.parametrize("name", [*SUMS, *HEADS])
+@pytest.mark.parametrize("name", [*SUMS, *BACKWARD, *HEADS])
 def test_torchs_allocator_serves_the_same(name: str) -> None:
-    """On the card that is emulated (EMULATED_CARD), within the few bytes of locks of the efficient kernel."""
+    """On the card that is emulated (EMULATED_CARD), but for what SLACK says."""
     card = card_of(torch.device("cuda"))
     if name in HEADS and card.capability < LEAST.get(HEADS[name][0], (0, 0)):
         pytest.skip("the card has no such kernel")
@@ -168,6 +237,9 @@ def test_torchs_allocator_serves_the_same(name: str) -> None:
     def maker(device: str) -> Callable[[], Any]:
         if name in HEADS:
             return attended(*HEADS[name], device)
+        if name in BACKWARD:
+            shape, dtype, begin = BACKWARD[name]
+            return begin(tensor(shape, dtype, device))
         shape, dtype, reduce = SUMS[name]
         return partial(reduce, tensor(shape, dtype, device))
 
@@ -179,5 +251,5 @@ def test_torchs_allocator_serves_the_same(name: str) -> None:
     peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     del result
     wanted = max((bytes_of(card, group) for group in groups), default=0)
-    slack = 2 * KIB * 8 if "efficient" in name else 0
-    assert wanted <= peak <= wanted + slack, (os.environ.get("EMULATED_CARD"), wanted, peak)
+    slack = next((size for word, size in SLACK.items() if word in name), 0) + (MIB if wanted > 10 * MIB else 0)
+    assert wanted - KIB <= peak <= wanted + slack, (os.environ.get("EMULATED_CARD"), wanted, peak)
