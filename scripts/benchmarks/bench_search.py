@@ -2,6 +2,8 @@
 
     scripts/python scripts/benchmarks/bench_search.py [FOLDER] [model=transformer,resnet] [seconds=5]
 
+Models are those of bench_search_models.py: two of our own (the default), and six of other people.
+
 Every point of the grid (six options of ckpt, five of accum) is measured for some seconds in a fresh process, without a
 budget. Then, for each of three budgets, mode=search picks from the same groups. What fits is what runs: points of the
 grid, the fastest first, take two updates with `vram` as the cap that a search's probes have, until three of them end
@@ -33,16 +35,13 @@ from lowvram.config.identity import device_name, installed_version
 from lowvram.planning.time.calibration import num_threads
 from lowvram.results.row import Row, Status
 from lowvram.results.table import collect
+from scripts.benchmarks.bench_search_models import MODELS, OWN, write_models
 from scripts.benchmarks.bench_search_report import Plans, Point, Probe, Result, lines, lost
 from scripts.benchmarks.runs import Runs
 
 GRID = {
     "ckpt": ["none", "every1", "every2", "every3", "every4", "selective"],
     "accum": ["none", "x2", "x4", "x8", "x16"],
-}
-MODELS = {
-    "transformer": ["model=transformer", "model.num_layers=12", "model.vocab_size=4096", "train.batch_size=16"],
-    "resnet": ["model=resnet", "model.norm=group", "data.image_size=96", "data.num_classes=10", "train.batch_size=32"],
 }
 COMMON = ["data=synthetic", "data.eval_samples=16", "measure.warmup_steps=2"]
 MEASURED = ["mode=measure", "measure.reruns=0", "timeout_s=300"]
@@ -215,7 +214,8 @@ def main() -> None:
     about = f"{device_name()}, torch {installed_version('torch')}, {num_threads()} threads"
     print("# The pick of a search beside the best of a grid\n")
     print(f"`scripts/python scripts/benchmarks/bench_search.py {' '.join(sys.argv[1:])}`: {about}")
-    for model in given.get("model", ",".join(MODELS)).split(","):
+    write_models()
+    for model in given.get("model", ",".join(OWN)).split(","):
         with Runs(folder / time.strftime("%H-%M-%S") / model) as runs:
             bench = Bench(runs, folder, model, float(given.get("seconds", 5)))
             grid = bench.grid()

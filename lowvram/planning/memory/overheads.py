@@ -108,7 +108,7 @@ ROWS: list[Row] = [
             "temporaries inside operators",
             None,
             True,
-            "unknown where lowvram/planning/trace/scratch.py has no rule: it has rules for sums and for attention",
+            "unknown where lowvram/planning/trace/scratch.py has no rule: it has rules for sums, norms, indices, copies of convolutions, and attention",
         )
     ),
     Row(Overhead("CUDA context", CONTEXT_BYTES, False, CONTEXT), capability=ADA),
