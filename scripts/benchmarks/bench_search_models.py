@@ -10,13 +10,13 @@ OWN = {
     "transformer": ["model=transformer", "model.num_layers=12", "model.vocab_size=4096", "train.batch_size=16"],
     "resnet": ["model=resnet", "model.norm=group", "data.image_size=96", "data.num_classes=10", "train.batch_size=32"],
 }
-WIDTHS = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 512}
+WIDTHS = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 352}
 # Of the library transformers, by their kinds: the architecture, and sizes that aren't the library's own.
 OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 2048}),
     "bert": ("BertForSequenceClassification", {**WIDTHS, "vocab_size": 2048}),
     "vit": ("ViTForImageClassification", {**WIDTHS, "image_size": 64, "patch_size": 8}),
-    "convnext": ("ConvNextForImageClassification", {"depths": [2, 2, 4, 2], "hidden_sizes": [32, 64, 128, 256]}),
+    "convnext": ("ConvNextForImageClassification", {"depths": [2, 2, 4, 2], "hidden_sizes": [24, 48, 96, 192]}),
 }
 TEXTS = ["data.sequence_length=128", "train.batch_size=16"]
 IMAGES = ["data.image_size=64", "data.num_classes=10", "train.batch_size=32"]
