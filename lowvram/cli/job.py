@@ -28,7 +28,7 @@ from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Point
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import launch_from
-from lowvram.planning.client import beside
+from lowvram.planning.client import plan_for_row
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import Claim, Held, has_snapshots
 from lowvram.results.row import Row, Status
@@ -145,7 +145,7 @@ def row_of(point: Point) -> Result:
             raise Refused("mode=search under torchrun: search without it, on one device")
         words = container(HydraConfig.get().overrides.task, resolve=False)
         return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
-    point = replace(point, plan=beside(here.plans.of(point)))
+    point = replace(point, plan=plan_for_row(here.plans.of(point)))
     skipped = here.plans.skipped(point)
     return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
 

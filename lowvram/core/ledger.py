@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowvram.compat.torch_autograd import base_of, current_node
 from lowvram.compat.torch_modes import TorchDispatchMode
-from lowvram.compat.torch_storage import resizes_told
+from lowvram.compat.torch_storage import on_storage_resize
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.knob import Kind
@@ -192,7 +192,7 @@ class Ledger(TorchDispatchMode):
             undo.callback(host.listeners.remove, self.set_host_kind)
             undo.callback(register_optimizer_step_pre_hook(self.begin_update).remove)
             undo.callback(register_optimizer_step_post_hook(self.end_update).remove)
-            undo.enter_context(resizes_told(self._note_size))
+            undo.enter_context(on_storage_resize(self._note_size))
             yield
 
     def see(self, operator: Any, args: Sequence[Any], out: Any) -> None:

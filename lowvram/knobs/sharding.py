@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lowvram.compat.torch_distributed import DefaultAllGather
-from lowvram.compat.torch_fake import fake_mode_lifted
+from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
@@ -148,7 +148,7 @@ class ReleasedAllGather(DefaultAllGather):
 
 
 def mesh_of_ranks(device: torch.device) -> DeviceMesh:
-    with fake_mode_lifted():  # a mesh reads its own tensors, also where a step is made on tensors without memory
+    with without_fake_mode():  # a mesh reads its own tensors, also where a step is made on tensors without memory
         return init_device_mesh(device.type, (num_ranks(),))
 
 

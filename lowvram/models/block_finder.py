@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.compat.torch_fake import FakeTensorMode
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
@@ -45,7 +45,7 @@ def find_blocks(
         named: the class name of the blocks, if the user gave it.
     """
     try:
-        with modes_lifted(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             record = ForwardRecord(without_memory(model))
             outputs = record.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
     except Exception:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import Dropout
 from lowvram.config.errors import BadInput
 from lowvram.core.values import own_tensors
@@ -108,7 +108,7 @@ def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) ->
 def without_values(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model with values on the CPU, then replace its tensors by ones without memory. Some models can't be built
     without memory, because their code reads values."""
-    with modes_lifted(), torch.random.fork_rng([]), torch.device("cpu"):
+    with without_dispatch_modes(), torch.random.fork_rng([]), torch.device("cpu"):
         model = build()
     bare: dict[Tensor, Tensor] = {}
     for module in model.modules():

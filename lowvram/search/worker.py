@@ -42,7 +42,7 @@ class PlanCache:
     planner: Planner
     settings: Settings
     choices: Mapping[str, str]
-    place: PlanDevice
+    plan_device: PlanDevice
     tell: Callable[[int], None]  # is told how many plans there are
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class PlanCache:
         if key not in self.plans:
             knobs = {group: space.knobs[group, name] for group, name in options.items()}
             whole = replace(self.settings, groups=self.settings.groups | knobs)
-            plan = self.planner.planned(whole, {**self.choices, **options}, self.place)["plan"]
+            plan = self.planner.planned(whole, {**self.choices, **options}, self.plan_device)["plan"]
             self.plans[key] = {**plan, "changes": space.changes(options)}
             self.tell(len(self.plans))
         return self.plans[key]
@@ -114,7 +114,7 @@ def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
                 knobs[group, name] = knob
     fixed = {f"{name}={cache.choices[name]}": cache.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
     base = {group: cache.choices[group] for group in groups}
-    space, conflicting = space_of(base, knobs, fixed, cache.place.target.absent())
+    space, conflicting = space_of(base, knobs, fixed, cache.plan_device.target.absent())
     return space, refused | conflicting
 
 
@@ -123,11 +123,11 @@ def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
     if knob.exactness is Exactness.LOSSY and not cache.settings.search.lossy:
         return "lossy: search.lossy=true tries it"
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
-    parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.place.num_ranks
+    parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.plan_device.num_ranks
     if knob.more_parts(num_samples) is not None:
         return "it changes only after memory has run out"
     try:
-        check_batch_size(cache.settings.train.batch_size, parts, cache.place.num_ranks)
+        check_batch_size(cache.settings.train.batch_size, parts, cache.plan_device.num_ranks)
     except BadInput as error:
         return str(error)
     return None

@@ -38,7 +38,7 @@ from lowvram.planning.cache import TraceCache
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner, place_here, place_of
+from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
 from lowvram.search.worker import PlanCache, search
 from lowvram.worker import job
 from lowvram.worker.errors import ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
@@ -245,9 +245,9 @@ def calibrated(point: dict[str, Any]) -> dict[str, Any]:
 def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     """Find the candidates of a search; sends an event for each plan on the way."""
     whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
-    place = place_here(whole) if point["is_real"] else place_of(whole)
+    plan_device = plan_device_here(whole) if point["is_real"] else plan_device_of(whole)
     cache = PlanCache(
-        planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans)
+        planner, whole, point["choices"], plan_device, lambda num_plans: events("searched", num_plans=num_plans)
     )
     try:
         events("found", **search(cache, point["pinned"]))

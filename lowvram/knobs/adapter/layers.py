@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core.quiet import quiet
 from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
 
@@ -19,7 +19,7 @@ TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # a linear layer, in spit
 
 def library() -> Any:
     """peft, imported when it is used: it takes seconds."""
-    with modes_lifted(), quiet():
+    with without_dispatch_modes(), quiet():
         return import_module("peft")
 
 

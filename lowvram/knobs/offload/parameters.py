@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-from lowvram.compat.torch_fake import fake_mode_lifted
+from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.core import host
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
@@ -65,7 +65,7 @@ class Parameters(Knob):
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:
     """FSDP2 wants a group of processes; this one is alone in it."""
-    with fake_mode_lifted():  # a mesh reads its own tensors, also where a step is made on tensors without memory
+    with without_fake_mode():  # a mesh reads its own tensors, also where a step is made on tensors without memory
         if not dist.is_initialized():
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

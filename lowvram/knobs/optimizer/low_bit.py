@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torchao import new_moment
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
@@ -144,14 +144,14 @@ class LowBit(torch.optim.Optimizer):
 def compute_levels(optimizer: Any) -> None:
     """torchao computes what its codes stand for once per process, when it makes the first moment. A plan must
     not be the first: it computes on tensors without values, and every later optimizer would use what comes of that."""
-    with modes_lifted():
+    with without_dispatch_modes():
         for signed in (True, False):
             new_moment(optimizer, torch.zeros(LARGE_NUMEL, device="cpu"), signed)
 
 
 def compiled_step(optimizer: torch.optim.Optimizer) -> None:
     """torchao's compiled updates raise under a dispatch mode (a ledger, a counter): it is lifted."""
-    with modes_lifted(), warnings.catch_warnings():
+    with without_dispatch_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         optimizer.step()
 
