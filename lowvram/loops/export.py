@@ -66,7 +66,7 @@ def export(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
 
 def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
     config, spec, adapter, seed = origin
-    if merge or not adapter.save_apart(model, folder, config.base):
+    if merge or not adapter.save_adapter(model, folder, config.base):
         config.save(adapter.merged(model, partial(config.make, spec)), spec, folder)
         return
     named = {} if config.base is None else {"name": config.base}
@@ -146,7 +146,7 @@ def with_adapter(folder: Path, allowed: Allowed) -> nn.Module:
     adapter = built(described, "adapter")
     task = Auto().pose(*described_problem(described, allowed))
     model = assemble(task, {"adapter": adapter}, torch.device("cpu"), described["seed"]).model
-    adapter.read_apart(model, folder)
+    adapter.load_adapter(model, folder)
     return adapter.merged(model, task.make_model)
 
 

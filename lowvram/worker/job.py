@@ -21,7 +21,7 @@ from lowvram.core.quiet import quiet
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
-from lowvram.loops.profiling.malloc import handed_out_bytes
+from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
 from lowvram.loops.setup import acting_allocator, check_batch_size, open_data
 from lowvram.results.row import held_by_another_process
@@ -52,7 +52,7 @@ def run(
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)
-    malloc_bytes = handed_out_bytes()  # with the data, which aren't the point's memory
+    malloc_bytes = allocated_bytes()  # with the data, which aren't the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)
     torch.manual_seed(settings.root.seed + ranks.rank())  # the samples of each rank get masks of their own
