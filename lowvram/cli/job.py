@@ -51,7 +51,7 @@ class Ending:
     Attributes:
         row: the point's row if it isn't on disk: the run was refused, or the disk is full.
         is_kept: an earlier program has finished the point.
-        is_stopped: somebody asked to stop before anything was known: there is no row.
+        is_stopped: a stop was requested before anything was known, so there is no row.
         holder: the other program that runs the point now.
         refusal: an error in the input or of the disk that ends the whole call.
         error: the exception of a point that ran in this process (process=inline), raised again at the end.

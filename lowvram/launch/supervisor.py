@@ -75,7 +75,7 @@ class Supervisor:
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
-        """Run the first rank and those that it asks for, to their end. Closes this process's copies of the descriptors."""
+        """Run the first rank and those that it asks for to their end. Closes the descriptors in this process."""
         with self._ours, self._theirs:
             self._fork(RankPlace(0, self._theirs, answers_fd, tuple(held)), events_fd)
             for fd in (events_fd, answers_fd, *held):

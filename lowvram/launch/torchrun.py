@@ -1,4 +1,4 @@
-"""This program's rank, from torchrun's environment. Under torchrun each rank is a program of its own. Imports no torch."""
+"""This program's rank, from the environment: under torchrun each rank is a program of its own. Imports no torch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def request_of(config: DictConfig) -> Request:
 
 
 class Upcoming(Protocol):
-    """The points of a sweep; `lowvram.cli.sweep.Coming` implements it."""
+    """The points of a sweep; `lowvram.cli.sweep.SweepBatch` implements it."""
 
     def next(self, index: int, num: int) -> Iterator[tuple[int, DictConfig]]:
         """Up to `num` points from `index` on, each with its index. Raises Hydra's error for one that can't be

@@ -40,7 +40,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module, head: nn.Module | None) -> dict[str, nn.Module]:
-    """All layers that can carry an adapter, by name. The head isn't one: its weight is often shared with the embedding."""
+    """All layers that can carry an adapter, by name. Not the head, whose weight is often shared with the embedding."""
     named = model.named_modules()
     return {name: layer for name, layer in named if layer is not head and product_of(layer) is not None}
 

@@ -118,5 +118,5 @@ def spreads(step_ms: Sequence[float]) -> Iterator[str]:
 
 
 def are_alike(token_counts: Sequence[Tensor]) -> bool:
-    """Whether all steps computed the same number of tokens, padding included, so that they should take the same time."""
+    """Whether all steps computed the same number of tokens, padding included, and so should take the same time."""
     return len({counts[1].item() for counts in token_counts}) <= 1
