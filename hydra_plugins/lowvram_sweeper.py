@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
-from lowvram.cli.sweep import POINT_NAME, Coming, name_of
+from lowvram.cli.sweep import POINT_NAME, SweepBatch, name_of
 
 
 @final
@@ -47,7 +47,7 @@ class PointSweeper(Sweeper):
         num_launched = 0
         for grid in sweeper.grid(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
-            coming = Coming(batch, num_launched, compose)
+            coming = SweepBatch(batch, num_launched, compose)
             self.loader.name(coming)
             for listener in hydra_hooks.listeners:
                 listener.launch(self.launcher, coming)
@@ -62,7 +62,7 @@ class ComposesOnce:
         self._loader, self._names = loader, names or {}  # of points, by their words
         self._looked_at: dict[tuple[str, ...], DictConfig] = {}
 
-    def name(self, coming: Coming) -> None:
+    def name(self, coming: SweepBatch) -> None:
         """What the points to come are called: only who knows all of them can tell."""
         self._names = {tuple(words): name_of(words, coming.swept) for words in coming.batch}
 

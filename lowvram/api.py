@@ -1,4 +1,4 @@
-"""lowvram without its command line: knobs, plans and measurements for a loop and a module of your own.
+"""lowvram as a library: knobs, plans and measurements for your own module and training loop.
 
     task = lowvram.task(model, inputs, criterion)
     rig = lowvram.assemble(task, ["precision=bf16", "ckpt=every2"])
@@ -80,7 +80,7 @@ class ModuleTask(Task):
     loss: Criterion = cross_entropy
     blocks_class: str | None = None
     spec: Samples | None = None  # for a plan only
-    found_blocks: list[FoundBlocks] = field(default_factory=list, repr=False)  # one entry, once `find_blocks` ran
+    found_blocks: list[FoundBlocks] = field(default_factory=list, repr=False)  # one entry, once `find_blocks` has run
 
     def make_model(self) -> nn.Module:
         return self.make()

@@ -2,9 +2,9 @@
 
 import sys
 
-from lowvram.cli.streams import outlasting
+from lowvram.cli.streams import protect_streams
 from lowvram.results.table import main
 
 if __name__ == "__main__":
-    outlasting()
+    protect_streams()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Tiny models, options by their names, and training that can be looked into: for all tests of what trains."""
+"""Tiny models, knobs by name, and training whose gradients can be inspected, for tests."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from lowvram.planning.trace.events import Sums
 from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto, Problem
 
-torch.set_num_threads(1)  # a second thread that waits for a busy core makes a tiny step take a hundred times as long
+torch.set_num_threads(1)  # on busy cores a second thread makes tiny steps take a hundred times as long
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 IS_EMULATED = "EMULATED_VALUES" in os.environ  # scripts/emulated_gpu
-needs_real_gpu = pytest.mark.skipif(IS_EMULATED, reason="needs a card's own numbers")  # beside needs_gpu
+needs_real_gpu = pytest.mark.skipif(IS_EMULATED, reason="needs a real card's numbers")  # in addition to needs_gpu
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 
@@ -56,8 +56,8 @@ def named(*pairs: tuple[str, str]) -> dict[str, Knob]:
 
 
 def company(**choices: str | Knob) -> dict[str, str]:
-    """What stands in for neutral options that would end what a choice needs, such as a compiled model: the first option
-    of their group that doesn't."""
+    """Options that replace those neutral ones that conflict with the choices, such as compile=none with ckpt=compiler:
+    of each such group the first option that doesn't conflict."""
     knobs = (choice if isinstance(choice, Knob) else KNOBS[group, choice] for group, choice in choices.items())
     needs = frozenset[Fact]().union(*(knob.needs() for knob in knobs))
     return {
@@ -68,8 +68,8 @@ def company(**choices: str | Knob) -> dict[str, str]:
 
 
 def knobs_of(**choices: str | Knob) -> dict[str, Knob]:
-    """One knob of each group: those that are chosen, by option or as they are, else the neutral ones (or, where a
-    choice can't be with those, its company)."""
+    """One knob of each group: the choices (names of options, or knobs), else the neutral option or, if that conflicts
+    with a choice, the one of `company`."""
     chosen = {**NEUTRAL, **company(**choices), **choices}
     return {
         f"{group}={choice}": choice if isinstance(choice, Knob) else KNOBS[group, choice]
@@ -96,13 +96,14 @@ PROBLEMS: dict[str, Problem] = {
 
 
 def fitting(problem: str, knobs: Mapping[str, Knob]) -> str:
-    """The name of a problem; without its dropout where a knob can't be with it."""
+    """The name of a problem; that of the one without dropout if a knob needs a model without randomness."""
     is_fixed = any(Fact.NO_RANDOMNESS in knob.needs() for knob in knobs.values())
     return problem.removesuffix("_dropout") if is_fixed else problem
 
 
 def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Part:
-    """Random samples. Sequences end anywhere, and every fifth image has no class: parts differ in their targets."""
+    """Random samples. Sequences have random lengths, and every fifth image has no class, so that parts differ in their
+    numbers of targets."""
     draw = torch.Generator().manual_seed(seed)
     shape = (num_samples, *spec.shape)
     if spec.modality is Modality.TOKENS and spec.layout is not None:
@@ -120,19 +121,19 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
 
 
 def lengths_like(num_samples: int, padded_length: int, draw: torch.Generator) -> list[int]:
-    """Of that many sequences, mostly short ones."""
+    """Random lengths of `num_samples` sequences, most of them short."""
     return [1 + int(padded_length * share**2) for share in torch.rand(num_samples, generator=draw).tolist()]
 
 
 def documents(lengths: list[int], spec: DataSpec, seed: int = 0) -> Documents:
-    """Random texts of so many tokens each: one more than their samples have."""
+    """Random texts with these numbers of tokens, one more than their samples have."""
     draw = np.random.default_rng(seed)
     texts = [draw.integers(spec.num_classes, size=length) for length in lengths]
     return Documents(lambda text: [texts[text]], np.array(lengths), spec.shape[0], pad_id=0)
 
 
 def as_packed(texts: Documents, spec: DataSpec) -> DataSpec:
-    """What loader=packed makes of it."""
+    """The spec that loader=packed makes of `spec`."""
     return Packed().fit(Data(spec, texts, texts, ""), TRANSFORMER).spec
 
 
@@ -140,7 +141,7 @@ END = 1  # the token that ends each text
 
 
 def labelled_batch(spec: DataSpec, num_samples: int, draw: torch.Generator) -> Part:
-    """Texts of any length from two tokens on, filled up with zeros."""
+    """Texts of random lengths, at least two tokens, padded with zeros."""
     shape = (num_samples, *spec.shape)
     tokens = torch.randint(2, spec.num_tokens, shape, generator=draw)
     lengths = torch.randint(2, spec.shape[0] + 1, (num_samples, 1), generator=draw)
@@ -151,7 +152,7 @@ def labelled_batch(spec: DataSpec, num_samples: int, draw: torch.Generator) -> P
 
 
 def my_slice(batch: Part) -> Part:
-    """What this rank computes of a logical batch."""
+    """This rank's slice of a logical batch."""
     return batch.map(lambda tensor: tensor.tensor_split(num_ranks())[rank()])
 
 
@@ -162,8 +163,8 @@ def batches(spec: DataSpec, sizes: list[int], dtype: torch.dtype = torch.float32
 
 @contextmanager
 def compiler_as_before() -> Iterator[None]:
-    """Knobs that set torch's compiler really do. The block starts with torch's own settings; after it they are the old
-    ones, and its graphs are gone."""
+    """Inside it torch's compiler has torch's default settings, which knobs may change; afterwards the settings are
+    restored, and compiled graphs are dropped."""
     with (
         dynamo_config.patch({name: getattr(dynamo_config, name) for name in ("recompile_limit", LIMIT_IS_AN_ERROR)}),
         inductor_config.patch(fallback_random=False),
@@ -177,8 +178,8 @@ LIMIT_IS_AN_ERROR = "fail_on_recompile_limit_hit"
 
 
 def saved_bytes(task: Task, knobs: Mapping[str, Knob], batch: Part) -> int:
-    """Of the tensors that a forward pass keeps for the backward pass; weights aside, each storage once. Unlike a ledger
-    it can look at a compiled model."""
+    """The bytes of the tensors that a forward pass saves for the backward pass, without weights, each storage counted
+    once. Unlike the ledger it works with compiled models."""
     with compiler_as_before():
         return _saved_bytes(assemble(task, knobs, CPU), batch)
 
@@ -235,10 +236,10 @@ class InDouble(Task):
 
 @dataclass(frozen=True)
 class Watched(Knob):
-    """An optimizer knob whose optimizers note the gradients that they are given, whoever steps them and when."""
+    """An optimizer knob whose optimizers record the gradients of each of their steps."""
 
     inner: Knob
-    gradients: dict[Tensor, list[Tensor]] = field(default_factory=dict)  # of each parameter, one a step
+    gradients: dict[Tensor, list[Tensor]] = field(default_factory=dict)  # by parameter, one per step
 
     stage = Stage.OPTIMIZER
 
@@ -260,7 +261,7 @@ class Watched(Knob):
 
 @dataclass(frozen=True)
 class Trained:
-    """What some steps did. Everything that could differ, by name."""
+    """The results of some steps, by name: everything in which two ways of training could differ."""
 
     losses: list[Tensor]
     updates: list[Update]
@@ -277,14 +278,14 @@ def train(
     device: torch.device = CPU,
     lr: float | None = None,
 ) -> Trained:
-    """Assemble and take a step on a batch of each of `sizes`; of several ranks each takes its slice. `lr` replaces the
-    optimizer's."""
+    """Assemble a rig and take a step on a batch of each of `sizes` samples; each rank takes its slice. `lr` replaces
+    the optimizer's learning rate."""
     watched = {name: Watched(knob) if knob.stage is Stage.OPTIMIZER else knob for name, knob in knobs.items()}
     (watch,) = (knob for knob in watched.values() if isinstance(knob, Watched))
     rig = assemble(task, watched, device)
     if lr is not None:
         rig.stepper.set_lr(lr)
-    torch.manual_seed(0)  # dropout's
+    torch.manual_seed(0)  # for dropout
     dtype = next(rig.model.parameters()).dtype
     slices = (my_slice(batch) for batch in batches(task.spec, sizes, dtype))
     losses, updates = zip(*(step(rig, part.to(device)) for part in slices), strict=True)
@@ -296,7 +297,7 @@ def train(
 
 
 def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Norm of all differences over the norm of what is wanted; 0 if and only if not a bit differs."""
+    """The norm of all differences, relative to the norm of `wanted`; 0 if and only if all are equal to the bit."""
     assert found.keys() == wanted.keys()
     difference = sum(square_sum(found[name].detach().double() - wanted[name].detach().double()) for name in wanted)
     return (difference / sum(map(square_sum, wanted.values()))) ** 0.5 if difference else 0.0
@@ -307,6 +308,6 @@ def square_sum(tensor: Tensor) -> float:
 
 
 def peak_as_planned(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Sums:
-    """What the plan of a CPU says of a step whose optimizer has its state. What a CPU can't play is left out."""
-    playable = {name: knob for name, knob in knobs.items() if not knob.needs() & Target().absent().keys()}
-    return trace(problem, playable, batch_size, Target()).sums(is_steady=True)
+    """The planned memory on a CPU of a step after the first. Knobs that a CPU can't have are left out."""
+    possible = {name: knob for name, knob in knobs.items() if not knob.needs() & Target().absent().keys()}
+    return trace(problem, possible, batch_size, Target()).sums(is_steady=True)

@@ -1,8 +1,8 @@
-"""The tiers of the suite: `scripts/test fast`, `scripts/test`, `scripts/test all`. Each holds the one before.
+"""The tiers of the suite: `scripts/test fast`, `scripts/test`, `scripts/test all`. Each includes the one before.
 
-A test that is marked `slow` runs in `all` alone. Those that start processes, and those of the files below, which take
-half of the time, are marked `medium`: they aren't in `fast`. What takes more than `LIMIT_S` without being marked so
-fails, so that `scripts/test` stays a matter of minutes.
+Tests marked `slow` run only in `all`. Tests that start processes, and those of the files below, are marked `medium` and
+don't run in `fast`. An unmarked test that takes more than `LIMIT_S` (`MEDIUM_LIMIT_S` if medium) fails, so that
+`scripts/test` takes only minutes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 from lowvram.launch.process_tree import children
 
-# Of processors, not of the clock: what else the machine does must not fail a test. To start a process takes seconds.
+# CPU time, not wall-clock time, so that other processes can't fail a test. Starting a process takes seconds.
 LIMIT_S, MEDIUM_LIMIT_S = 5.0, 10.0
-STARTERS = {"call", "start", "train"}  # fixtures: a test that has one starts processes
+STARTERS = {"call", "start", "train"}  # fixtures that start processes
 MEDIUM = [
     "test_laws",
     "test_laws_foreign",
@@ -52,13 +52,13 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def first_of(cases: Sequence[Any], num: int = 1) -> list[Any]:
-    """The first `num` cases as they are, and the others marked slow. A case of several values is a tuple."""
+    """The first `num` cases unmarked, and the others marked slow. A case of several values is a tuple."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [*cases[:num], *(pytest.param(*each, marks=pytest.mark.slow) for each in values[num:])]
 
 
 def check_cpu_s(item: pytest.Function, taken_s: float) -> None:
-    """Fails a test that took more seconds of processors than its mark allows."""
+    """Fail a test that took more CPU time than its mark allows."""
     marks = {mark.name for mark in item.iter_markers()}
     limit_s = MEDIUM_LIMIT_S if "medium" in marks else LIMIT_S
     if taken_s > limit_s and not marks & {"slow", "gpu", "emulated"}:
@@ -66,7 +66,7 @@ def check_cpu_s(item: pytest.Function, taken_s: float) -> None:
 
 
 def cpu_s() -> float:
-    """Seconds of processors that this process took so far, with those of its children, alive or not."""
+    """The CPU time of this process so far, including all its descendants, alive or not."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(map(_cpu_s_of, _below(os.getpid())))
 
@@ -78,7 +78,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _cpu_s_of(pid: int) -> float:
-    """Of one that is alive, and of those that it has waited for."""
+    """The CPU time of a process that is alive, and of children that it has waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has just ended

@@ -17,7 +17,7 @@ from lowvram.cli import job, job_process, launchers
 from lowvram.cli.errors import unforeseen
 from lowvram.cli.hydra_hooks import check_plugins
 from lowvram.cli.job import Ending
-from lowvram.cli.sweep import Coming, UntilOver
+from lowvram.cli.sweep import SweepBatch, UntilOver
 from lowvram.config.compose import check_left_to_us, container
 from lowvram.config.errors import Refused
 from lowvram.config.settings import check_own, check_root, is_inline
@@ -43,7 +43,7 @@ class Call:
 
     def __init__(self, launch: Launch | None) -> None:
         self._launch = launch
-        self._elsewhere = ExitStack()  # as long as jobs run in other processes
+        self._elsewhere = ExitStack()  # the environment and signals of jobs in other processes
         self.is_elsewhere = False
         self.sweep: SweepFolder | None = None
         self.logger: Any = None
@@ -51,7 +51,7 @@ class Call:
         self.failure: str | None = None
 
     def begin_run(self, config: DictConfig) -> None:
-        HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may ask for it
+        HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may refer to it
         job.begin_run(config)
 
     def begin_sweep(self, config: DictConfig) -> None:
@@ -66,7 +66,7 @@ class Call:
         if self.is_elsewhere:
             self._elsewhere.enter_context(launchers.jobs_elsewhere(config))
 
-    def launch(self, launcher: Launcher, coming: Coming) -> None:
+    def launch(self, launcher: Launcher, coming: SweepBatch) -> None:
         """Check the representative points of a batch, then run the batch. Raises the first error of either."""
         if not self.is_over():
             self._check(coming)
@@ -84,7 +84,7 @@ class Call:
             self.end_job(finished)
             _ = finished.return_value  # raises the job's own exception, which Hydra would drop
 
-    def _check(self, coming: Coming) -> None:
+    def _check(self, coming: SweepBatch) -> None:
         """Build the objects of the representative points in a child process. Raises what is wrong with them."""
         refused: list[str] = []
 
@@ -117,7 +117,7 @@ class Call:
                 tell(launchers.SIDE_BY_SIDE)
 
     def _fail(self, error: BaseException) -> None:
-        """The launcher raised, or the user left it: only the disk knows how far its points came."""
+        """Note that the launcher raised, or that the user left it. How far its points came is only known from disk."""
         assert self.sweep is not None
         if isinstance(error, Exception):
             self.failure = f"hydra/launcher has failed: {unforeseen(error)}"
@@ -139,5 +139,5 @@ class Call:
         return next((ending.refusal for ending in self.endings.values() if ending.refusal), None)
 
     def leave_hydra(self) -> None:
-        """Hydra has returned: give signals and the environment back."""
+        """When Hydra has returned: restore signals and the environment."""
         self._elsewhere.close()

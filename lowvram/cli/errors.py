@@ -91,7 +91,7 @@ def sentence(error: Exception) -> str:
 
 
 def unforeseen(error: Exception) -> str:
-    """The first line of an error that isn't about what was typed."""
+    """The first line of an error that isn't a mistake in what was typed."""
     text = "".join(traceback.format_exception_only(error)).splitlines()[0]
     return shortened(text_without_secrets(text), LONGEST_REASON)
 
@@ -207,7 +207,7 @@ def closest(word: str, choices: Iterable[str]) -> str:
 
 
 def chosen_twice(match: re.Match[str]) -> str:
-    """A group that has its option already."""
+    """A group of which two options were typed."""
     return f"{match[1]}: the group has one option; type {match[1]}=… once, without +"
 
 

@@ -16,13 +16,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from lowvram.cli.sweep import Coming
+from lowvram.cli.sweep import SweepBatch
 from lowvram.config.compose import MISTAKES
 from lowvram.config.errors import require
 
 
 class Listener(Protocol):
-    """The caller of `hydra.main`: see cli/call.py."""
+    """What reacts to Hydra's callbacks: `Call` in cli/call.py."""
 
     def begin_run(self, config: DictConfig) -> None:
         """Before a single run's folder is made: take it."""
@@ -30,7 +30,7 @@ class Listener(Protocol):
     def begin_sweep(self, config: DictConfig) -> None:
         """Before a sweep's points are composed: take its folder."""
 
-    def launch(self, launcher: Launcher, coming: Coming) -> None:
+    def launch(self, launcher: Launcher, coming: SweepBatch) -> None:
         """Check a batch of a sweep's points, and run them."""
 
     def end_job(self, job: JobReturn) -> None:

@@ -28,7 +28,7 @@ from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Point
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import launch_from
-from lowvram.planning.client import beside
+from lowvram.planning.client import plan_for_row
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import Claim, Held, has_snapshots
 from lowvram.results.row import Row, Status
@@ -51,7 +51,7 @@ class Ending:
     Attributes:
         row: the point's row if it isn't on disk: the run was refused, or the disk is full.
         is_kept: an earlier program has finished the point.
-        is_stopped: somebody asked to stop before anything was known: there is no row.
+        is_stopped: a stop was requested before anything was known, so there is no row.
         holder: the other program that runs the point now.
         refusal: an error in the input or of the disk that ends the whole call.
         error: the exception of a point that ran in this process (process=inline), raised again at the end.
@@ -145,7 +145,7 @@ def row_of(point: Point) -> Result:
             raise Refused("mode=search under torchrun: search without it, on one device")
         words = container(HydraConfig.get().overrides.task, resolve=False)
         return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
-    point = replace(point, plan=beside(here.plans.of(point)))
+    point = replace(point, plan=plan_for_row(here.plans.of(point)))
     skipped = here.plans.skipped(point)
     return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
 

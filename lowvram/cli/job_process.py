@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import final
 
 from lowvram.cli import launchers
-from lowvram.cli.streams import outlasting
+from lowvram.cli.streams import protect_streams
 from lowvram.launch.client import Server
 from lowvram.launch.stop import stop_signals
 from lowvram.planning.client import Plans
@@ -47,14 +47,14 @@ _this: list[JobProcess] = []
 
 
 def this() -> JobProcess:
-    """The one of this process; created if a launcher has started the process."""
+    """The `JobProcess` of this process; created if a launcher has started the process."""
     if not _this:
         joined()
     return _this[0]
 
 
 def begin(progress: Progress) -> JobProcess:
-    """Create the one of the program; call `end` afterwards."""
+    """Create the `JobProcess` of the program; call `end` afterwards."""
     _this[:] = [JobProcess(progress)]
     return _this[0]
 
@@ -70,7 +70,7 @@ def joined() -> None:
     """Set up a process that a launcher has started, as the program was: a broken output doesn't end it, and signals are
     only counted."""
     logging.raiseExceptions = False
-    outlasting()
+    protect_streams()
     launchers.join()
     begin(QuietProgress(sys.stdout))
     atexit.register(end)

@@ -1,9 +1,9 @@
 """Jobs in other processes (hydra/launcher=joblib and others): passes Ctrl-C and the call's environment on to them.
 Imports no torch.
 
-A terminal sends Ctrl-C to every process. A launcher's processes would die of it, and their jobs with them. So they
-inherit a signal mask that blocks it; a thread of the program waits for signals and appends a byte to a file for each,
-and the jobs watch the file's size. The first two signals are passed on; the third makes the program leave the launcher.
+A terminal sends Ctrl-C to every process. It would kill a launcher's processes, and their jobs with them. So they
+inherit a signal mask that blocks it. A thread of the program waits for signals and appends a byte to a file for each;
+the jobs watch the file's size. The first two signals are passed on; the third makes the program leave the launcher.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lowvram.results.terminal import hydra_quoted
 CALL, CARDS = "LOWVRAM_CALL", "CUDA_VISIBLE_DEVICES"  # in the environment of jobs
 POLL_S = 0.1
 MAX_PASSED_ON = 2  # signals that are passed on
-SIDE_BY_SIDE = "points share this machine: their peaks of memory are their own, but their times can't be compared"
+SIDE_BY_SIDE = "points run at the same time on this machine: their memory peaks are right, their times not comparable"
 
 
 def is_elsewhere(hydra: DictConfig) -> bool:
@@ -52,7 +52,7 @@ def jobs_elsewhere(config: DictConfig) -> Iterator[None]:
         stops.touch()
         about = {"stops": str(stops), "argv": sys.argv, "orig_argv": sys.orig_argv, "cards": os.environ.get(CARDS)}
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        with in_environment({CALL: json.dumps(about), "PYTHONPATH": path}), heard_by_a_thread(stops):
+        with in_environment({CALL: json.dumps(about), "PYTHONPATH": path}), signals_passed_on(stops):
             yield
 
 
@@ -71,12 +71,12 @@ def in_environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def heard_by_a_thread(stops: Path) -> Iterator[None]:
+def signals_passed_on(stops: Path) -> Iterator[None]:
     """Block signals in this process and its children; a thread passes them on."""
 
     def hear(number: int, frame: Any = None) -> None:
         if stop_signals.num >= MAX_PASSED_ON:
-            raise KeyboardInterrupt  # launchers have no other way to be left
+            raise KeyboardInterrupt  # the only way to leave a launcher
         stop_signals.add(number)
         with stops.open("ab") as file:
             file.write(b".")

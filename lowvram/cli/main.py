@@ -1,4 +1,4 @@
-"""The command line: Hydra composes, points run, the exit code is read off their rows. Imports no torch."""
+"""The command line: Hydra composes, points run, the exit code follows from their rows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowvram.launch.torchrun import aside, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
 from lowvram.runs.folders import end_runs
 
-LINGER_S = 10.0
+LINGER_S = 10.0  # see `linger`
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -42,7 +42,7 @@ def main() -> None:
             linger()
     for ending in call.endings.values():
         if ending.error is not None:
-            raise ending.error  # with its traceback: process=inline was typed for that
+            raise ending.error  # with its traceback, for which process=inline is meant
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""resume=last and resume=FOLDER: the command line of a run that is to be continued. Imports no torch."""
+"""resume=last and resume=FOLDER: restores the command line of the run to be continued. Imports no torch."""
 
 from __future__ import annotations
 

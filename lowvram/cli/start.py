@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from lowvram.cli.streams import STDERR, outlasting
+from lowvram.cli.streams import STDERR, protect_streams
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     """`python train.py …` and `lowvram …`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_at_once)  # until cli/main.py installs its own handlers
-    outlasting()
+    protect_streams()
     from lowvram.cli.main import main as command_line  # a third of a second
 
     command_line()

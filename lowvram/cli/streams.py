@@ -1,4 +1,4 @@
-"""Makes stdout and stderr safe: no text and no closed pipe ends the program. Imports nothing slow."""
+"""Makes stdout and stderr safe: neither unencodable text nor a closed pipe ends the program. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, TextIO
 STDERR = 2
 
 
-def outlasting() -> None:
-    """Replace stdout and stderr by streams that a closed pipe or a full disk makes discard their output."""
-    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+def protect_streams() -> None:
+    """Replace stdout and stderr by streams that discard their output after a closed pipe or a full disk."""
+    sys.stdout, sys.stderr = protected(sys.stdout), protected(sys.stderr)
 
 
-def lasting(stream: TextIO | None) -> TextIO:
-    """The stream, made to escape what its encoding lacks, and to survive a closed pipe, as in `python train.py | head`.
-    For None, as in `python train.py >&-`, a stream that discards its text."""
+def protected(stream: TextIO | None) -> TextIO:
+    """A stream over the same descriptor that escapes what its encoding lacks, and survives a closed pipe, as in
+    `python train.py | head`. For None, as in `python train.py >&-`, a stream that discards its text."""
     if stream is None:
         return Path(os.devnull).open("w", errors="backslashreplace")
     outlet = io.BufferedWriter(Outlet(stream.fileno(), "w", closefd=False))

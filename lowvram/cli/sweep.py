@@ -1,4 +1,4 @@
-"""The points of a sweep: grids and lists of them, named by what differs between them, and composed at their turn.
+"""The points of a sweep: grids and lists of them, named by what differs between them, and composed one by one.
 Imports no torch.
 
 Hydra takes about 0.1 s to compose a point, so a sweep isn't composed as a whole: a wrong option is reported before the
@@ -18,15 +18,15 @@ from omegaconf import DictConfig, open_dict
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_name
 
-POINT_NAME = "point"  # in hydra.sweeper of a point's configuration: what it is called
+POINT_NAME = "point"  # the key of a point's name in its hydra.sweeper
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
 _names: dict[frozenset[str], str] = {}  # the names of points that come from a list, by their words
 
 
 def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
-    """The points that `a=1,2 b=3,4` lists, as Hydra's own sweeper orders them, in batches of `max_batch_size`. The last
-    word for a key holds.
+    """The points that `a=1,2 b=3,4` lists, in the order of Hydra's own sweeper, in batches of `max_batch_size`. The
+    last word for a key wins.
 
     Raises:
         BadInput: a key is swept in a way that lists no values.
@@ -129,8 +129,8 @@ def representative(batch: Batch, num: int = NUM_CHECKED) -> list[int]:
 
 
 @final
-class Coming:
-    """The points of a sweep, or of one batch of it.
+class SweepBatch:
+    """The points of a sweep, or of one batch of it, composed on demand.
 
     Args:
         batch: the words of each.

@@ -11,8 +11,11 @@ ANSWER_WITHIN_S = 5.0
 
 @contextmanager
 def hf_offline() -> Iterator[None]:
-    """Inside it, if the hub can't be reached, libraries use only their caches. By themselves they would retry for a
-    minute."""
+    """Inside it libraries use only their caches if the hub can't be reached. By themselves they would retry for a
+    minute.
+
+    huggingface_hub.constants.HF_HUB_OFFLINE is patched, which libraries read at each look-up; the environment variable
+    of that name is only read at import."""
     from huggingface_hub import constants
 
     with patch.object(constants, "HF_HUB_OFFLINE", not is_reachable()):

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler. Imports no torch: the fork server needs only a module's name from here."""
+"""Private names of torch's compiler. Imports torch only inside functions: the fork server only needs a module name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def use_eager_random_numbers(is_on: bool = True) -> None:
     """Have compiled code draw random numbers with eager kernels.
 
     torch._inductor.config.fallback_random, since 2.0: on CUDA inductor's own kernels make wrong dropout masks since
-    2.13 (pytorch#198333). Not through the options of `torch.compile`, which exclude a mode. Replaced by nothing, once
+    2.13 (pytorch#198333). `torch.compile(options=…)` could set it, too, but excludes `mode=`. Replaced by nothing, once
     that is fixed.
     """
     from torch._inductor import config
@@ -37,9 +37,9 @@ def draws_eager_random_numbers() -> bool:
 def set_activation_budget(share: float) -> None:
     """Set what a graph may save for its backward pass, as a share of what the compiler would save by default.
 
-    torch._functorch.config.activation_memory_budget, since 2.4: torch.autograd.graph.region_activation_memory_budget,
-    since 2.13, is public, but works only inside the compiled code, which is the user's. Replaced by that, once it
-    works around compiled code, too.
+    torch._functorch.config.activation_memory_budget, since 2.4. torch.autograd.graph.region_activation_memory_budget,
+    since 2.13, is public, but must be used inside the compiled code, which is the user's. Replaced by that, once it
+    also works from outside.
     """
     from torch._functorch import config
 
@@ -47,7 +47,7 @@ def set_activation_budget(share: float) -> None:
 
 
 def activation_budget() -> float:
-    """The share that `set_activation_budget` has set; 1 at first.
+    """The share that `set_activation_budget` has set; 1 by default.
 
     torch._functorch.config.activation_memory_budget, since 2.4: see there. Replaced with that.
     """
@@ -57,7 +57,7 @@ def activation_budget() -> float:
 
 
 def activation_budget_restored() -> AbstractContextManager[object]:
-    """When the context ends, restores the share of `set_activation_budget`.
+    """Restores the share of `set_activation_budget` when the context ends.
 
     torch._functorch.config.patch, since 2.4 with this key: see `set_activation_budget`. Replaced with that.
     """

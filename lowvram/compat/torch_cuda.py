@@ -62,7 +62,7 @@ def allocator_page(snapshot: dict[str, Any]) -> str:
 def nvml_handle(index: int) -> Any:
     """NVML's handle of the card with this index in torch, also if CUDA_VISIBLE_DEVICES hides or reorders cards.
 
-    torch.cuda._get_pynvml_handler, since 2.1: it handles all of the variable's forms. Replaced by NVML's search by
+    torch.cuda._get_pynvml_handler, since 2.1: it handles all forms of that variable. Replaced by NVML's search by
     `torch.cuda.get_device_properties(index).uuid`, where that has a uuid.
     """
     handle_of: Any = torch.cuda._get_pynvml_handler
@@ -72,8 +72,8 @@ def nvml_handle(index: int) -> Any:
 def is_in_bad_fork() -> bool:
     """Whether this process was forked from one that had used CUDA, so that it can't use CUDA.
 
-    torch.cuda._is_in_bad_fork, since before 1.13: the public is_initialized doesn't tell why CUDA isn't ready. Replaced
-    by a public name, if torch makes one.
+    torch.cuda._is_in_bad_fork, since before 1.13: the public is_initialized doesn't say why CUDA isn't initialized.
+    Replaced by a public name, if torch makes one.
     """
     return torch.cuda._is_in_bad_fork()
 
@@ -82,8 +82,8 @@ def is_in_bad_fork() -> bool:
 def streams_replaced(names: dict[str, Any]) -> Iterator[None]:
     """Inside it names of torch.cuda, such as Stream and Event, are replaced, and Tensor.record_stream does nothing.
 
-    torch.cuda and Tensor.record_stream are public since before 1.13, but need a card. Replaced by streams of
-    the CPU (torch.cpu.Stream, since 2.1, has no events to wait for), once they do nothing in the same way.
+    The names are public since before 1.13, but need a card. Replaced by streams of the CPU (torch.cpu.Stream, since
+    2.1), once those have events to wait for.
     """
     with ExitStack() as undo:
         undo.enter_context(patch.multiple(torch.cuda, **names))

@@ -32,18 +32,18 @@ def pretend_ranks(num_ranks: int) -> None:
 
 
 @contextmanager
-def shapes_found_inside(context: AbstractContextManager[object]) -> Iterator[None]:
+def shape_propagation_inside(context: AbstractContextManager[object]) -> Iterator[None]:
     """Inside it DTensor enters `context` each time it determines the shape of a result, for which it runs the operator
     on whole fake tensors.
 
-    ShardingPropagator._propagate_tensor_meta_non_cached, since 2.6, is replaced: a dispatch mode can't tell these
-    runs from the program's own. Replaced by a public way to tell, if torch makes one.
+    ShardingPropagator._propagate_tensor_meta_non_cached, since 2.6, is patched: a dispatch mode can't tell these
+    runs from the program's own. Replaced by a public way to tell them apart, if torch makes one.
     """
-    find: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+    propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def find_inside(propagator: ShardingPropagator, operation: Any) -> Any:
+    def propagate_inside(propagator: ShardingPropagator, operation: Any) -> Any:
         with context:
-            return find(propagator, operation)
+            return propagate(propagator, operation)
 
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", find_inside):
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_inside):
         yield

@@ -40,14 +40,14 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
 
 def is_fake(value: object) -> bool:
-    """Whether a tensor has neither values nor memory, as in a plan.
+    """Whether a value is a tensor without values and memory, as in a plan.
 
-    torch._subclasses.fake_tensor.FakeTensor, since 1.13. Replaced by a public question, if torch makes one.
+    torch._subclasses.fake_tensor.FakeTensor, since 1.13. Replaced by a public function, if torch makes one.
     """
     return isinstance(value, FakeTensor)
 
 
-def fake_mode_lifted() -> AbstractContextManager[object]:
+def without_fake_mode() -> AbstractContextManager[object]:
     """Inside it new tensors are real, also inside a FakeTensorMode.
 
     torch._subclasses.fake_tensor.unset_fake_temporarily, since 2.2. Replaced by a public name, if torch makes one.
@@ -55,7 +55,7 @@ def fake_mode_lifted() -> AbstractContextManager[object]:
     return fake_tensor.unset_fake_temporarily()
 
 
-# Called for every operator of a plan, so these are torch's own functions without wrappers, which would take time.
+# Called for every operator of a plan, so these are torch's own functions, without wrappers that would take time.
 
 current_fake_mode: Callable[[], Any] = partial(C._get_dispatch_mode, FAKE)
 """The active FakeTensorMode; None if none is.
@@ -64,15 +64,15 @@ torch._C._get_dispatch_mode, since 2.2. Replaced by a public name, if torch make
 """
 
 leave_fake_mode: Callable[[], Any] = partial(C._unset_dispatch_mode, FAKE)
-"""What `fake_mode_lifted` does when it is entered: its context managers took a twentieth of a plan's time.
+"""Do what `without_fake_mode` does on entry, without its context managers, which took a twentieth of a plan's time.
 
-torch._C._unset_dispatch_mode, since 2.2. Replaced by `fake_mode_lifted`, if that gets as fast.
+torch._C._unset_dispatch_mode, since 2.2. Replaced by `without_fake_mode`, if that gets as fast.
 """
 
 enter_fake_mode: Callable[[Any], None] = C._set_dispatch_mode
 """Activate a mode again that was left with `leave_fake_mode`.
 
-torch._C._set_dispatch_mode, since 2.2. Replaced by `fake_mode_lifted`, if that gets as fast.
+torch._C._set_dispatch_mode, since 2.2. Replaced by `without_fake_mode`, if that gets as fast.
 """
 
 dispatch_keys: Callable[[Tensor], Any] = C._dispatch_keys
@@ -84,8 +84,8 @@ torch._C._dispatch_keys, since 1.13: no public names cover all of them. Replaced
 
 
 def fake_tensor_of(bare: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> Any:
-    """The same as `FakeTensor(mode, bare, device)`, in a sixth of its time, most of which goes into attributes that are
-    the same for all tensors of a device.
+    """The same as `FakeTensor(mode, bare, device)`, in a sixth of the time: most attributes are the same for all
+    tensors of a device, and are copied.
 
     Tensor._make_subclass, since before 1.13, and torch._C._set_warn_deprecated_on_mutable_data_ptr, since 2.4. Replaced
     by the class itself, if that gets as fast.

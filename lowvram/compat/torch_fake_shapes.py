@@ -1,4 +1,4 @@
-"""Results without values, for private operators of torch whose own shape functions are narrower than their kernels."""
+"""Shape functions for private operators of torch whose own ones are wrong or accept less than their kernels do."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 
-ENOUGH = 2**16  # numbers of a state: the steps of a second, longer input times those of one step
-ROW_BYTES = 16  # rows of grouped products begin at multiples of it
+ENOUGH = 2**16  # elements of the states of all steps of the longer input from which a workspace's growth is derived
+ROW_BYTES = 16  # rows of the results of grouped products begin at multiples of it
 
 
 def grouped_mm(
@@ -22,9 +22,9 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What torch.nn.functional.grouped_mm returns, which mixtures of experts call.
+    """An empty result of torch.nn.functional.grouped_mm, which mixtures of experts call.
 
-    torch.ops.aten._grouped_mm, since 2.8: its kernels take fp32 and fp16, too, its shape function (2.13) bf16 alone.
+    torch.ops.aten._grouped_mm, since 2.8: its kernels take fp32 and fp16, too, its shape function (2.13) only bf16.
     Replaced by nothing, once that takes what the kernels take.
 
     Args:
@@ -43,8 +43,8 @@ def grouped_mm(
 def recurrent_layer(
     input: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a layer of torch.nn.LSTM returns on a CPU: the output, both states, and the workspace that oneDNN keeps for
-    the backward pass. (Without gradients the real one has no workspace, and this one dies at once.)
+    """Empty results of a layer of torch.nn.LSTM on a CPU: the output, both states, and the workspace that oneDNN keeps
+    for the backward pass. (Without gradients the real one has no workspace; this one is then freed at once.)
 
     torch.ops.aten.mkldnn_rnn_layer, since 2.0: its shape function (2.13) returns an empty workspace. Replaced by
     nothing, once that has its size.
@@ -60,8 +60,9 @@ def recurrent_layer(
 
 
 def workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: int, dtype: torch.dtype) -> int:
-    """The size of oneDNN's workspace for an LSTM, as its own size for two short inputs says: it grows evenly with the
-    steps, but for pieces that are rounded up to pages, which count less if the second input is longer.
+    """The bytes of oneDNN's workspace for an LSTM, extrapolated from real workspaces for two short inputs: they grow
+    evenly with the steps, except for pieces that are rounded up to pages, which matter less the longer the second
+    input is.
 
     torch.ops.aten.mkldnn_rnn_layer, since 2.0. Replaced like `recurrent_layer`.
     """
@@ -72,14 +73,14 @@ def workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: 
 
 @cache
 def real_workspace_bytes(num_steps: int, num_samples: int, num_features: int, width: int, dtype: torch.dtype) -> int:
-    """The size for real tensors.
+    """The bytes of oneDNN's workspace for an LSTM, from a run of the operator on real tensors.
 
     torch.ops.aten.mkldnn_rnn_layer, since 2.0. Replaced like `recurrent_layer`.
     """
     gates = 4 * width
     shapes = (num_steps, num_samples, num_features), (gates, num_features), (gates, width), (gates,), (gates,)
     states = [(num_samples, width)] * 2
-    with modes_lifted():
+    with without_dispatch_modes():
         tensors = [torch.zeros(shape, dtype=dtype) for shape in (*shapes, *states)]
         is_training, lstm = True, 2
         results = torch.ops.aten.mkldnn_rnn_layer.default(

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from torch.utils import _python_dispatch
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""The base of classes that see, and may replace, every operator that runs inside a block, below autograd.
+"""The base class of modes that see, and may replace, every operator that runs inside them, below autograd.
 
 torch.utils._python_dispatch.TorchDispatchMode, since 1.13 with the methods that we use: torch's own tutorials use it.
 Replaced by a public module with the same class, if torch makes one.
@@ -23,8 +23,8 @@ check isn't. Replaced by a public name, if torch makes one.
 
 
 class FastDispatchMode(TorchDispatchMode):
-    """A mode without torch's guard against torch.compile, which takes a large part of the time of a small operator.
-    Inside it nothing may be compiled.
+    """A dispatch mode without the guard by which torch supports torch.compile inside modes: the guard takes a large
+    part of a small operator's time. Inside this mode nothing may be compiled.
 
     TorchDispatchMode._should_skip_dynamo, since 2.11. torch calls it a temporary measure: replaced by nothing, once the
     guard is gone.
@@ -35,7 +35,7 @@ class FastDispatchMode(TorchDispatchMode):
         return False
 
 
-def modes_lifted() -> AbstractContextManager[object]:
+def without_dispatch_modes() -> AbstractContextManager[object]:
     """Inside it no dispatch mode is active.
 
     torch.utils._python_dispatch._disable_current_modes, since 2.0: some libraries raise under a mode, or cache tensors

@@ -36,8 +36,8 @@ class AttentionOps:
     FUSED_BACKWARD = frozenset({FLASH_BACKWARD, EFFICIENT_BACKWARD, CUDNN_BACKWARD, FLASH_ON_CPU_BACKWARD})
 
 
-class ProductOps:
-    """The operators that run on cuBLAS, whatever their overload.
+class CublasOps:
+    """The operators whose kernels are cuBLAS's.
 
     torch.ops.aten._scaled_mm, since 2.1, for products in fp8; the others are public. Replaced by
     torch.nn.functional.scaled_mm, once torchao calls it.
@@ -68,7 +68,7 @@ class NormOps:
 
 
 class CopyOps:
-    """Operators that `reshape`, `item` and optimizers call, and that only copy values, or not even that.
+    """Operators that `reshape`, `item` and optimizers call, and that copy or fill values, or make a view.
 
     torch.ops.aten._unsafe_view, _local_scalar_dense, _foreach_zero_, since before 1.13, and _foreach_copy_, since 2.1:
     a dispatch mode sees these, and never the public functions. Replaced by public names, if torch makes some.
@@ -121,9 +121,9 @@ def operators_with_kernel(key: str) -> list[str]:
     return [name.removeprefix("aten::") for name in names if C._dispatch_has_kernel_for_dispatch_key(name, key)]
 
 
-def autocast_lifted() -> AbstractContextManager[object]:
-    """Inside it CPU autocast's kernels are skipped, also those that `Library.impl` has registered in their place, so
-    that such a kernel can call the operator itself.
+def without_autocast() -> AbstractContextManager[object]:
+    """Inside it CPU autocast's kernels are skipped, including those that `Library.impl` has registered in their place,
+    so that such a kernel can call the operator below it.
 
     torch._C._ExcludeDispatchKeyGuard, since 2.1: torch.autocast(enabled=False) still calls autocast's kernels. Replaced
     by a public guard, if torch makes one.
@@ -132,17 +132,17 @@ def autocast_lifted() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def autocast_ends_told(on_end: Callable[[], None]) -> Iterator[None]:
+def on_autocast_end(on_end: Callable[[], None]) -> Iterator[None]:
     """Inside it `on_end` is called whenever the outermost autocast ends and torch drops its casts of weights.
 
-    torch.clear_autocast_cache, since before 1.13, which autocast looks up when it ends. Replaced by a hook, if torch
-    makes one.
+    torch.clear_autocast_cache, since before 1.13, is patched: autocast looks it up in torch when it ends. Replaced by
+    a hook, if torch makes one.
     """
-    clear_torchs = torch.clear_autocast_cache
+    clear_cache = torch.clear_autocast_cache
 
     def clear() -> None:
         on_end()
-        clear_torchs()
+        clear_cache()
 
     with patch.object(torch, "clear_autocast_cache", clear):
         yield

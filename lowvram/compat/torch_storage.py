@@ -22,18 +22,18 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 
 
 @contextmanager
-def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside it `tell` is called with each storage after Python code has resized it, as FSDP2 does with those of
+def on_storage_resize(call: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside it `call` is called with each storage after Python code has resized it, as FSDP2 does with those of
     gathered parameters.
 
-    UntypedStorage.resize_ is replaced, which is public since 2.0: no dispatch mode and no hook sees the call. Replaced
-    by a hook of storages, if torch makes one.
+    UntypedStorage.resize_, public since 2.0, is patched: no dispatch mode and no hook sees the call. Replaced by a hook
+    of storages, if torch makes one.
     """
     resize = torch.UntypedStorage.resize_
 
-    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def resize_and_call(storage: torch.UntypedStorage, num_bytes: int) -> None:
         resize(storage, num_bytes)
-        tell(storage)
+        call(storage)
 
-    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_call):
         yield

@@ -7,8 +7,8 @@ from torch.utils import _pytree
 tree_map = _pytree.tree_map
 """The same nesting, with a function applied to each leaf.
 
-torch.utils._pytree.tree_map, since before 1.13. torch and transformers register their own containers there,
-which code of ours couldn't take apart. Replaced by a public module with the same, if torch makes one.
+torch.utils._pytree.tree_map, since before 1.13. torch and transformers register their own containers there, which we
+couldn't take apart without it. Replaced by a public module with the same, if torch makes one.
 """
 
 tree_map_only = _pytree.tree_map_only

@@ -12,29 +12,30 @@ IMPORTS = "transformers.utils.import_utils"
 
 
 def class_of(auto_class: Any, config: Any) -> Any:
-    """The class of models that an auto class, such as AutoModelForCausalLM, has for a configuration; of several, as of
-    a DeiT with and without its teacher, the first that the configuration names, else the first.
+    """The model class that an auto class, such as AutoModelForCausalLM, has for a configuration. If it has several, as
+    for a DeiT with and without a teacher: the first one that the configuration names, else the first.
 
-    _model_mapping of auto classes, since 4.5: their public from_config makes a model at once, and looks for code that a
-    configuration brings along. Replaced by a public look-up, if transformers makes one.
+    _model_mapping of auto classes, since 4.5: their public from_config makes a model at once, and also looks for code
+    that comes with a configuration. Replaced by a public look-up, if transformers makes one.
 
     Raises:
         KeyError: there is none.
     """
-    found = auto_class._model_mapping[type(config)]
-    if not isinstance(found, tuple | list):
-        return found
+    classes = auto_class._model_mapping[type(config)]
+    if not isinstance(classes, tuple | list):
+        return classes
     named = config.architectures or ()
-    return next((each for each in found if each.__name__ in named), found[0])
+    return next((each for each in classes if each.__name__ in named), classes[0])
 
 
 @contextmanager
-def values_read(is_known: Callable[[Any], bool]) -> Iterator[None]:
-    """Inside it models read the values of those fake tensors for which `is_known`, as they read real ones. Of fake
-    tensors they otherwise read none and go the way of compiled graphs, which keep masks that mask nothing.
+def known_values_readable(is_known: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside it models of the library treat fake tensors for which `is_known` is true like real ones, and read their
+    values. With other fake tensors they behave as under torch.compile: they read nothing, and keep masks that mask
+    nothing.
 
-    transformers.utils.import_utils.is_fake_tensor, since 5: models ask `is_tracing`, which asks it. Replaced by a
-    public setting, if transformers makes one.
+    transformers.utils.import_utils.is_fake_tensor, since 5, is patched: models call `is_tracing`, which calls it.
+    Replaced by a public setting, if transformers makes one.
     """
     imports = sys.modules.get(IMPORTS)
     is_fake = getattr(imports, "is_fake_tensor", None)

@@ -1,4 +1,4 @@
-"""What Hydra has composed, as plain values. Imports no torch."""
+"""Converts what Hydra has composed into plain values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def config_path() -> str:
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Resolved and free of Hydra's own part, as JSON can hold it. From here on its secrets are known as such."""
+    """The resolved configuration without Hydra's own part, as plain values for JSON. Also learns its secrets, so that
+    they are removed from all later texts."""
     values = {str(key): container(config[key]) for key in config if key != "hydra"}
     secret.learn(values)
     return values
@@ -46,7 +47,7 @@ def container(node: Any, resolve: bool = True) -> Any:
 
 
 def check_left_to_us(hydra: Any) -> None:
-    """Raises BadInput if Hydra is to write its own notes too: see runs/hydra_notes.py."""
+    """Raise BadInput if Hydra would write `.hydra` itself: see runs/hydra_notes.py."""
     require(
         hydra.output_subdir is None,
         "hydra.output_subdir",

@@ -1,4 +1,4 @@
-"""The defaults list of conf/config.yaml: the one index of groups. Imports no torch."""
+"""The defaults list of conf/config.yaml, which defines the groups. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent
-INSTALLED_CONF = PACKAGE / "conf"  # the installed package carries its own
+INSTALLED_CONF = PACKAGE / "conf"  # where the installed package has it
 CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else ROOT / "conf"
 
 

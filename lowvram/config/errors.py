@@ -1,4 +1,4 @@
-"""Mistakes of the user: each is one sentence that says how to mend it. Imports no torch."""
+"""Errors for mistakes of the user, each with one sentence that says how to mend it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BadInput(ValueError):
 
 
 class Incompatible(ValueError):
-    """Choices that are right one by one but can't be had together, or not on this machine."""
+    """Valid choices that conflict with each other or with this machine."""
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -29,4 +29,4 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 
 class Refused(Exception):
-    """A sentence that is ready to be shown."""
+    """A mistake whose text is already the sentence to be shown."""

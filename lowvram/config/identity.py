@@ -1,4 +1,4 @@
-"""What a point is called, and on what it ran. Imports no torch."""
+"""A point's id and name, and its provenance: code, versions and device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "nam
 
 
 def register_resolvers() -> None:
-    """The words `${point_id:}` and `${run_name:}` of the configuration."""
+    """Register OmegaConf's resolvers `${point_id:}` and `${run_name:}`, which the configuration uses."""
     OmegaConf.register_new_resolver("point_id", point_id, replace=True)
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
 
 
 def point_id(*, _root_: DictConfig) -> str:
-    """16 hex digits: the same point on the same device with the same versions gets the same ones."""
+    """16 hex digits, a hash of what determines the result: the configuration, the device and the versions."""
     config = {str(key): identity_of(str(key), _root_[key]) for key in _root_ if key not in NOT_IDENTITY}
     where = {"lowvram": __version__, "torch": installed_version("torch"), "device": device_name()}
     text = json.dumps([config, where], sort_keys=True, default=str)
@@ -39,7 +39,7 @@ def point_id(*, _root_: DictConfig) -> str:
 
 
 def identity_of(key: str, node: Any) -> Any:
-    """What of a root key's value changes a result."""
+    """The part of a root key's value that can change a result."""
     value = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     if not isinstance(value, dict):
         return value
@@ -111,7 +111,7 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def git(*words: str) -> str | None:
-    """What git prints, or None if it can't. It takes no lock: one that is killed on the way would leave it behind."""
+    """What git prints; None if it fails. git takes no lock here, which it would leave behind if it were killed."""
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", str(ROOT), *words],
@@ -126,7 +126,7 @@ def git(*words: str) -> str | None:
 
 
 def point_name(words: list[str], swept: list[str]) -> str:
-    """What was swept, such as "bf16-every2-lr0.01", for people; never used as a folder."""
+    """The swept values, such as "bf16-every2-lr0.01", for people; never used as a folder's name."""
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words_without_secrets(words)}
     named = [(key, values[key]) for key in swept if key in values]
     return "-".join(

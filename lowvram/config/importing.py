@@ -1,4 +1,4 @@
-"""Code of the user's own, or of another library: imported because the user named it, and for no other reason."""
+"""Imports code of the user's own, or of another library, that the user has named."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def build(node: DictConfig, key: str) -> Any:
 
 
 def build_as(target: type, values: dict[Any, Any], key: str) -> Any:
-    """The dataclass `target` made from `values`; raises like `build`. The same values make the same object, as all
-    points of a sweep but for what is swept: it is frozen."""
+    """The dataclass `target` made from `values`; raises like `build`. As it is frozen, equal values share one object:
+    most values are the same in all points of a sweep."""
     known = (target, key, repr(values))
     if known not in BUILT:
         BUILT[known] = target(**typed_values(target, values, key))
@@ -46,7 +46,7 @@ def build_as(target: type, values: dict[Any, Any], key: str) -> Any:
 
 
 def checked_values(node: DictConfig, key: str) -> dict[Any, Any]:
-    """The node as plain values, resolved, after the whole tree below it was looked at."""
+    """The node as plain, resolved values; raises BadInput for values that no field can have (see `refuse_value`)."""
     for inner, value in walk(node, key):
         refuse_value(inner, value)
     values = OmegaConf.to_container(node, resolve=True)
@@ -70,7 +70,7 @@ def walk(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_value(key: str, value: Any) -> None:
-    """Refuse what no field of ours can mean, before any class is looked up."""
+    """Raise BadInput for values that no field can have, before any class is looked up."""
     if value == "None":
         raise BadInput(key, value, "null if nothing is meant (YAML's word for it)")
     if key.endswith("_target_") and not str(value).startswith(PACKAGE):

@@ -1,8 +1,8 @@
 """Decides which values are secret, and removes them from all that is written or shown. Imports no torch.
 
-A value is secret by its key (`api_key`, `password`) or by its shape (`https://user:password@host`, `Bearer …`, tokens
-of known services). A process also learns the values that it meets under such keys, in configurations and in its
-environment: no text has them from then on, whoever wrote it. In files and lines `<refused>` stands in their place.
+A value is secret because of its key (`api_key`, `password`) or its form (`https://user:password@host`, `Bearer …`,
+tokens of known services). A process also remembers the values that it finds under such keys in configurations and in
+its environment, and removes them from all later texts. In files and printed lines `<refused>` replaces them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from urllib.parse import quote
 
 REFUSED = "<refused>"
-LEAST_LENGTH = 6  # of a value that is known again in a text
-LEAST_LENGTH_OF_LINES = 16  # of a value with several
-LONGEST_KEPT = 2048  # characters of a text that is likely to come again
+LEAST_LENGTH = 6  # of a remembered value; shorter ones would match in ordinary text
+LEAST_LENGTH_OF_LINES = 16  # of a line of a remembered value of several lines
+LONGEST_KEPT = 2048  # characters of the texts whose results are cached
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _ALWAYS = frozenset(("password", "passwords", "passwd", "passphrase", "passcode", "secret", "secrets"))
 _ALWAYS |= {"credential", "credentials", "creds", "authorization"}
 _LAST = frozenset(("key", "token"))
 _LAST_ALONE = frozenset(("auth", "pass", "pw"))
-# What stands before "key" or "token" where it is surely a secret, and where it is none.
+# Words before "key" or "token" that make it a secret for certain, and words that make it an ordinary key.
 _OF_SECRETS = "api access secret private auth refresh bearer session hf hub github gitlab wandb aws openai ssh signing "
 _OF_SECRETS += "encryption encrypt client login license personal bot"
 _EVERYDAY = "pad eos bos cls sep unk mask eot eod start end stop special image text label class sort primary public "
@@ -35,7 +35,8 @@ _EVERYDAY += "prompt decoder extra additional num per max min group order item i
 _BEFORE = {**dict.fromkeys(_OF_SECRETS.split(), True), **dict.fromkeys(_EVERYDAY.split(), False)}
 _AS_ONE = re.compile(rf"({'|'.join(_OF_SECRETS.split())})(key|token)")
 
-# Texts in which the group "secret" is one. Each pattern begins at an edge, so that long texts take linear time.
+# Forms of secrets; the group "secret" is the secret itself. Each pattern begins at a boundary, so that searching a long
+# text takes linear time.
 _SHAPES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -52,7 +53,7 @@ _SHAPES = tuple(
         r"(?s)(?P<secret>-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
     )
 )
-_REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")  # says where a value is, and not what it is
+_REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")  # an interpolation, which doesn't contain the value
 _NOTHING = frozenset(("", "null", "none", "true", "false", "???", "…", REFUSED.lower()))
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
 _PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth", re.IGNORECASE)
@@ -60,21 +61,21 @@ _KEY = re.compile(r"(?<![\w./-])(?P<key>[\w.-]*\w)(?P<quote>[\"']?)[ \t]*(?P<sig
 _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"
 
-_known: set[str] = set()  # secrets, in each form that a text may have them in
-_pattern: list[re.Pattern[str]] = []  # of the known ones; empty: to be made
+_known: set[str] = set()  # remembered secrets, in each form in which a text may contain them
+_pattern: list[re.Pattern[str]] = []  # matches the remembered secrets; empty until it is needed
 
 
 class Sure(IntEnum):
     """Whether a key is that of a secret."""
 
     NO = 0
-    MAYBE = 1  # `key: 64` is none
+    MAYBE = 1  # if the value is text, but not if it is a number, as in `key: 64`
     YES = 2
 
 
 @lru_cache(maxsize=4096)
 def sure(key: str) -> Sure:
-    """What a dotted key says of its value."""
+    """Whether the value of a dotted key is a secret."""
     words = [word.lower() for word in _WORD.findall(key.rpartition(".")[2])]
     if any(word in _ALWAYS or _AS_ONE.fullmatch(word) for word in words):
         return Sure.YES
@@ -106,26 +107,26 @@ def says_nothing(text: str) -> bool:
 
 
 def learn(values: Any) -> None:
-    """Remember the secrets of a configuration and of the environment, so that all later texts go without them."""
+    """Remember the secrets of a configuration and of the environment, to remove them from all later texts."""
     before = len(_known)
     _known.update(form for each in (values, dict(os.environ)) for form in _secrets_in(each))
     if len(_known) > before:
-        _made_of_known_ones_is_void()
+        _forget_cached()
 
 
 def forget() -> None:
     """Forget all that `learn` has remembered."""
     _known.clear()
-    _made_of_known_ones_is_void()
+    _forget_cached()
 
 
-def _made_of_known_ones_is_void() -> None:
+def _forget_cached() -> None:
     _pattern.clear()
     _short_text.cache_clear()
 
 
 def _secrets_in(value: Any, key: str = "") -> Iterator[str]:
-    """All forms of the secrets that can be known again in a text."""
+    """The secrets in plain values, in each form in which a text may contain them."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _secrets_in(item, key if sure(key) > sure(str(name)) else str(name))
@@ -146,19 +147,20 @@ def _secrets_in_text(value: str, key: str) -> frozenset[str]:
 
 
 def _is_rare(value: str, how_sure: Sure) -> bool:
-    """Whether a text that has it has it from there: `token: text` would spoil every other sentence."""
+    """Whether a value is unusual enough to be removed from any text that contains it: the value of `token: text` isn't,
+    as it is an ordinary word."""
     is_word = value.isascii() and value.replace("_", "").isalpha() and value.islower()
     return len(value) >= LEAST_LENGTH and (how_sure is Sure.YES or not is_word) and not says_nothing(value)
 
 
 def _forms(value: str) -> set[str]:
-    """As it is, as Python, JSON and an address write it, and each of its lines."""
+    """The value as it is, as Python, JSON and URLs write it, and each of its longer lines."""
     lines = [line for line in value.splitlines() if len(line) >= LEAST_LENGTH_OF_LINES]
     return {value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe=""), *lines}
 
 
 def without_secrets(values: Any, key: str = "") -> Any:
-    """A copy of plain values in which nothing is secret, neither by its key nor by what it is."""
+    """A copy of plain values in which secrets are replaced."""
     if is_secret(key, values):
         return REFUSED
     if isinstance(values, Mapping):
@@ -181,10 +183,10 @@ def _word_without_secrets(word: str) -> str:
 
 
 def text_without_secrets(text: str, is_config: bool = False) -> str:
-    """Any text.
+    """The text, with secrets replaced.
 
     Args:
-        is_config: it is written as in a configuration: what `key: ` is followed by is always a value.
+        is_config: the text is a configuration, in which what follows `key: ` is always a value.
     """
     return _short_text(text, is_config) if len(text) < LONGEST_KEPT else _text(text, is_config)
 
@@ -197,7 +199,7 @@ def _text(text: str, is_config: bool) -> str:
     return _with_values_refused(text, is_config)
 
 
-_short_text = lru_cache(maxsize=4096)(_text)  # the points of a sweep have almost all of theirs in common
+_short_text = lru_cache(maxsize=4096)(_text)  # the points of a sweep have most texts in common
 
 
 def _known_pattern() -> re.Pattern[str]:
@@ -214,7 +216,7 @@ def _with_secret_refused(match: re.Match[str]) -> str:
 
 
 def _with_values_refused(text: str, is_config: bool) -> str:
-    """`api_key=…`, `'api_key': …`"""
+    """The text with the values of `api_key=…`, `'api_key': …` and the like replaced."""
     if not _PART_OF_KEYS.search(text):
         return text
     pieces, done, at = list[str](), 0, 0
@@ -231,8 +233,8 @@ def _with_values_refused(text: str, is_config: bool) -> str:
 
 
 def _is_value(text: str, key: re.Match[str], is_config: bool) -> bool:
-    """Whether what follows a key is a secret, and no word of a sentence: "must be key=value", "wrong password: try it
-    again"."""
+    """Whether what follows a key is a secret, and not a word of a sentence such as "must be key=value" or "wrong
+    password: try it again"."""
     how_sure = sure(key["key"])
     if text.startswith(("=", REFUSED)) or says_nothing(text) or (how_sure is Sure.MAYBE and _NUMBER.fullmatch(text)):
         return False
@@ -245,7 +247,8 @@ def _is_value(text: str, key: re.Match[str], is_config: bool) -> bool:
 
 
 def _end_of_value(text: str, start: int, is_config: bool) -> int:
-    """Of a quoted text, of something in brackets, or of whatever stands before the next comma."""
+    """The index at which the value that begins at `start` ends: quoted text, text in brackets, or text up to the next
+    separator."""
     ends, depth, at = ",)]}" if is_config else " \t\r\n,;&)]}\"'", 0, start
     while at < len(text):
         piece = _PIECE.match(text, at)

@@ -1,6 +1,6 @@
 """The root of the configuration: every key that belongs to no group, with its type. Imports no torch.
 
-Values live in conf/config.yaml alone; these classes say what they may be.
+The values are in conf/config.yaml; these classes say what is allowed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ UNITS = {
 }
 
 KNOB_GROUPS = knob_groups()
-OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # built like knobs, but no knobs
+OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # also built from their YAML, but no knobs
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
 LOGGERS = ("wandb", "none")
 CHILD, INLINE = "child", "inline"  # where a point runs
-PARENT_ONLY = ("logger", "paths")  # plain values that no child sees
+PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ ROOT_KEYS = (*RootSettings.__dataclass_fields__, *SECTIONS)
 
 
 def check_root(config: DictConfig) -> dict[str, Any]:
-    """The typed root and its sections; raises `BadInput` for a key that nobody knows or a group that is gone."""
+    """The typed root and its sections; raises BadInput for an unknown key, or if a key or group was removed."""
     known = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)
     for name in config:
         if name not in (*known, "hydra"):
@@ -217,7 +217,7 @@ def check_root(config: DictConfig) -> dict[str, Any]:
 
 
 def settings(values: dict[str, Any]) -> Settings:
-    """The whole configuration, every group built. Imports what the groups name, so it needs torch."""
+    """The whole configuration, with every group built. Imports the classes that the groups name, and so torch."""
     config = DictConfig(values)
     return Settings(**check_root(config), groups={group: build(config[group], group) for group in GROUPS})
 
@@ -228,7 +228,7 @@ def is_inline(config: Mapping[str, Any]) -> bool:
 
 
 def check_name(name: str | None) -> None:
-    """A run's name is part of a folder's name."""
+    """Raise BadInput if a run's name can't be part of a folder's name."""
     allowed = "null or 1 to 100 letters, digits and . _ + @ -, the first a letter or digit: it names a folder"
     require(name is None or bool(re.fullmatch(r"[A-Za-z0-9][\w.+@-]{0,99}", str(name))), "name", name, allowed)
 
@@ -244,7 +244,7 @@ def parse_bytes(key: str, text: str | None) -> int | None:
     return int(num_bytes)
 
 
-CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys of the configuration that a child gets
+CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys that are sent to a child, and that `check_root` expects
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class PathSettings:
 
 
 def check_own(config: DictConfig) -> None:
-    """The groups that no child sees. Raises BadInput for a key that they don't know."""
+    """Check the groups that only the parent uses. Raises BadInput for an unknown key or a wrong value."""
     for key, cls in {"logger": LoggerSettings, "paths": PathSettings}.items():
         build_as(cls, checked_values(config[key], key), key)
 
@@ -278,5 +278,5 @@ def is_plan(choices: Mapping[str, str]) -> bool:
 
 
 def is_search(choices: Mapping[str, str]) -> bool:
-    """Whether a point is a search for others."""
+    """Whether a point is a search, which runs further points."""
     return choices["mode"] == "search"

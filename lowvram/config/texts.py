@@ -1,4 +1,4 @@
-"""How long a text may be that one process sends to another. Imports no torch."""
+"""Limits the length of texts that one process sends to another. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST_TEXT = 2**18  # of any other text, such as a traceback
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, or its beginning and how much was cut."""
+    """The text; if it is too long, its beginning and how much was cut."""
     return text if len(text) <= longest else cut(text[:longest], len(text) - longest)
 
 
@@ -30,7 +30,7 @@ def with_short_texts(value: Any) -> Any:
 
 
 def message(error: BaseException) -> str:
-    """The text of any error."""
+    """The text of an error, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception as another:

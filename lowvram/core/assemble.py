@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import nn
 
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import Incompatible
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
@@ -73,7 +73,7 @@ def bare_rig(task: Task, device: torch.device) -> Rig:
 def bare_model(task: Task) -> nn.Module:
     """The model without memory. No dispatch mode sees it being built: constructors may read values that they have
     computed on the CPU, and fake tensors have none."""
-    with modes_lifted(), torch.device("meta"):
+    with without_dispatch_modes(), torch.device("meta"):
         return task.make_model()
 
 

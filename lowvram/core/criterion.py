@@ -1,4 +1,4 @@
-"""A criterion of the user's own, which must return the sum over the targets: parts of a batch are added up."""
+"""The user's own criterion. It must return the sum over the targets, as losses of the parts of a batch are added."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_trees import tree_leaves, tree_map
 from lowvram.config.errors import require
 
-SAME = 1e-3  # relative: two losses that differ by less are equal
+SAME = 1e-3  # relative difference up to which two losses count as equal
 
 
 @final
 class UserCriterion:
-    """Calls a criterion, and checks what it returns. The first call also checks that it isn't a mean.
+    """Calls a criterion and checks that it returns one number. The first call also checks that it isn't a mean.
 
     Args:
         criterion: outputs, targets -> the sum of the losses of all targets (0-dim).
-        key, value: what the user set to choose it, as messages name it.
+        key, value: the dotted key and the value by which the user chose it, for messages.
 
     Raises:
-        BadInput: it returned something else.
+        BadInput: when called, if the criterion returned something else, or a mean.
     """
 
     def __init__(self, criterion: Callable[[Any, Tensor], Any], key: str, value: object) -> None:
@@ -42,7 +42,8 @@ class UserCriterion:
         return loss
 
     def _refuse_mean(self, outputs: Any, targets: Tensor) -> None:
-        """A mean is the same for a sample and for that sample twice."""
+        """Raise BadInput if the loss of the first sample equals that of the same sample twice, as for a mean. Checks
+        nothing if an output doesn't have the samples as its first dimension."""
         if any(isinstance(leaf, Tensor) and not starts_with_samples(leaf, targets) for leaf in tree_leaves(outputs)):
             return
         with torch.no_grad():
@@ -57,16 +58,16 @@ class UserCriterion:
 
 
 def no_check(outputs: Any, targets: Tensor) -> None:
-    """What takes the place of a check that is done."""
+    """Takes the place of `_refuse_mean` after the first call."""
 
 
 def starts_with_samples(tensor: Tensor, targets: Tensor) -> bool:
-    """Whether the first dimension of an output counts samples."""
+    """Whether the first dimension of an output has the length of that of the targets."""
     return tensor.dim() > 0 and len(tensor) == len(targets)
 
 
 def repeated(times: int) -> Callable[[Any], Any]:
-    """A function that takes a tensor's first sample, so many times; other values stay."""
+    """A function that repeats the first sample of a tensor `times` times, and returns other values unchanged."""
 
     def repeat(value: Any) -> Any:
         return value.detach()[:1].repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) else value

@@ -16,12 +16,12 @@ from lowvram.core.ranks import num_ranks
 
 
 def choose_device(text: str) -> torch.device:
-    """`auto` is CUDA where there is a card, else the CPU. A CUDA device always has its index (`cuda` is `cuda:0`), as
-    torch's memory limits and statistics need one. A card that this torch can't use is an error, never a silent run on
-    the CPU.
+    """The device that `device=text` names: `auto` is CUDA if there is a card, else the CPU. A CUDA device always has an
+    index (`cuda` is `cuda:0`), as torch's memory limits and statistics need one.
 
     Raises:
-        BadInput: there is no such device.
+        BadInput: there is no such device; or there is a card that this torch can't use (it never silently takes the
+            CPU instead).
     """
     if text == "cpu" or (text == "auto" and not torch.cuda.is_available() and not has_nvidia_card()):
         return torch.device("cpu")
@@ -92,7 +92,7 @@ def absent_from(card: Card | None, num_ranks: int, what_it_is: str) -> dict[Fact
 
 
 def compilers(device: torch.device) -> list[str]:
-    """What torch.compile calls: Triton a C compiler, inductor on a CPU a C++ compiler."""
+    """The compilers of which torch.compile needs one: for Triton a C compiler, for inductor on a CPU a C++ compiler."""
     if device.type == "cuda":
         return [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
     return [os.environ.get("CXX", "g++")]

@@ -1,4 +1,4 @@
-"""Hooks of parameters that don't keep alive what they call."""
+"""Hooks of parameters that don't keep the object that they call alive."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Host memory that replaces device memory: how it is allocated, and how much is copied to it and back.
+"""Host memory in which knobs keep data instead of on the device: its allocation, and a count of copies to it and back.
 
-On a CPU device nothing really moves, but what a knob moves here is marked as host memory all the same, so that the
-ledger counts on every machine what a card would hold.
+On a CPU device nothing really moves, but such memory is marked as host memory all the same, so that the ledger counts
+on every machine what a card would hold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Traffic:
         return {**sizes, "waited_ms": self.waited_ms()}
 
     def waited_ms(self) -> float:
-        """Waits for the device."""
+        """How long the computation waited for copies. Waits for the device."""
         self._sum_up(0)
         return self._waited_s * 1e3
 
@@ -53,7 +53,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """The block makes the device's current stream, or the CPU, wait for a copy."""
+        """Count how long a block makes the device's current stream, or the CPU, wait for a copy."""
         if device.type == "cuda":
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
@@ -67,17 +67,17 @@ class Traffic:
             self._waited_s += time.perf_counter() - began
 
 
-traffic = Traffic()  # a point is a process
-listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that becomes host memory
+traffic = Traffic()  # of this process, which runs one point
+listeners: list[Callable[[Tensor], Any]] = []  # called with each tensor that is marked as host memory
 _num_computing = 0  # open blocks of `computing`
-DEVICE = torch.device("cpu")
-_assigned = WeakIdKeyDictionary()  # tensors without memory that are to get host memory
+DEVICE = torch.device("cpu")  # of host memory
+_assigned = WeakIdKeyDictionary()  # tensors without memory for which `assign` was called
 _storages: dict[int, weakref.finalize[..., Any]] = {}  # those marked as host memory, by id
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A CPU tensor that holds data of `device`. For CUDA it is pinned or, where pinned memory is limited (WSL),
-    pageable, with a warning."""
+    """A CPU tensor for data of `device`, marked as host memory. For CUDA it is pinned; if pinning fails, as where
+    pinned memory is limited (WSL), it is pageable, with a warning."""
     tensor = torch.empty(shape, dtype=dtype)
     if device.type == "cuda":
         tensor = _pinned(tensor)
@@ -106,7 +106,7 @@ def is_anything_marked() -> bool:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Inside the block the host's processor computes: tensors made there are host memory, on a CPU device too."""
+    """Inside it the host's processor computes, also if the device is a CPU: tensors made there count as host memory."""
     global _num_computing
     _num_computing += 1
     try:
@@ -143,13 +143,13 @@ def is_assigned(tensor: Tensor) -> bool:
 
 
 def is_device(device: torch.device) -> bool:
-    """Whether the device's memory is host memory, so that only marks tell the two apart."""
+    """Whether the device is a CPU, so that only marks distinguish its memory from host memory."""
     return device.type == DEVICE.type
 
 
 def copies_overlap(device: torch.device) -> bool:
-    """Whether copies to the host and back run in parallel with the computation. A plan for a card replaces this
-    function."""
+    """Whether copies to the host and back run in parallel with the computation. A plan for a card patches this
+    function, as its fake tensors are on the CPU."""
     return device.type == "cuda"
 
 

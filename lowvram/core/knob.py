@@ -56,7 +56,7 @@ class Fact(Enum):
     MANY_RANKS = "the point has several ranks"
     HEAD = "the task knows the model's last layer"
     BLOCKS = "the task knows the model's repeated blocks"
-    PLAIN_BLOCKS = "blocks take tensors alone, by place, and return one"
+    PLAIN_BLOCKS = "blocks take only tensors, as positional arguments, and return one tensor"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"
@@ -82,10 +82,10 @@ class Kind(Enum):
     PARAMETERS = "parameters"  # with the model's buffers
     GRADIENTS = "gradients"  # of parameters
     OPTIMIZER = "optimizer"  # its state
-    ACTIVATIONS = "activations"  # made by a forward or a backward pass: kept for later, or of a moment
+    ACTIVATIONS = "activations"  # made by a forward or a backward pass: kept for the backward pass, or temporary
     INPUTS = "inputs"  # the logical batch
-    HOST = "host"  # outside the device
-    OTHER = "other"  # temporaries of the update
+    HOST = "host"  # in host memory, where knobs have moved it
+    OTHER = "other"  # temporaries of the update, and in a plan those inside kernels
 
 
 class Knob(ABC):
@@ -93,13 +93,13 @@ class Knob(ABC):
 
     stage: ClassVar[Stage]
     exactness: ClassVar[Exactness] = Exactness.EXACT
-    # Largest relative error of the gradients in fp32: against the neutral option's if EXACT (0: equal to the bit;
-    # more: sums in another order), else against gradients in fp64.
+    # Largest relative error of the gradients, which tests check. If EXACT: compared with the neutral option, in fp32
+    # (0: equal to the bit; more: sums are in another order). Else: compared with gradients in fp64.
     band: ClassVar[float] = 0.0
-    saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum goes down
-    libraries: ClassVar[tuple[str, ...]] = ()  # that it imports; a point imports them before it counts its memory
+    saves: ClassVar[Kind | None] = None  # the kind of memory whose maximum it reduces
+    libraries: ClassVar[tuple[str, ...]] = ()  # modules that it uses; a point imports them before it measures memory
     moves_to_host: ClassVar[bool] = False  # it saves by moving data to host memory: nothing if the device is the CPU
-    product_format: ClassVar[str | None] = None  # the number format of matrix products under it, as data sheets call it
+    product_format: ClassVar[str | None] = None  # of matrix products, by its name in DeviceSpec.peak_flops_per_s
     expandable_segments: ClassVar[bool] = False  # it has CUDA's caching allocator use expandable segments
     extra_memory: ClassVar[bool] = False  # it takes much memory outside a step's tensors, as a compiler does
     # Read from a group's neutral option: whether a search tries the group's other options even if the user didn't name

@@ -1,8 +1,8 @@
 """The ledger: records when each tensor storage is born and dies, and so the exact peak of live bytes, by kind.
 
 It counts what the same run would request from CUDA's caching allocator (storages, rounded up to 512 bytes), and works
-on any device. It is a dispatch mode, under which compiled code runs eagerly: never enter it before compiled steps.
-The idea of following storages through a dispatch mode is torch.distributed._tools.mem_tracker's.
+on any device. It is a dispatch mode, after which compiled code runs eagerly: never enter it before compiled steps.
+Following storages through a dispatch mode is the idea of torch.distributed._tools.mem_tracker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowvram.compat.torch_autograd import base_of, current_node
 from lowvram.compat.torch_modes import TorchDispatchMode
-from lowvram.compat.torch_storage import resizes_told
+from lowvram.compat.torch_storage import on_storage_resize
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.knob import Kind
@@ -47,7 +47,7 @@ def ledger(
     """Count the memory of all tensors inside the block.
 
     Args:
-        model: its parameters, buffers and gradients get their kinds.
+        model: so that its parameters, buffers and gradients are counted as such.
         optimizer: anything with a `state_dict()` of tensors (an optimizer, a stepper).
         inputs: the batch, made before the block, in any nesting of containers.
         device: the device whose memory is counted; None: that of the model's first parameter.
@@ -97,15 +97,15 @@ class Storage(NamedTuple):
     death: weakref.ref[torch.UntypedStorage]  # its callback records the death
 
 
-class GradientSum(NamedTuple):
-    """Autograd has added two gradients of one tensor."""
+class AddedGradients(NamedTuple):
+    """An addition by which autograd has accumulated two gradients of one tensor."""
 
     line: int  # index of the sum's birth in `Ledger.lines`
     address: int  # of the storage into which autograd would have added in place
     sum_address: int
 
 
-NO_SUM = GradientSum(0, 0, 0)
+NO_SUM = AddedGradients(0, 0, 0)
 
 
 def is_gradient_sum(terms: Sequence[Any]) -> bool:
@@ -134,7 +134,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_in_function() -> bool:
-    """Whether the backward pass of an `autograd.Function` is running: an `add` is then its own, not autograd's."""
+    """Whether the backward pass of an `autograd.Function` is running: an `add` then belongs to it, not to autograd."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != FUNCTION:
         frame = frame.f_back
@@ -155,14 +155,15 @@ class Ledger(TorchDispatchMode):
         self.alive: dict[int, Storage] = {}  # by the storage's address
         self.born = Kind.ACTIVATIONS  # the kind of new tensors, unless `set_kind` gives them another
         self.latest_sum = NO_SUM
-        self.num_updates = 0  # that are running: an optimizer may run another inside its own
+        self.num_updates = 0  # optimizer steps that are running: one optimizer may call another one's step
         self.parameters: set[Tensor] = set()
         self.hooks: list[Any] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside it deaths, resizes, host memory and optimizer updates are recorded. Python's garbage collector is off,
-        so that no death comes late. Afterwards hooks are removed, and deaths are no longer recorded."""
+        """Inside it deaths, resizes, host memory and optimizer updates are recorded. Python's garbage collector is off:
+        tensors that only it would free would die at random times. Afterwards hooks are removed, and deaths are no
+        longer recorded."""
         with ExitStack() as undo:
             _open.append(self)
             undo.callback(_open.remove, self)
@@ -192,13 +193,13 @@ class Ledger(TorchDispatchMode):
             undo.callback(host.listeners.remove, self.set_host_kind)
             undo.callback(register_optimizer_step_pre_hook(self.begin_update).remove)
             undo.callback(register_optimizer_step_post_hook(self.end_update).remove)
-            undo.enter_context(resizes_told(self._note_size))
+            undo.enter_context(on_storage_resize(self._note_size))
             yield
 
     def see(self, operator: Any, args: Sequence[Any], out: Any) -> None:
         """Record the storages that an operator has made."""
         if operator is torch.ops.aten.add.Tensor and is_gradient_sum(args):
-            self.latest_sum = GradientSum(len(self.lines), id(args[0].untyped_storage()), id(out.untyped_storage()))
+            self.latest_sum = AddedGradients(len(self.lines), id(args[0].untyped_storage()), id(out.untyped_storage()))
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.born, operator)
@@ -276,7 +277,8 @@ class Ledger(TorchDispatchMode):
     def _died(self, address: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         dead = self.alive.pop(address)
         line, added_to, sum_address = self.latest_sum
-        # The term died right after the sum was made: autograd would have added in place, so the sum is that storage.
+        # The first term died right after the sum was made: without a dispatch mode autograd would have added in place,
+        # so the sum is counted as the same storage.
         is_in_place = address == added_to and all(num_bytes == 0 for _, num_bytes in self.lines[line + 1 :])
         if is_in_place and sum_address in self.alive:
             del self.lines[line]

@@ -16,7 +16,7 @@ from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map
 from lowvram.core.values import Fill
 
-IGNORE = -100  # a target with this value counts for nothing
+IGNORE = -100  # targets with this value aren't counted, as in torch's losses
 
 
 @final
@@ -54,7 +54,7 @@ class Part:
 
 
 class Update(NamedTuple):
-    """What became of one update."""
+    """The result of one update."""
 
     grad_norm: Tensor  # global, before clipping; 0-dim
     applied: bool  # False: a gradient was not finite; unless the stepper says otherwise, no weight was changed
@@ -94,7 +94,7 @@ class Stepper(ABC):
 
 
 class StepperAround(Stepper):
-    """A stepper around another, to which every call goes on."""
+    """A stepper around another one; passes every call on to it."""
 
     def __init__(self, inner: Stepper) -> None:
         self.inner = inner
@@ -119,7 +119,7 @@ class StepperAround(Stepper):
 
 
 class Task(ABC):
-    """A problem: the model that is to be trained, and what training it means."""
+    """A problem: the model to be trained, and its criterion."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
@@ -167,8 +167,12 @@ class Task(ABC):
 
 
 def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
-    """Forward and backward of the parts in turn; returns the mean loss. The sum of each part is divided by the target
-    count of the *whole* logical batch, so parts of unequal length weigh what they should."""
+    """Forward and backward of one part after the other; returns the mean loss (0-dim). The loss of each part is divided
+    by the number of targets of the *whole* logical batch, so that parts with more targets weigh more.
+
+    Args:
+        total: the number of targets of the whole batch (0-dim).
+    """
     losses = []
     for index, part in enumerate(parts):
         with rig.sync(index == len(parts) - 1):
@@ -184,7 +188,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 @final
 @dataclass(frozen=True)
 class Rig:
-    """The assembled training machine. Knobs make the next one with `dataclasses.replace`."""
+    """Everything that a step uses. Knobs make the next one with `dataclasses.replace`."""
 
     task: Task
     device: torch.device
@@ -195,9 +199,9 @@ class Rig:
     make_optimizer: MakeOptimizer = None  # pyright: ignore[reportAssignmentType] # until OPTIMIZER
     stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
     rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 result is rounded into weights of fewer bits
-    split: Callable[[Part], list[Part]] = lambda batch: [batch]
-    sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
-    run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another
+    split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts
+    sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
+    run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
 
     @property

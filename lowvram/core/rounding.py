@@ -1,7 +1,7 @@
 """Stochastic rounding to bf16: up or down at random, so that the result is right on average.
 
-Rounding to the nearest loses every update below 1/512 of a weight; this one keeps it, on average (Gupta et al., "Deep
-Learning with Limited Numerical Precision", 2015). The bit arithmetic is that of torchao's optimizers.
+Rounding to nearest loses every update below 1/512 of a weight; stochastic rounding keeps it on average (Gupta et al.,
+"Deep Learning with Limited Numerical Precision", 2015). The bit arithmetic is that of torchao's optimizers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowvram.core.shards import local
 
-LOW_BITS = 16  # of an fp32 number; those that bf16 drops
+LOW_BITS = 16  # the bits of an fp32 number that bf16 drops
 
 
 @torch.no_grad()
@@ -34,8 +34,8 @@ def stochastically(target: Tensor, exact: Tensor) -> None:
 @contextmanager
 def noise_of(device: torch.device, *numbers: int) -> Iterator[None]:
     """Inside it the device's default generator is seeded by `numbers`; afterwards it continues as if nothing had been
-    drawn. So ranks whose generators differ round their copies of a weight alike, and rounding doesn't change
-    dropout."""
+    drawn. So all ranks round their copies of a weight alike, whatever their generators' state, and rounding doesn't
+    change later dropout masks."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     before = generator.get_state()
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()

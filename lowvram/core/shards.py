@@ -1,4 +1,4 @@
-"""Gradients and states that may be this rank's shards of larger tensors (DTensor)."""
+"""Functions for tensors that may be sharded over ranks (DTensor) or not."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def on_mesh(tensor: Tensor) -> Tensor:
-    """A sharded tensor on the device over which its ranks communicate: they can't exchange host memory. Others:
-    itself."""
+    """A sharded tensor, moved to the device of its mesh, over which its ranks communicate; any other tensor itself."""
     return tensor.to(tensor.device_mesh.device_type) if is_off_mesh(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_off_mesh(tensor: Tensor) -> bool:
-    """Whether a tensor's shards are on another device than the one over which its ranks communicate."""
+    """Whether a tensor's shards are on another device than that of its mesh, such as in host memory."""
     return isinstance(tensor, DTensor) and local(tensor).device.type != tensor.device_mesh.device_type
 
 
 def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """`whole` laid out over the ranks as `like` is: itself, or this rank's shard of it, in memory of its own. Nothing
-    is communicated: every rank passes the same `whole`.
+    """`whole` itself; if `like` is a DTensor, a new DTensor of the same layout with these values. Communicates nothing,
+    so every rank must pass the same `whole`.
 
     Args:
         device: of the shard; None: that of the shard of `like`.
@@ -53,8 +52,8 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Make all parameters contiguous, as FSDP2 demands (torch 2.13). Values stay; convolutions over channels_last
-    images reorder their weights when they use them."""
+    """Make all parameters contiguous, as FSDP2 (torch 2.13) requires. Convolutions over channels_last images then
+    reorder their weights in each use."""
     contiguous_of: dict[Tensor, nn.Parameter] = {}  # so that tied parameters stay tied
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -64,7 +63,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the module's class before sharding: FSDP2 gives what it shards a subclass."""
+    """The name of the module's class, without the subclass that FSDP2 makes of it."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
@@ -115,12 +114,12 @@ class SquareSum:
         self._like: Tensor | None = None  # the first sharded tensor, for its device mesh
 
     def add(self, values: Tensor, of: Tensor) -> None:
-        """Add `values`, this rank's shard, on the device or on the host, of a tensor that is laid out as `of`."""
+        """Add `values`: this rank's shard, on any device, of a tensor with the layout of `of`."""
         norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
         self.add_norm(norm.to(local(of).device), of)
 
     def add_norm(self, norm: Tensor, of: Tensor) -> None:
-        """The same, if the norm of the values is known."""
+        """The same, given the Euclidean norm of the values."""
         if is_sharded(of):
             self._like = of if self._like is None else self._like
             self._norms_of_shards.append(norm)

@@ -1,5 +1,5 @@
-"""States of models and optimizers that may be sharded, as one process would have them: so what is saved fits any number
-of ranks."""
+"""Converts states of models and optimizers between sharded and whole tensors, so that what is saved can be loaded with
+any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE_ENTRIES = ("params", "noise_step")  # of an optimizer's param_groups; the 
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
-    """On rank 0, a state of any nesting with every sharded tensor whole and on the CPU; None on the others.
+    """On rank 0, a state of any nesting with every sharded tensor made whole on the CPU; None on the other ranks.
 
     A collective: all ranks must call it, with the same nesting.
     """
@@ -84,8 +84,8 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 
 def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """The same maker, whose optimizers keep their own settings when they load a state, load whole states into sharded
-    parameters, and mark the state of parameters in host memory."""
+    """`make`, with hooks in its optimizers: when they load a state, they keep their own settings and shard whole
+    tensors as their parameters are; and the state of parameters in host memory is marked as host memory, too."""
 
     def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
@@ -118,7 +118,7 @@ def _mark_state(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Shard the tensors that have the shape of their parameter as the parameter is."""
+    """A saved state in which tensors with the shape of their parameter are sharded as the parameter is."""
     placed_state = dict(state["state"])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):

@@ -11,8 +11,8 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.shards import placed
 
-# Writes the initial value of the parameter or buffer of that name into the tensor. A fill that allocates memory
-# meanwhile has a method `without_values`, with the same arguments, that allocates without writing, for plans.
+# Called with the dotted name of a parameter or buffer and its tensor; writes the initial value into it. A fill that
+# needs temporary memory has a method `without_values`, with the same arguments, that only allocates it, for plans.
 Fill = Callable[[str, Tensor], None]
 
 
@@ -24,8 +24,8 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
-    """Give every tensor of the model memory on the device and its initial value. Tied tensors stay
-    tied, strides stay."""
+    """Give every meta tensor of the model memory on the device and its initial value. Tied tensors stay tied, and
+    strides are kept."""
     real: dict[Tensor, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in own_tensors(module):
@@ -36,7 +36,7 @@ def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
             setattr(module, name, real[tensor])
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != device.type for tensor in here):
-        model.to(device)  # a task may make its model with memory
+        model.to(device)  # a task's model may have come with memory, on another device
 
 
 def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tensor:
@@ -58,5 +58,6 @@ def fill_nothing(name: str, tensor: Tensor) -> None:
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Weights of fewer bits are drawn in fp32 and then rounded, so all formats begin with the same numbers."""
+    """The dtype in which initial values are drawn: fp32 for weights of fewer bits, which are then rounded, so that all
+    formats start with the same numbers."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

@@ -21,18 +21,10 @@ from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
 from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths
 
-TARGET_NAMES = (
-    "labels",
-    "label",
-    "targets",
-    "target",
-)  # keys of a sample's target, where the sample is a dictionary; the first match counts
-FEW = 1000  # up to so many samples are all read to find the largest label
-WIDER = {
-    torch.float64: torch.float32,
-    torch.int16: torch.int64,
-    torch.int32: torch.int64,
-}  # numpy's usual types -> what models take
+TARGET_NAMES = ("labels", "label", "targets", "target")  # the target's key in a dictionary; the first match counts
+FEW = 1000  # up to this many samples are all read to find the largest label
+# numpy's usual dtypes -> those that models take
+WIDER = {torch.float64: torch.float32, torch.int16: torch.int64, torch.int32: torch.int64}
 CLASS = TensorLayout((), "int64")
 
 
@@ -136,12 +128,12 @@ class Reader:
     seed: int
 
     def sample(self, index: int, epoch: int) -> Any:
-        """As the user's dataset has it."""
+        """The sample as the user's dataset returns it."""
         with seeded(self.stream, self.seed, epoch, index):
             return self.dataset[index]
 
     def brings_mask(self) -> bool:
-        """Whether samples say what of them is padding."""
+        """Whether samples come with an attention mask."""
         sample = self.sample(0, 0)
         inputs = sample if isinstance(sample, Mapping) else sample[0]
         return isinstance(inputs, Mapping) and MASK in inputs

@@ -171,7 +171,7 @@ class RandomCrop:
 
 
 def center_crop(width: int, height: int, epoch: int, index: int) -> tuple[Box, bool]:
-    """The largest square in the center_crop, the same in every epoch."""
+    """The largest square in the middle of the image, the same in every epoch."""
     side = min(width, height)
     left, upper = (width - side) / 2, (height - side) / 2
     return (left, upper, left + side, upper + side), False

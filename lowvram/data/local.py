@@ -1,4 +1,4 @@
-"""The user's files, read through the library `datasets`. Nothing here touches the network."""
+"""Reads the user's files through the library `datasets`, without a network."""
 
 from __future__ import annotations
 

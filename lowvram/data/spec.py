@@ -78,7 +78,7 @@ class Layout:
     targets: TensorLayout
 
     def example(self, num_samples: int, is_padded: bool) -> tuple[Any, Tensor]:
-        """Inputs and targets like those of so many samples, all zero, with a mask of `mask_like`."""
+        """Inputs and targets with the shapes of `num_samples` samples, all zero, with a mask of `mask_like`."""
         tensors = {name: tensor.zeros(num_samples) for name, tensor in self.inputs}
         if MASK in tensors:
             tensors[MASK] = mask_like(tensors[MASK], is_padded)
@@ -86,7 +86,7 @@ class Layout:
 
 
 def mask_like(tensor: Tensor, is_padded: bool) -> Tensor:
-    """A mask of rows without padding; or whose last token is padding."""
+    """A mask (1: real token) of rows without padding or, if `is_padded`, with the last token as padding."""
     mask = torch.ones_like(tensor)
     if is_padded and mask.dim() > 1:
         mask[..., -1] = 0
@@ -103,7 +103,7 @@ def tensor_from(plain: Mapping[str, Any]) -> TensorLayout:
     return TensorLayout(tuple(plain["shape"]), plain["dtype"])
 
 
-FEW_SHAPES = 16  # of batches: at most so many are compiled one by one
+FEW_SHAPES = 16  # of batches: up to this many, a graph is compiled for each
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class DataSpec:
     layout       None, unless a sample has other tensors than its modality says
 
     has_few_shapes: whether batches of equally many samples have at most `FEW_SHAPES` different shapes.
-    is_padded: whether the masks of samples, where there are any, may hide padding: models drop a mask of ones.
+    is_padded: whether masks of samples may have zeros. If not, models can attend without a mask.
     """
 
     modality: Modality
@@ -134,7 +134,7 @@ class DataSpec:
         return self.num_classes if self.vocab_size is None else self.vocab_size
 
     def example(self, num_samples: int) -> tuple[Any, Tensor]:
-        """Inputs and targets like those of so many samples, all zero, with a mask of `mask_like`."""
+        """Inputs and targets with the shapes of `num_samples` samples, all zero, with a mask of `mask_like`."""
         if self.layout is not None:
             return self.layout.example(num_samples, self.is_padded)
         shape = (num_samples, *self.shape)

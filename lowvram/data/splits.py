@@ -65,9 +65,8 @@ def first_rows(stream: Any, num_rows: int) -> Any:
     """The first rows of a `datasets.IterableDataset`, in memory."""
     from datasets import Dataset
 
-    undecoded = (
-        stream if stream.features is None else stream.decode(False)
-    )  # some files name their columns in their rows only
+    # The features are unknown if only the rows of a file name its columns.
+    undecoded = stream if stream.features is None else stream.decode(False)
     return Dataset.from_list(list(islice(undecoded, num_rows)), features=stream.features)
 
 

@@ -43,7 +43,7 @@ class NotComparable(Exception):
 
 
 def check_fresh(config: Mapping[str, Any], launch: Launch | None) -> None:
-    """Raises Refused if the point can't have further processes beside its own."""
+    """Raise Refused if the comparison can't be made because the point can't have further processes."""
     if config["measure"]["fidelity"] and (is_inline(config) or launch is not None):
         where = "with process=inline" if is_inline(config) else "under torchrun (sharding.ranks=2 or more needs none)"
         raise Refused(f"measure.fidelity=true: must be false {where}, for it takes processes of its own")
@@ -91,10 +91,10 @@ class Comparison:
         self.point, self.server, self.progress, self.stop_signals = point, server, progress, stop_signals
         self.num_steps: int = point.config["measure"]["fidelity_steps"]
         self.folder = point.folder / "fidelity"  # the children's files, while they run
-        self.num_done = 0  # steps of the runs before this one
+        self.num_done = 0  # steps of earlier runs, for the progress bar
 
     def measure(self) -> Fields:
-        """The section "fidelity" of the row; what couldn't be measured is null, and `reason` says why."""
+        """The section "fidelity" of the row. What couldn't be measured is null, and `reason` says why."""
         unknown = ("gradient_error", "gradient_cosine", "loss_gap", "losses", "band", "reference", "reason")
         fields: Fields = {**dict.fromkeys(unknown), "steps": self.num_steps}
         self.progress.start(f"{self.point.name}: fidelity", (NUM_SEEDS + 1) * self.num_steps)
@@ -122,7 +122,7 @@ class Comparison:
         fields |= {"losses": child.losses, "loss_gap": loss_gap(child.losses, bounds)}
 
     def request_of_reference(self) -> Request:
-        """The request for a run of the reference, whose configuration a child works out."""
+        """The request for a run of the reference. A child determines its configuration, as this needs torch."""
         request = self.point.request()
         child = self.run_child({"reference": {name: request[name] for name in ("config", "choices")}})
         self.check(child, "the reference")
@@ -158,8 +158,8 @@ class Comparison:
 
 @final
 class Reference:
-    """The same training without any technique that saves memory, in as few parts as fit: parts of a batch change no
-    gradient. Methods raise NotComparable if a run fails.
+    """Runs the same training without any technique that saves memory, except that the batch is split into as many parts
+    as memory requires, which doesn't change gradients. Methods raise NotComparable if a run fails.
     """
 
     def __init__(self, comparison: Comparison, request: Request) -> None:
@@ -198,7 +198,7 @@ class Reference:
         return None
 
     def run(self, seed: int, num_steps: int, gradients: Path | None) -> ChildResult:
-        """Run the reference; after it ran out of memory again, in more parts."""
+        """Run the reference; if it runs out of memory, again with more parts."""
         while True:
             request = self.request | {"config": {**self.request["config"], "seed": seed}}
             child = self.comparison.run(request, num_steps, gradients, is_reference=True)

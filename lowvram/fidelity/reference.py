@@ -1,12 +1,12 @@
 """What the fidelity of a point is measured against: the same training without any technique that saves memory.
 
-Model, data, loader, logical batch, seed and schedule stay. Every knob group has its neutral option, in fp32, except
-where an option decides what is learnt rather than how: `Knob.reference`. So the reference begins with the same weights:
+Model, data, loader, logical batch, seed and schedule are the same. Every knob group has its neutral option, in fp32,
+except where an option decides what is learnt rather than how (`Knob.reference`). So both start with the same weights:
 
 - They are a function of the seed and of each parameter's name (core/seeds.py), drawn in fp32. precision=bf16_pure
   rounds these same numbers; adapter=qlora packs them into 4 bits. What that costs is part of the error.
-- Optimizers start without state, so low-bit ones begin with the same weights and gradients as AdamW; what they lose
-  shows in the losses of later steps.
+- Optimizers start without state, so with low-bit ones the first step has the same weights and gradients as with AdamW;
+  their errors show in the losses of later steps.
 - An adapter keeps the names and the initial values of its matrices; gradients are those of the trainable parameters.
 - stepping=cpu_offload trains fp32 copies, which begin as the device's weights.
 """

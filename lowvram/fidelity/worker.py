@@ -1,5 +1,5 @@
-"""The mode that fidelity runs: the gradients of a first step, and the losses of the first few. No configuration names
-it: the parent (lowvram/fidelity/client.py) asks for it, in processes that are not measured.
+"""The mode of the processes of a comparison: it records the gradients of the first step and the losses of the first few
+steps. It isn't an option of `mode`: the parent (lowvram/fidelity/client.py) requests it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowvram.loops.fields import common
 from lowvram.loops.session import Session
 from lowvram.results.files.durable import unfinished_folder
 
-PIECE_ELEMENTS = 2**22  # converted to fp64 at once
+PIECE_ELEMENTS = 2**22  # converted to fp64 at a time
 
 
 @final
@@ -57,7 +57,7 @@ class KeepGradients(Knob):
                     self.gradients[original(parameter)] = gradient.to("cpu", torch.float32, copy=True)
 
     def end(self) -> None:
-        """Copy no gradients any more, after the first step."""
+        """Stop copying gradients."""
         for hook in self.hooks:
             hook.remove()
 
@@ -129,7 +129,7 @@ def first_step(session: Session, num_steps: int, batch: Any) -> tuple[Tensor, Up
 
 
 def named_gradients(session: Session, watch: KeepGradients, update: Update) -> dict[str, Tensor]:
-    """The gradients by parameter name, as they were before clipping, which would hide their size."""
+    """The gradients by parameter name. Clipping, which would hide an error of their size, is undone."""
     clip = session.settings.groups["stepping"].clip
     by = 1.0 if clip is None else max(1.0, (float(update.grad_norm) + 1e-6) / clip)
     names: dict[Tensor, str] = {parameter: name for name, parameter in session.rig.model.named_parameters()}

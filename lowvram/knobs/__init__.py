@@ -1,4 +1,4 @@
-"""The knobs: one module, or one package, for each group. A knob imports core and config, never another knob.
+"""The knobs: one module or package for each group. A knob imports compat, config and core, never another group's knob.
 
 docs/adding_a_knob.md says how to add one.
 """

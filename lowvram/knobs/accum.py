@@ -1,4 +1,6 @@
-"""accum: the logical batch in parts, one after another, with one update at the end. Memory changes, not the science."""
+"""accum: splits the logical batch into parts that are computed one after another, with one update at the end: less
+memory, the same gradients (up to rounding).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Whole(Knob):
 
 @dataclass(frozen=True)
 class Parts(Knob):
-    """The logical batch in `parts` pieces of (nearly) equal size."""
+    """The logical batch in `parts` parts of (nearly) equal size."""
 
     parts: int = 2
 
@@ -63,16 +65,16 @@ class Parts(Knob):
         return replace(rig, split=self.split)
 
     def remedies(self) -> Mapping[Kind, int]:
-        """Of a few parts the more the better; many take time, and come after all else."""
+        """Up to 8 parts, more are offered first; more than 8 take time, and are offered after everything else."""
         turn = 28 - self.parts if self.parts <= 8 else 50 + self.parts
         return dict.fromkeys((Kind.ACTIVATIONS, Kind.INPUTS, Kind.OTHER), turn)
 
     def improves_on(self, in_use: Knob) -> bool:
-        """`Growing` finds its number by itself."""
+        """Never on `Growing`, which finds the number of parts by itself."""
         return type(in_use) in (Whole, Parts) and vars(in_use)["parts"] < self.parts
 
     def split(self, batch: Part) -> list[Part]:
-        """The parts, along the first dimension; fewer when the batch has fewer samples."""
+        """The parts, along the first dimension; fewer than `parts` if the batch has fewer samples."""
         num_parts = min(self.parts, batch.num_samples)
         leaves, spec = tree_flatten(batch.inputs)
         pieces = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
@@ -82,15 +84,16 @@ class Parts(Knob):
 
 @dataclass(frozen=True)
 class Growing(Parts):
-    """As many pieces as memory asks for: a point that runs out of it begins again in a fresh process, with more."""
+    """As many parts as memory requires: a point that runs out of memory starts again in a fresh process, with more."""
 
     parts: int = 1
 
-    saves = None  # before memory has run out, this is a batch in one piece
+    saves = None  # it starts with one part
 
     def remedies(self) -> Mapping[Kind, int]:
         return {}
 
     def more_parts(self, num_samples: int) -> int | None:
-        """Twice as many, or the next number that divides the samples; None if every part is down to one."""
+        """The next number of parts to try: at least twice as many, and a divisor of the number of samples of a rank;
+        None if there is none."""
         return next((parts for parts in range(2 * self.parts, num_samples + 1) if num_samples % parts == 0), None)

@@ -1,4 +1,4 @@
-"""allocator: how the process gets and returns memory. Acts before the device is touched."""
+"""allocator: how the process gets and returns memory. It takes effect before the device is first used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowvram.core.rig import Rig
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 LARGEST_MMAP_THRESHOLD = 2**25
-MALLOC_WORDS = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"  # of the user's environment
+MALLOC_WORDS = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"  # environment variables
 
 
 class Allocator(Knob):
@@ -24,24 +24,25 @@ class Allocator(Knob):
     stage = Stage.PROCESS
 
     def set_malloc(self) -> None:
-        """Set glibc's thresholds, for the rest of the process, to the values that they would grow to. Does nothing with
-        another C library, or if the environment sets them."""
+        """Set glibc's thresholds, for the rest of the process, to the largest values that glibc would raise them to.
+        Does nothing with another C library, or if the environment sets them."""
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt and not any(word in os.environ for word in MALLOC_WORDS):
             mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
             mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_MMAP_THRESHOLD)
 
     def under_cap(self) -> tuple[str, Allocator] | None:
-        """The option, with its name, that takes this one's place where `vram` caps a CPU; None: this one stays."""
+        """The name and the option that replace this one if `vram` limits memory on a CPU; None: it isn't replaced."""
         return None
 
 
 @dataclass(frozen=True)
 class Default(Allocator):
-    """torch's CUDA caching allocator as it comes, and the C library's malloc with its largest thresholds.
+    """torch's CUDA caching allocator with its defaults, and the C library's malloc with its largest thresholds.
 
-    glibc raises its thresholds when a large block is freed, at most to these. Until then it may give pages back and
-    take them again in every step, some percent of it; how often is chance (docs/results/cpu/bench_trainer.md has both).
+    glibc raises its thresholds by itself when large blocks are freed, at most to these. Until then it may return pages
+    to the system and get them again in every step, which costs some percent of the step's time and varies from run to
+    run (docs/results/cpu/bench_trainer.md has measurements).
     """
 
     empty_cache_every: int | None = None
@@ -57,7 +58,7 @@ class Default(Allocator):
         return emptying(rig, self.empty_cache_every)
 
     def under_cap(self) -> tuple[str, Allocator] | None:
-        """A cap means little while malloc keeps what was freed."""
+        """Under a limit malloc must not keep freed memory."""
         return ("tight", Tight()) if self == Default() else None
 
 
@@ -87,7 +88,7 @@ def require_every(num_steps: int | None) -> None:
 
 
 def emptying(rig: Rig, num_steps: int | None) -> Rig:
-    """The rig that gives the allocator's free memory back to the driver after every `num_steps` steps."""
+    """The rig that returns the CUDA allocator's free memory to the driver after every `num_steps` steps."""
     if num_steps is None:
         return rig
     steps = count(1)
@@ -101,8 +102,8 @@ def emptying(rig: Rig, num_steps: int | None) -> Rig:
 
 @dataclass(frozen=True)
 class Tight(Allocator):
-    """On the CPU: freed memory returns to the system at once, so the process's size follows its live tensors, plus
-    what libraries and threads hold. Slower: docs/knobs.md has figures."""
+    """On the CPU: freed memory returns to the system at once, so the process is as large as its live tensors and what
+    libraries and threads hold. Slower: docs/knobs.md has figures."""
 
     mmap_threshold_bytes: int = 65536
 

@@ -1,4 +1,4 @@
-"""ckpt: which blocks keep no activations and compute them again in the backward pass.
+"""ckpt: which blocks keep no activations and recompute them in the backward pass.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); torch.utils.checkpoint. He and Yu, "Transcending
 Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware" (2023): the compiler's choice.
@@ -69,14 +69,14 @@ class RecomputeEvery(Knob):
         return {Kind.ACTIVATIONS: 10, Kind.OTHER: 30} if self.every == 1 else {}
 
     def improves_on(self, in_use: Knob) -> bool:
-        """The compiler's choice knows more than this one."""
+        """Not on `CompilerBudget`, which chooses with more knowledge."""
         return in_use != self and not isinstance(in_use, CompilerBudget)
 
 
 @dataclass(frozen=True)
 class Selective(Knob):
-    """A share of the blocks, evenly spread, keeps the results of products with weights, attention and convolutions, and
-    recomputes the cheap operators between them."""
+    """A share of the blocks, evenly spread, keeps the results of matrix products with weights, of attention and of
+    convolutions, and recomputes the cheap operators between them."""
 
     fraction: float = 1.0
 
@@ -91,7 +91,7 @@ class Selective(Knob):
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
 
     def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.RETAINABLE_GRAPH})  # torch forgets what is kept as soon as it is used
+        return frozenset({Fact.RETAINABLE_GRAPH})  # torch drops kept results once the backward pass has used them
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.task.blocks(rig.model)
@@ -103,9 +103,9 @@ class Selective(Knob):
 
 @dataclass(frozen=True)
 class CompilerBudget(Knob):
-    """The compiler chooses what a graph keeps for its backward pass, at most a share of what it would like to keep.
+    """The compiler chooses what a graph keeps for its backward pass: at most a share of what it would keep by default.
 
-    The share is of estimated bytes of each graph, and no bound on the peak, which may even rise when the share falls
+    The share is of each graph's estimated bytes. It is no bound on the peak, which may even rise when the share falls
     (pytorch#197838).
     """
 
@@ -121,7 +121,7 @@ class CompilerBudget(Knob):
         require(0 <= self.budget < 1, "ckpt.budget", self.budget, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        # Random numbers would be drawn anew, so that gradients are of another dropout mask (pytorch#190758).
+        # Recomputation would draw new random numbers, so gradients would use another dropout mask (pytorch#190758).
         return frozenset({Fact.COMPILED, Fact.NO_RANDOMNESS})
 
     def apply(self, rig: Rig) -> Rig:
@@ -135,8 +135,8 @@ def recompute(block: nn.Module) -> None:
     context_fn = partial(_contexts, norms) if norms else noop_context_fn
     forward = block.forward
 
-    def recomputed(*inputs: Any, **named: Any) -> Any:  # a function: torch.compile leaves a partial eager, in silence
-        if torch.compiler.is_compiling():  # what a graph computes again has no effect on buffers
+    def recomputed(*inputs: Any, **named: Any) -> Any:  # no partial, which torch.compile silently runs eagerly
+        if torch.compiler.is_compiling():  # recomputation inside a graph doesn't update buffers
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
 
@@ -144,11 +144,15 @@ def recompute(block: nn.Module) -> None:
 
 
 def _contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), StatisticsHeld(norms)
+    return nullcontext(), RunningStatsFrozen(norms)
 
 
 ATEN = torch.ops.aten
-PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.convolution.default}  # not bmm: a (t, t) matrix of attention
+PRODUCTS = {
+    ATEN.mm.default,
+    ATEN.addmm.default,
+    ATEN.convolution.default,
+}  # not bmm: attention's (t, t) matrix
 ATTENTION = {packet.default for packet in AttentionOps.FUSED}
 
 
@@ -167,25 +171,26 @@ def keep_products(block: nn.Module) -> None:
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether one operator's results are kept. Attention with dropout is recomputed: if its result were kept, the
-    recomputation would not draw its random numbers, and every later dropout would draw other ones than before."""
+    recomputation wouldn't draw its random numbers, and later dropouts would draw other ones than in the forward pass.
+    """
     del context
     is_kept = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The share that a call of an attention operator drops."""
+    """The dropout probability of a call of an attention operator."""
     arguments = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False))
     return {"dropout_p": 0.0, **arguments, **kwargs}["dropout_p"]
 
 
 def _selective_contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     keeping, using = create_selective_checkpoint_contexts(policy)
-    return keeping, Nested(StatisticsHeld(norms), using)
+    return keeping, Nested(RunningStatsFrozen(norms), using)
 
 
 class Nested(AbstractContextManager[None]):
-    """Two contexts as one that can be entered again."""
+    """Two nested contexts as one. Can be entered again if both can."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.outer, self.inner = outer, inner
@@ -199,9 +204,9 @@ class Nested(AbstractContextManager[None]):
         self.outer.__exit__(*error)
 
 
-class StatisticsHeld:
-    """Inside it a forward pass leaves BatchNorm's running statistics alone: stock checkpointing updates them twice
-    (pytorch#96136). A class, because a second backward pass enters it again."""
+class RunningStatsFrozen:
+    """Inside it a forward pass doesn't change BatchNorm's running statistics. Without it, recomputation would update
+    them a second time (pytorch#96136). Can be entered again, as a second backward pass does."""
 
     def __init__(self, norms: list[BatchNorm]) -> None:
         self.norms = norms

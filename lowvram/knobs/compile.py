@@ -20,7 +20,7 @@ from lowvram.compat.torch_compiler import use_eager_random_numbers
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
 
-# Graphs of one piece of code: kinds of blocks x train and eval x shapes. Torch's 8 are too few for a ResNet-50.
+# Graphs of the same code: kinds of blocks x train and eval x shapes. torch's default of 8 is too low for a ResNet-50.
 RECOMPILE_LIMIT = 64
 
 
@@ -40,7 +40,7 @@ class Eager(Knob):
 
 
 class Mode(Enum):
-    """How hard inductor tries. (CUDA graphs aren't offered: their outputs are overwritten by the next part.)"""
+    """torch.compile's mode. (Those with CUDA graphs aren't offered: the next part would overwrite their outputs.)"""
 
     default = "default"
     max_autotune = "max-autotune-no-cudagraphs"
@@ -48,7 +48,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Compiled(Knob):
-    """Modules compiled in place, by inductor, at their first step. Parameters keep their names."""
+    """Modules are compiled in place by inductor, at the first step. Parameters keep their names."""
 
     mode: Mode = Mode.default
     dynamic: bool | None = False
@@ -62,13 +62,13 @@ class Compiled(Knob):
         return frozenset({Fact.C_COMPILER} if self.dynamic is not False else {Fact.C_COMPILER, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
-        # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a switch for
-        # that, but its cache of compiled graphs doesn't know the switch (2.13): a second backward pass may be wrong.
+        # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
+        # that, but its cache of compiled graphs ignores the setting (2.13): a second backward pass may be wrong.
         return frozenset({Fact.RETAINABLE_GRAPH})
 
     def apply(self, rig: Rig) -> Rig:
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
-        torch.compiler.config.fail_on_recompile_limit_hit = True  # by default it goes on eagerly, in silence
+        torch.compiler.config.fail_on_recompile_limit_hit = True  # by default torch silently goes on eagerly
         use_eager_random_numbers()
         for module in self.modules(rig):
             module.compile(mode=self.mode.value, dynamic=self.dynamic)
@@ -82,7 +82,7 @@ class Compiled(Knob):
 @final
 @dataclass(frozen=True)
 class CompiledBlocks(Compiled):
-    """Each block is compiled for itself; those of the same kind share their code."""
+    """Each block is compiled separately; blocks of the same kind share their code."""
 
     def needs(self) -> frozenset[Fact]:
         return super().needs() | {Fact.BLOCKS}
@@ -94,7 +94,7 @@ class CompiledBlocks(Compiled):
 @final
 @dataclass(frozen=True)
 class CompiledModel(Compiled):
-    """The whole model is compiled as one: the best code, and the longest wait for it."""
+    """The whole model is compiled as one: the fastest code, which takes longest to compile."""
 
     def modules(self, rig: Rig) -> list[nn.Module]:
         return [rig.model]
@@ -111,14 +111,14 @@ class TorchScript(Knob):
     extra_memory = True
 
     def needs(self) -> frozenset[Fact]:
-        # A trace holds the tensors that were there at its first step.
+        # A trace keeps the parameters, control flow and shapes of the run that was recorded.
         return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})
 
     def apply(self, rig: Rig) -> Rig:
-        print("note: PyTorch retires TorchScript and doesn't mend it any more: compile=blocks is its successor")
+        print("note: TorchScript is deprecated in PyTorch and gets no fixes any more: compile=blocks is its successor")
         for block in rig.task.blocks(rig.model):
             block.forward = Traced(block)
         return rig
@@ -126,7 +126,8 @@ class TorchScript(Knob):
 
 @final
 class Traced:
-    """The forward pass of a block as TorchScript: one trace for each mode, number format and shape of its inputs."""
+    """The forward pass of a block as TorchScript: one trace for each combination of train or eval, grad mode, autocast,
+    and shapes of the inputs."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -141,18 +142,18 @@ class Traced:
         return self.traces[key](*inputs)
 
     def trace(self, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
-        """Run the block once to record it. That run changes neither its buffers nor the state of random generators, and
-        the hooks of other knobs into autograd aren't recorded."""
+        """Run the block once to record it. The run changes neither buffers nor the state of random generators. Saved
+        tensor hooks of other knobs are replaced meanwhile, so that they aren't recorded."""
         device = inputs[0].device
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
         cards = [device] if device.type == "cuda" else []
-        # Without its cache: a weight that was cast before would be recorded as a constant.
+        # Without autocast's cache, as a cached cast of a weight would be recorded as a constant.
         plain = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
-        del self.block.forward  # the class's own again, for the tracer calls the block
+        del self.block.forward  # so that the tracer, which calls the block, runs the class's forward
         try:
             with torch.random.fork_rng(cards), plain, saved_tensors_hooks(itself, itself), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # retired: said already. Shapes are constants: they are in the key
+                warnings.simplefilter("ignore")  # deprecation (`apply` says it); constant shapes (in the key)
                 return torch.jit.trace(self.block, examples, check_trace=False)
         finally:
             self.block.forward = self
@@ -166,5 +167,5 @@ def itself(tensor: Tensor) -> Tensor:
 
 
 def number_format(device_type: str) -> torch.dtype | None:
-    """Of autocast, where it is on."""
+    """The dtype of autocast; None if it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -1,7 +1,7 @@
 """sharding: how the point is spread over several ranks. Each rank takes its own slice of the logical batch.
 
-The gradients of all ranks are *summed*, and every loss is divided by the target count of all ranks' parts: a mean over
-ranks would give samples another weight wherever ranks have unequal numbers of targets.
+The gradients of all ranks are *summed*, and every loss is divided by the number of targets of all ranks' parts. A mean
+over ranks would weight targets differently if ranks have unequal numbers of them.
 
 DDP: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020).
 FSDP: Rajbhandari et al., "ZeRO" (2020); torch.distributed.fsdp.fully_shard (FSDP2).
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lowvram.compat.torch_distributed import DefaultAllGather
-from lowvram.compat.torch_fake import fake_mode_lifted
+from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
@@ -79,10 +79,10 @@ class DataParallel(Sharding):
 
 @dataclass(frozen=True)
 class DDP(DataParallel):
-    """Every rank holds the whole model; gradients are summed while the backward pass of the last part goes on.
+    """Every rank holds the whole model; gradients are summed during the backward pass of the last part.
 
-    One reduction per gradient, in place: torch's DistributedDataParallel would hold all gradients a second time in
-    its buckets, or keep their memory from step to step.
+    One in-place all-reduce per gradient: torch's DistributedDataParallel would hold all gradients a second time in its
+    buckets, or keep their memory from step to step.
     """
 
     def needs(self) -> frozenset[Fact]:
@@ -106,13 +106,13 @@ class FSDP(DataParallel):
         return frozenset({Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
-        # What is compiled for one rank's shards fits no other rank's, and torch 2.13's cache doesn't tell them apart.
+        # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
         torch.compiler.config.cache_key_tag = f"rank {rank()} of {num_ranks()}"
         mesh = mesh_of_ranks(rig.device)
         make_contiguous(rig.model)
         for block in rig.task.blocks(rig.model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        model = fully_shard(rig.model, mesh=mesh)  # what is in no block; stays gathered between forward and backward
+        model = fully_shard(rig.model, mesh=mesh)  # weights outside blocks; they stay gathered until the backward pass
         for module in fsdp_modules(rig.model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -128,12 +128,12 @@ class FSDP(DataParallel):
         yield
 
 
-LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer means to keep it
+LONGEST_HOLD_S = 1.0  # whoever holds a tensor for longer intends to keep it
 
 
 class ReleasedAllGather(DefaultAllGather):
-    """Returns when nobody else holds the gathered tensor. Gloo's threads hold it for a moment after the wait has ended,
-    and its memory would then add to that of the copy, and to all that is allocated after it."""
+    """An all-gather that returns only when nobody else holds the gathered tensor. Gloo's threads hold it for a moment
+    after the wait has ended; it would then still be alive while FSDP allocates the copy, and raise the peak."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -148,12 +148,12 @@ class ReleasedAllGather(DefaultAllGather):
 
 
 def mesh_of_ranks(device: torch.device) -> DeviceMesh:
-    with fake_mode_lifted():  # a mesh reads its own tensors, also where a step is made on tensors without memory
+    with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
         return init_device_mesh(device.type, (num_ranks(),))
 
 
 def over_ranks(rig: Rig) -> Rig:
-    """The rig whose logical batch lies in slices over all ranks."""
+    """The rig of one rank, which has a slice of the logical batch: totals and losses are summed over all ranks."""
 
     def total(parts: list[Part]) -> Tensor:
         return summed(rig.total(parts))
@@ -168,7 +168,7 @@ def over_ranks(rig: Rig) -> Rig:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """Give BatchNorm the same running statistics on all ranks: the mean of what each has seen."""
+    """Give BatchNorm the same running statistics on all ranks: their mean over the ranks."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
     statistics = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
     if statistics:
@@ -179,8 +179,9 @@ def average_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Sum the gradients over all ranks after the block, which holds the last backward pass of a step; most of the
-    traffic goes on beside it. Does nothing around other parts: gradients of all parts travel once.
+    """Around forward and backward of one part. For the last part of a step, sums the gradients over all ranks, mostly
+    during the backward pass; when the block ends they are summed. Does nothing for other parts, since gradients
+    accumulate over all parts and are sent once.
 
     Raises:
         RuntimeError: a parameter has no gradient, while other ranks may wait for it.
@@ -199,12 +200,12 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 class GradientSum:
-    """Sums gradients over ranks as they arrive, but always in the same order: ranks must agree on it."""
+    """Sums gradients over ranks as they are computed, in an order on which all ranks agree."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.waiting_for = parameters  # the last one is due next: about the order in which autograd computes gradients
+        self.waiting_for = parameters  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
-        self.travels: list[dist.Work] = []
+        self.sent: list[dist.Work] = []
 
     def arrived(self, parameter: Tensor) -> None:
         self.arrivals.add(parameter)
@@ -215,18 +216,18 @@ class GradientSum:
         gradient = parameter.grad
         if gradient is None:
             raise RuntimeError(f"a parameter of shape {list(parameter.shape)} has no gradient: other ranks wait for it")
-        # A gradient lies as its parameter does, on every rank, without gaps: the order of its values doesn't matter.
+        # Gradients have their parameter's layout, without gaps and the same on all ranks, so a flat view will do.
         flat = gradient.as_strided((gradient.numel(),), (1,))
         work = dist.all_reduce(flat, async_op=True)
         assert work is not None
-        self.travels.append(work)
+        self.sent.append(work)
 
     def finish(self) -> None:
-        """Send the gradients that only earlier parts have computed; then make the device, or on the CPU this process,
-        wait."""
+        """Send the gradients that only earlier parts have computed. Then wait for all: on CUDA the device waits, on a
+        CPU this process."""
         while self.waiting_for:
             self.send(self.waiting_for.pop())
-        for work in self.travels:
+        for work in self.sent:
             work.wait()
 
 

@@ -21,18 +21,18 @@ from lowvram.launch.protocol import Event, EventReaders, Listener
 from lowvram.launch.supervisor import ACKNOWLEDGED, KILL, ORPHAN_GRACE_S, STOPS
 
 LARGEST_ANSWER_BYTES = 2**16
-POLL_S = 0.1  # how soon a signal or a time-out is passed on
-STOPPED_GRACE_S = 5.0  # from an order to the end of a server that stands still, as after Ctrl-Z
-KILL_GRACE_S = 30.0  # from KILL to the end of one that doesn't answer: the kernel frees much memory first
+POLL_S = 0.1  # the longest delay before a signal or a time-out is passed on
+STOPPED_GRACE_S = 5.0  # from an order until we kill a server that is stopped, as after Ctrl-Z
+KILL_GRACE_S = 30.0  # from KILL until we kill a server that doesn't answer: freeing much memory takes the kernel long
 STOP_GRACE_S = ORPHAN_GRACE_S + 5.0  # how long a server may take to end its child and itself
 Ending = dict[str, Any]  # of one rank: see Supervisor.ended
 
 
 class Server:
-    """One fork server, started when it is first needed and started anew if it should die."""
+    """The parent's handle of one fork server, which is started when it is first needed, and again if it dies."""
 
-    disturbs = None  # a child holds nothing but its point
-    is_fresh = True  # each request gets processes of its own
+    disturbs = None  # nothing disturbs measurements: a child runs only its point
+    is_fresh = True  # each request gets new processes
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,15 +40,16 @@ class Server:
         self._is_ready = False
 
     def start(self) -> None:
-        """Start importing in the background; returns at once."""
+        """Start the server, which begins to import torch; returns at once. Does nothing if it runs."""
         if self._process is not None and self._process.poll() is None:
             return
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Inherited, so that none hits a starting server. Blocked, not ignored: ours come through a moment later.
+        # The server inherits the mask, so that no signal hits it while it starts. Blocked, not ignored, here: this
+        # process still gets signals that arrive meanwhile.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
-            # -P: a file of the user's that is called random.py stays out of it
+            # -P: doesn't import from the current folder, where the user may have a random.py
             command = [sys.executable, "-P", "-m", "lowvram.launch.fork_server", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
         finally:
@@ -57,7 +58,7 @@ class Server:
         self._socket, self._is_ready = ours, False
 
     def stop(self) -> None:
-        """End the server; a child that still runs gets its grace."""
+        """End the server. A child that still runs has time to save."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -71,9 +72,10 @@ class Server:
         self._process = self._socket = None
 
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
-        """Until torch is imported, so that no point's time pays for it; or until there is an order."""
+        """Wait until the server has imported torch, so that this doesn't count for a point's time; or until there is an
+        order."""
         self.start()
-        with suppress(OSError):  # it has died: `run` returns None then
+        with suppress(OSError):  # the server has died; `run` will then return None
             self._wait_ready(order)
 
     def run(
@@ -82,11 +84,11 @@ class Server:
         """Run the ranks of one point to their end.
 
         Args:
-            on_event: called with each event of a rank, in the rank's order. When it has taken a "commit", the first
+            on_event: called with each event of a rank, in the rank's order. When it returns from a "commit", the first
                 rank gets an answer.
-            order: asked every POLL_S; TERM or KILL is passed on to all ranks.
-            held: descriptors that each rank keeps open until it is dead, and nobody else does: of a file that is
-                locked, so that the lock lasts as long as any of them.
+            order: called every POLL_S; TERM or KILL, if it returns one, is passed on to all ranks.
+            held: descriptors of locked files, which the ranks (and no other process of the server) keep open, so that
+                the locks last as long as any rank lives.
 
         Returns:
             How each rank ended, in the order of their ends; None if the server itself died, or was killed with all its
@@ -103,15 +105,15 @@ class Server:
                     ended = self._follow(events, order)
         finally:
             os.close(answer)
-            if ended is None:  # it is dead, or `on_event` has raised and nobody listens any more: the next one is new
+            if ended is None:  # it is dead, or `on_event` has raised: the next request gets a new server
                 self.stop()
         return ended
 
     def _hand_over(
         self, request: dict[str, Any], fds: Sequence[int], to_close: Sequence[int], order: Callable[[], bytes | None]
     ) -> bool:
-        """Send the request, and close the descriptors `to_close` here; False if the server has died, or isn't wanted
-        any more."""
+        """Send the request, and close the descriptors `to_close` in this process; False if the server has died, or if
+        an order came first."""
         try:
             if not self._wait_ready(order):
                 return False
@@ -163,14 +165,15 @@ class Server:
                 events.read()
 
     def _is_deaf(self, sent_at: Mapping[bytes, float]) -> bool:
-        """Whether the server has not passed on an order in time."""
+        """Whether the server hasn't obeyed an order in time."""
         now = time.monotonic()
         if now - sent_at.get(KILL, now) > KILL_GRACE_S:
             return True
         return now - min(sent_at.values(), default=now) > STOPPED_GRACE_S and is_stopped(self._pid)
 
     def _receive(self, events: EventReaders) -> bytes | None:
-        """The answer; None for the events of one more rank, which are followed from now on."""
+        """The server's answer to the request; None if the message was the event pipe of a further rank, which is read
+        from now on."""
         message, fds, _, _ = socket.recv_fds(self._connection, LARGEST_ANSWER_BYTES, 1)
         for fd in fds:
             events.add(fd)
@@ -178,13 +181,13 @@ class Server:
 
 
 def acknowledge(fd: int) -> None:
-    """Tell the first rank that its "commit" was taken, if it still lives."""
+    """Tell the first rank, if it still lives, that its "commit" was handled."""
     with suppress(BrokenPipeError):
         os.write(fd, ACKNOWLEDGED)
 
 
 def send(server: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:
-    """A request of any size: its text travels in a memory file, in front of the other descriptors."""
+    """Send a request of any size: its text is in a memory file, whose descriptor is sent before the others."""
     memory = os.memfd_create("request")
     try:
         with os.fdopen(os.dup(memory), "w") as file:
@@ -194,9 +197,9 @@ def send(server: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> 
         os.close(memory)
 
 
-# Libraries read these once, when torch is imported.
+# Environment variables that libraries read once, when torch is imported.
 LIBRARIES = {
-    "OMP_WAIT_POLICY": "passive",  # threads that spin on busy cores turned steps of 0.6 ms into 30 ms
+    "OMP_WAIT_POLICY": "passive",  # spinning threads on busy cores turned steps of 0.6 ms into 30 ms
     "MKL_DISABLE_FAST_MM": "1",  # else MKL keeps scratch memory of matrix products: up to 30 MiB for a small GPT-2
 }
 
@@ -206,7 +209,7 @@ def environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = {**LIBRARIES, **os.environ, "PYTHONPATH": path}
-    for ours in ("HYDRA_FULL_ERROR", "WANDB_SERVICE"):  # set for the parent alone
+    for ours in ("HYDRA_FULL_ERROR", "WANDB_SERVICE"):  # these are for the parent only
         env.pop(ours, None)
     return env
 

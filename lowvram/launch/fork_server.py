@@ -1,13 +1,13 @@
-"""The fork server: imports torch once, forks fresh children for every request, sweeps up after them.
+"""The fork server: imports torch once, forks new children for every request, and kills what they leave behind.
 
 Run as `python -m lowvram.launch.fork_server SOCKET_FD`. A request is one message on the socket with file descriptors:
 the request itself (JSON in a memory file), the first rank's pipes for its events and for the parent's answers, and any
-number that the ranks merely keep open; each further rank's pipe goes back to the parent (see supervisor.py). The answer
-is how the children died. While they run, the messages TERM and KILL end them; a closed socket means that the parent is
-gone.
+number of descriptors that the ranks only keep open. The event pipe of each further rank is sent to the parent (see
+supervisor.py). The answer says how the children ended. While they run, the messages TERM and KILL end them; a closed
+socket means that the parent is gone.
 
-Traps, all met: a server that ran one tensor operation deadlocks its children (OpenMP after fork); one that asked
-for CUDA poisons them. So it imports, and never computes.
+The server only imports, and never computes: if it ran a single tensor operation, its children would deadlock (OpenMP
+after fork); if it queried CUDA, they couldn't use CUDA.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PRELOAD = (
 def main() -> None:
     """Serve requests until the parent closes the socket."""
     parent = socket.socket(fileno=int(sys.argv[1]))
-    for number in STOPS:  # they are for the parent and the child
+    for number in STOPS:  # the parent and the children handle them
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # children share these pages
+    gc.freeze()  # so that children's garbage collections don't write to shared pages
     with contextlib.suppress(ConnectionError):  # the parent is gone
         parent.send(b"ready")
         while serve(parent):
@@ -58,11 +58,11 @@ def main() -> None:
 
 
 def serve(parent: socket.socket) -> bool:
-    """One request; False when the parent is gone."""
+    """Serve one request; False if the parent is gone."""
     message, fds, _, _ = socket.recv_fds(parent, 64, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
     if not message:
         return False
-    if message in (TERM, KILL):  # meant for a child that had died already
+    if message in (TERM, KILL):  # for a child that had ended already
         return True
     request_fd, events_fd, answers_fd, *held = fds
     with os.fdopen(request_fd, "rb") as file:
@@ -77,7 +77,8 @@ def serve(parent: socket.socket) -> bool:
 
 
 def sweep_strays() -> int:
-    """End what the child left behind (loader workers, compilers); all of it was handed to us as the subreaper."""
+    """Kill what the child left behind (loader workers, compilers), and return their number. As this process is their
+    subreaper, they are its children now."""
     num_killed = 0
     while pids := children(os.getpid()):
         for pid in pids:

@@ -1,7 +1,7 @@
-"""What native code prints, also when it crashes: one file per rank, of a bounded size. Imports no torch.
+"""What native code prints, also when it crashes: one file per rank, of bounded size. Imports no torch.
 
-The file is a process's stderr, so that a crash can still write there. The parent looks after its size: of what is too
-long the beginning and the end stay.
+The file is the process's stderr, so that a crash can still write to it. The parent limits its size: it cuts the middle
+out of a file that is too long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import final
 
 LARGEST_BYTES = 2**20
-KEPT_BYTES = 2**18  # of the beginning, and as many of the end
+KEPT_BYTES = 2**18  # at the beginning, and as many at the end
 LOOK_S = 1.0
 
 
@@ -33,15 +33,15 @@ class NativeLogs:
         self._next_look = 0.0
 
     def look(self) -> None:
-        """Cut them if it is time to."""
+        """Cut long files, at most every `LOOK_S`."""
         if time.monotonic() >= self._next_look:
             self.cut()
             self._next_look = time.monotonic() + LOOK_S
 
     def cut(self) -> None:
-        """Cut those that are too long."""
+        """Cut the files that are too long."""
         for path in (*self._folder.glob("native.log"), *self._folder.glob("native.*.log")):
-            with suppress(OSError):  # a point doesn't end for its log
+            with suppress(OSError):  # a failure here must not end the point
                 fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     self._cut(path, fd)
@@ -49,7 +49,7 @@ class NativeLogs:
                     os.close(fd)
 
     def _cut(self, path: Path, fd: int) -> None:
-        """What is appended meanwhile comes after the rest, or is lost with the middle."""
+        """Cut the middle out. What the process appends meanwhile ends up after the rest, or is lost."""
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_size <= LARGEST_BYTES:
             return

@@ -1,8 +1,8 @@
-"""How a point ended, from how each of its ranks did: which of them is to blame, and of what. Imports no torch.
+"""How a point ended, from how each of its ranks ended: which rank caused a failure, and why. Imports no torch.
 
-A rank that dies silently, by a signal or in native code, is judged by its death. Of several ranks the first that failed
-by itself names the point; the others fail only because they wait for it. If none did, one hangs: the one that could not
-be ended otherwise than by force.
+A rank that ended without a report, by a signal or in native code, is judged by its exit status. Of several ranks the
+first one that failed by itself is to blame; others fail because they wait for it. If none failed by itself, one hung:
+the one that had to be killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StopConditions(Protocol):
 
 @dataclass(frozen=True)
 class RankReport:
-    """How a rank itself reported its end."""
+    """A rank's own report of its end."""
 
     fields: dict[str, Any]
     is_of_a_peer: bool = False  # it failed because another rank had ended or hung
@@ -52,10 +52,10 @@ class Outcome:
     rank: int
     status: Status
     reason: str | None
-    is_of_a_peer: bool = False
-    is_forced: bool = False  # it had to be killed, because another rank had ended
-    is_asked: bool = False  # it ended because we asked it to, after another rank had ended
-    is_stopped: bool = False  # it stood still, as after Ctrl-Z
+    is_of_a_peer: bool = False  # it failed because another rank had ended or hung
+    is_forced: bool = False  # after another rank had ended, we had to kill it
+    is_asked: bool = False  # after another rank had ended, it ended because we asked it to
+    is_stopped: bool = False  # when it was killed, it was stopped, as after Ctrl-Z
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def outcome_of(
     """How the point ended.
 
     Args:
-        ended: how its processes did, in the order of their ends; None if the fork server itself has died.
-        reports: by rank; those that died silently are missing.
-        timeout_s: how long a rank waits for another.
+        ended: how its processes ended, in the order of their ends; None if the fork server itself has died.
+        reports: by rank; ranks that ended without a report are missing.
+        timeout_s: how long a rank waits for another one, for messages.
     """
     end = of_ranks(ended, reports, around, timeout_s)
     is_late = (
@@ -88,7 +88,7 @@ def outcome_of(
 def of_ranks(
     ended: Sequence[Ending] | None, reports: Mapping[int, RankReport], around: Circumstances, timeout_s: float
 ) -> Outcome:
-    """How the point ended, its time limit aside."""
+    """How the point ended, without regard to its time limit."""
     if ended is None:
         return outcome_from(*min(reports.items())) if reports else Outcome(0, *how_all_died(around.stop_conditions))
     ranks = [outcome_of_rank(ending, reports.get(ending["rank"]), around) for ending in ended]
@@ -107,7 +107,7 @@ def to_blame(failed: Sequence[Outcome], timeout_s: float) -> Outcome:
     if own:
         return own[0]
     hung = [rank for rank in failed if rank.is_forced] or [rank for rank in failed if not rank.is_of_a_peer]
-    if not hung:  # torchrun's other programs see those ranks
+    if not hung:  # the rank to blame belongs to another program that torchrun has started
         return replace(failed[0], reason=f"another rank has ended or hangs ({failed[0].reason})")
     blamed = min(hung, key=lambda rank: (not rank.is_stopped, rank.rank))
     how = "it stood still, stopped by a signal" if blamed.is_stopped else "it did not answer"
@@ -119,7 +119,7 @@ def to_blame(failed: Sequence[Outcome], timeout_s: float) -> Outcome:
 
 
 def is_of_all(blamed: Outcome, ranks: Sequence[Outcome]) -> bool:
-    """Whether the reason holds for the point as a whole: a refusal, a stop, or what another rank says too."""
+    """Whether the reason holds for the whole point: a refusal, a stop, or the same reason as another rank's."""
     if blamed.status in (Status.INCOMPATIBLE, Status.INTERRUPTED, Status.TIMEOUT):
         return True
     return [rank.reason for rank in ranks if not rank.is_forced].count(blamed.reason) > 1
@@ -177,7 +177,7 @@ def text_of(path: Path) -> str:
 
 
 def num_oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory since the machine started."""
+    """How many processes the kernel's OOM killer has ended since the machine started."""
     for line in Path("/proc/vmstat").read_text().splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])

@@ -33,12 +33,12 @@ class Point:
     provenance: dict[str, Any]
     is_resumed: bool = False
     launch: Launch | None = None  # if torchrun has started this program
-    plan: Mapping[str, Any] | None = None  # what it is expected to hold
-    attempts: Attempts | None = None  # with fewer parts, that ran out of memory: see runs/retry.py
-    reruns: list[Measurement] | None = None  # that something has disturbed: see runs/retry.py
+    plan: Mapping[str, Any] | None = None  # the row's field: the memory and time predicted for it
+    attempts: Attempts | None = None  # earlier ones, with fewer parts, that ran out of memory: see runs/retry.py
+    reruns: list[Measurement] | None = None  # earlier measurements that were disturbed: see runs/retry.py
     notes: Mapping[str, str] = field(default_factory=dict)  # what was typed and composed, for `.hydra/`
     run: str | None = None  # the id that its snapshots carry
-    locks: Sequence[int] = ()  # descriptors that its processes keep open: see results/files/run_folder.py
+    locks: Sequence[int] = ()  # descriptors of locks that its processes keep open: see results/files/run_folder.py
 
     @property
     def first_rank(self) -> int:
@@ -52,7 +52,7 @@ class Point:
         return rows.merge(rows.empty_row(), without_secrets(known | more))
 
     def request(self) -> dict[str, Any]:
-        """The request that its processes get."""
+        """The request that is sent to its processes, as JSON."""
         return {
             "config": {key: self.config[key] for key in CHILDS_OWN},
             "choices": self.choices,
@@ -65,5 +65,5 @@ class Point:
 
 
 def with_parts(config: Config, parts: int) -> dict[str, Any]:
-    """The same configuration in so many parts."""
+    """The same configuration with another number of parts."""
     return {**config, "accum": {**config["accum"], "parts": parts}}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still because of a signal, as after Ctrl-Z. One that is gone doesn't."""
+    """Whether a process is stopped by a signal, as after Ctrl-Z; False if it is gone."""
     try:
         return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -17,7 +17,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, of all its threads, that it has not yet waited for."""
+    """The children of a process (of all its threads) that it hasn't waited for yet."""
     pids: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has just ended
@@ -26,17 +26,17 @@ def children(pid: int) -> list[int]:
 
 
 def kill_all(pid: int) -> None:
-    """End a child of ours with all that it has started, in whatever state they are.
+    """Kill a child of ours and all its descendants, in whatever state they are.
 
-    Each is stopped before it is asked for its children, so that none can start or wait for another meanwhile: an id
-    stays that of the same process until it is killed.
+    Each one is stopped before its children are listed, so that it can neither start another one nor reap one: each id
+    then belongs to the same process until we kill it.
     """
     for process in stopped(pid):
         signal_if_there(process, signal.SIGKILL)
 
 
 def stopped(pid: int) -> list[int]:
-    """Stop a process and all below it; returns their ids."""
+    """Stop a process and all its descendants; returns their ids."""
     signal_if_there(pid, signal.SIGSTOP)
     return [pid, *(below for child in children(pid) for below in stopped(child))]
 

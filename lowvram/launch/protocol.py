@@ -1,9 +1,9 @@
-"""The events that a child sends to its parent, and how they travel through a pipe. Imports no torch.
+"""The events that a child sends to its parent, and how they are sent through a pipe. Imports no torch.
 
-An event is JSON in ASCII, cut into frames of at most PIPE_BUF bytes. The kernel writes such a frame whole or not at
-all, and never mixes two of them, so that threads and loader's workers may write at the same time and any of them may
-be killed. Its header has MAGIC, who wrote it, the number of the event, whether the frame is its last one, the length of
-what follows and a CRC-32 of all that.
+An event is JSON in ASCII, cut into frames of at most PIPE_BUF bytes. The kernel writes such a frame as a whole or not
+at all, and never mixes two of them. So several processes and threads may write at the same time, and any of them may be
+killed. A frame's header has MAGIC, the id of the process that wrote it, the number of the event, whether the frame is
+the event's last one, and the length of the body; then follow a CRC-32 of header and body, and the body.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, final
 
 from lowvram.config.texts import LONGEST_LINE, with_short_texts
 
-MAGIC = b"\xfe\xff\xfd\xfc"  # no text in ASCII or UTF-8 holds it
+MAGIC = b"\xfe\xff\xfd\xfc"  # occurs in no ASCII or UTF-8 text
 HEADER = struct.Struct(">4sII?H")  # magic, pid, number, is_last, length
 CHECKSUM = struct.Struct(">I")
 OVERHEAD_BYTES = HEADER.size + CHECKSUM.size
 BODY_BYTES = select.PIPE_BUF - OVERHEAD_BYTES
 LARGEST_EVENT_BYTES = 2**26
-SAMPLE_BYTES = 60  # of foreign bytes, for the user
+SAMPLE_BYTES = 60  # of foreign bytes, shown in the warning
 Event = dict[str, Any]
 Fields = Mapping[str, type | UnionType]
 Listener = Callable[[Event], None]
@@ -60,10 +60,10 @@ OPTIONAL: Mapping[str, Fields] = {"row": {"is_of_a_peer": bool, "trace": str}}
 
 
 def encoded(event: dict[str, Any]) -> bytes:
-    """An event as JSON. Texts that are far too long for it are cut, and say so.
+    """An event as JSON. If it is too long, its long texts are cut, with a note.
 
     Raises:
-        ValueError: it is too large even so.
+        ValueError: it is too large all the same.
     """
     data = json.dumps(event).encode("ascii")
     if len(data) > LONGEST_LINE:
@@ -74,7 +74,11 @@ def encoded(event: dict[str, Any]) -> bytes:
 
 
 def frames(data: bytes, pid: int, number: int) -> Iterator[bytes]:
-    """The pieces of an event, each to be written at once."""
+    """The frames of an event, each to be written with one call.
+
+    Args:
+        pid, number: of the process that writes it, and of the event in that process.
+    """
     for start in range(0, len(data), BODY_BYTES):
         body, is_last = data[start : start + BODY_BYTES], start + BODY_BYTES >= len(data)
         header = HEADER.pack(MAGIC, pid, number, is_last, len(body))
@@ -83,13 +87,14 @@ def frames(data: bytes, pid: int, number: int) -> Iterator[bytes]:
 
 @final
 class Assembly:
-    """Puts events together from the bytes of a pipe, in time that is linear in their number."""
+    """Puts events together from the bytes of a pipe, in linear time. Foreign bytes, which belong to no frame, are
+    counted and dropped."""
 
     def __init__(self) -> None:
         self.num_foreign_bytes = 0
-        self.sample = b""  # the first of them
-        self._data = bytearray()  # that is not looked at yet
-        self._begun: dict[tuple[int, int], bytearray] = {}  # events of which more frames are to come
+        self.sample = b""  # the first foreign bytes
+        self._data = bytearray()  # not parsed yet
+        self._begun: dict[tuple[int, int], bytearray] = {}  # incomplete events, by process and number
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The events that end in `data`."""
@@ -110,11 +115,11 @@ class Assembly:
                 yield bytes(self._begun.pop((pid, number)))
 
     def end(self) -> None:
-        """Nothing more comes: the bytes that are left are no frame."""
+        """Call it when nothing more comes: the bytes that are left are foreign."""
         self._drop(len(self._data))
 
     def _skip_to_frame(self) -> bool:
-        """Drop what is in front of the next header; False until that is there."""
+        """Drop what is before the next header; False if there is no complete header yet."""
         start = self._data.find(MAGIC)
         if start < 0:
             start = len(self._data) - next(n for n in (3, 2, 1, 0) if self._data.endswith(MAGIC[:n]))
@@ -129,10 +134,10 @@ class Assembly:
 
 
 def parsed(data: bytes) -> Event:
-    """An event.
+    """An event, checked against `EVENTS`.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: it is malformed; the message says how.
     """
     event = json.loads(data)
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -152,7 +157,7 @@ class EventReaders:
     """The pipes of all ranks of a point.
 
     Args:
-        on_commit: called after `on_event` has taken a "commit".
+        on_commit: called after `on_event` has returned from a "commit".
     """
 
     def __init__(self, on_event: Listener, on_commit: Callable[[], None]) -> None:
@@ -171,7 +176,7 @@ class EventReaders:
         self._readers.append(EventReader(file, self._pass_on))
 
     def _pass_on(self, event: Event) -> None:
-        is_commit = event["event"] == "commit"  # a listener may empty it
+        is_commit = event["event"] == "commit"  # read it first, as a listener may empty the event
         self._on_event(event)
         if is_commit:
             self._on_commit()
@@ -185,15 +190,15 @@ class EventReaders:
             reader.read()
 
     def drain(self) -> None:
-        """Pass on all that is left. The children are dead by now, so this ends."""
+        """Pass on all that is left. Call it when the children have ended, else it may not return."""
         for reader in self._readers:
             reader.drain()
 
 
 @final
 class EventReader:
-    """Reads the events of one rank's pipe. Warns of bytes that are no event: at the first of them, and once at the
-    end."""
+    """Reads the events of one rank's pipe. Warns of foreign bytes when it sees the first ones, and again at the end if
+    there were more."""
 
     def __init__(self, file: Any, on_event: Listener) -> None:
         self._file, self._on_event = file, on_event

@@ -10,16 +10,16 @@ from typing import Any, final
 
 from lowvram.launch.supervisor import KILL, STOPS, TERM
 
-TIMEOUT_GRACE_S = 5.0  # from the time-out to SIGKILL: a snapshot may still be saved
+TIMEOUT_GRACE_S = 5.0  # from SIGTERM at the time limit to SIGKILL: a snapshot may still be saved
 
 
 @final
 class SignalCount:
-    """How often this process was asked to stop: by a signal, or by the program that started it, through a file."""
+    """How often this process was asked to stop: by signals, or by the program that started it, through a file."""
 
     def __init__(self) -> None:
         self.num = 0
-        self._stops_file: Path | None = None  # the program appends a byte for each stop request
+        self._stops_file: Path | None = None  # to which that program appends a byte for each request
 
     def listen(self, stops_file: Path | None = None) -> None:
         """Only count signals from here on, so that none interrupts a write."""
@@ -31,19 +31,19 @@ class SignalCount:
         self.num += 1
 
     def __call__(self) -> int:
-        try:  # not the sum: a signal to the whole group comes both ways
+        try:  # not the sum: a signal to the whole process group arrives both ways
             return self.num if self._stops_file is None else max(self.num, self._stops_file.stat().st_size)
         except OSError:  # the program is gone
             return self.num
 
 
-stop_signals = SignalCount()  # signals are a process's, so this is too
+stop_signals = SignalCount()  # one per process, as signal handlers are
 
 
 @final
 class StopConditions:
-    """Whether a point must end: because of a request to stop, or of its time limit. Polled while the point runs;
-    returns each order, TERM or KILL, once."""
+    """Whether a point must end: because of a request to stop, or its time limit. Called repeatedly while the point
+    runs; returns each order, TERM or KILL, once, else None."""
 
     def __init__(self, timeout_s: float | None, stop_signals: Callable[[], int]) -> None:
         self._timeout_s, self._stop_signals = timeout_s, stop_signals

@@ -1,7 +1,7 @@
-"""The processes of one point, one per rank, as the fork server sees them. Imports no torch.
+"""Starts, watches and ends the processes of one point, one per rank, inside the fork server. Imports no torch.
 
-The first rank finds out how many there are (only a process of a point may ask for CUDA devices) and asks for the
-others. When one has ended, the others must end too or are killed, so that none waits for ever.
+The first rank determines the number of ranks (the fork server must not query CUDA devices) and asks for the others.
+When one rank has ended, the others are asked to end and then killed, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TERM, KILL = b"term", b"kill"
 ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
 MOST_FDS = 64  # with one message
 STOPS = (signal.SIGINT, signal.SIGTERM)
-ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time for a last snapshot
-RANK_GRACE_S = 5.0  # the same for the other ranks of one that has failed
+ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time to save a last snapshot
+RANK_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the other ranks when one has failed
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_ORPHANED = 70
 
@@ -42,24 +42,24 @@ def prctl(option: int, value: int) -> None:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a new process stands among the ranks of its point."""
+    """What a new process is told of its place among the ranks of its point."""
 
     rank: int
-    call: socket.socket | None = None  # the first rank asks for the others through it
-    answers_fd: int = -1  # the first rank's: here the parent answers its "commit"
-    held: tuple[int, ...] = ()  # descriptors that it keeps open, and gives those whom it calls
+    call: socket.socket | None = None  # of the first rank, which asks for the others through it
+    answers_fd: int = -1  # of the first rank: a pipe in which the parent answers its "commit"
+    held: tuple[int, ...] = ()  # descriptors that it keeps open, and passes on to the ranks that it asks for
     num_ranks: int = 1
     port: int = 0  # of the first rank's store, on this machine
 
 
 @dataclass
 class Member:
-    """A process that runs."""
+    """A rank's process that hasn't ended."""
 
     rank: int
     pid: int
-    ended_by: str | None = None  # the signal that we sent because another rank had ended: term or kill
-    is_stopped: bool = False  # as after Ctrl-Z, when it was killed
+    ended_by: str | None = None  # the last signal that we sent because another rank had ended: "term" or "kill"
+    is_stopped: bool = False  # whether it was stopped, as after Ctrl-Z, when we killed it
 
 
 class Supervisor:
@@ -70,12 +70,12 @@ class Supervisor:
         self.parent_is_there = True
         self._request, self._parent = request, parent
         self._alive: dict[int, Member] = {}  # by pidfd
-        self._deadline: float | None = None  # whoever still runs then is killed
+        self._deadline: float | None = None  # time.monotonic() at which processes that still run are killed
         self._grace_s = ORPHAN_GRACE_S
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
-        """The first rank and whomever it calls, to the end. Of the descriptors no copy stays here."""
+        """Run the first rank and those that it asks for to their end. Closes the descriptors in this process."""
         with self._ours, self._theirs:
             self._fork(RankPlace(0, self._theirs, answers_fd, tuple(held)), events_fd)
             for fd in (events_fd, answers_fd, *held):
@@ -85,7 +85,7 @@ class Supervisor:
 
     def _fork(self, place: RankPlace, events_fd: int) -> None:
         server = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # none is lost before the child can answer it
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # so that none is lost before the child has its handlers
         pid = os.fork()
         if pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -94,7 +94,7 @@ class Supervisor:
         code = EXIT_ORPHANED
         try:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == server:  # else the server died before the line above
+            if os.getppid() == server:  # else the server died before prctl, so that no signal will come
                 self._parent.close()
                 self._ours.close()
                 worker = importlib.import_module(WORKER)
@@ -107,7 +107,7 @@ class Supervisor:
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         listening = [*self._alive, self._ours, self._parent] if self.parent_is_there else [*self._alive, self._ours]
         ready = set(select.select(listening, [], [], left_s)[0])
-        for fd in ready & self._alive.keys():  # all of them, before any gets a signal for another's sake
+        for fd in ready & self._alive.keys():  # note all ends first, before a rank is signalled because of another one
             self._note_end(fd)
         if self._ours in ready and self._alive:
             self._call_others()
@@ -125,7 +125,7 @@ class Supervisor:
         self._let_follow(os.waitstatus_to_exitcode(status))
 
     def _let_follow(self, exit_code: int) -> None:
-        """Have the other ranks end after one has: at once if it failed, and in any case before their time is up."""
+        """After one rank has ended: ask the others to end if it failed or was interrupted, and set their deadline."""
         has_failed = exit_code not in (0, EXIT_INTERRUPTED)
         for member in self._alive.values() if exit_code else ():
             member.ended_by = "term"
@@ -152,7 +152,7 @@ class Supervisor:
             about = {"held": tuple(held), "num_ranks": called["num_ranks"], "port": called["port"]}
             self._fork(RankPlace(rank, **about), writer)
             os.close(writer)
-            with contextlib.suppress(ConnectionError):  # the parent is gone, as the next look at it tells
+            with contextlib.suppress(ConnectionError):  # the parent is gone; `_watch` will notice
                 socket.send_fds(self._parent, [json.dumps({"rank": rank}).encode()], [reader])
             os.close(reader)
         for fd in held:

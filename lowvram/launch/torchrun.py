@@ -1,4 +1,4 @@
-"""What torchrun's environment says of this rank: under torchrun each rank is a program of its own. Imports no torch."""
+"""This program's rank, from the environment: under torchrun each rank is a program of its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Launch:
 
     @property
     def records(self) -> bool:
-        """Whether this program leaves the results: one of them does."""
+        """Whether this program writes the results; only rank 0's does."""
         return self.rank == 0
 
 
@@ -53,5 +53,5 @@ def aside(launch: Launch | None) -> Iterator[Path | None]:
 
 
 def as_request(launch: Launch | None) -> dict[str, Any] | None:
-    """As JSON, for the request to the child."""
+    """The launch as plain values, for the request to the child."""
     return None if launch is None else dict(vars(launch))

@@ -27,7 +27,12 @@ class Evaluation:
 
 
 def evaluate(session: Session) -> Evaluation:
-    """One pass over the held-out samples, in parts no larger than those of training. Ranks share the samples."""
+    """One pass over the held-out samples, in parts no larger than those of training. Each rank evaluates a share of
+    them. A collective: all ranks must call it.
+
+    Raises:
+        NonFinite: all targets of the held-out samples are `IGNORE`.
+    """
     rig, settings = session.rig, session.settings
     part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)

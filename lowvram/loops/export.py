@@ -1,4 +1,4 @@
-"""`model/` in a run's folder: the trained weights, and the configuration to build the plain model again."""
+"""`model/` in a run's folder: the trained weights, and the configuration from which `load` builds the plain model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.tasks import Auto, ModelConfig
 
-APART = "lowvram.json"  # beside an adapter: the model that it belongs to
+APART = "lowvram.json"  # beside an adapter's files: describes the model that it belongs to
 USUAL = (CONFIG, WEIGHTS, APART, "adapter_config.json", "adapter_model.safetensors")
 CLASSES = {  # the classes that an exported folder may name
     "model": (
@@ -66,7 +66,7 @@ def export(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
 
 def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
     config, spec, adapter, seed = origin
-    if merge or not adapter.save_apart(model, folder, config.base):
+    if merge or not adapter.save_adapter(model, folder, config.base):
         config.save(adapter.merged(model, partial(config.make, spec)), spec, folder)
         return
     named = {} if config.base is None else {"name": config.base}
@@ -75,17 +75,18 @@ def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raises FileExistsError if the folder holds a file that lowvram didn't write and an export would replace."""
+    """Raise FileExistsError if the folder has a file that lowvram didn't write and that an export would replace."""
     manifest.ours_in(folder, USUAL)
 
 
 def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: Collection[str] = ()) -> Any:
     """Load the plain model from a run's `model` folder, with its trained weights, on the CPU. An adapter is merged into
-    its model. Only code of lowvram and of transformers runs, and what the caller names.
+    its model. Runs only code of lowvram and transformers, and code that the caller names.
 
     Args:
         model: for model=external, the class or function that makes the model.
-        trust: or dotted names of such classes and functions; the one that the folder names is imported.
+        trust: instead of `model`, dotted names of such classes or functions that may be imported if the folder names
+            them.
 
     Raises:
         BadInput: the folder is damaged, or names code that the caller didn't.
@@ -108,10 +109,10 @@ def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: 
 @final
 @dataclass(frozen=True)
 class Allowed:
-    """The code outside lowvram and transformers that may run."""
+    """The code outside lowvram and transformers that `load` may run."""
 
-    maker: Callable[..., Any] | None
-    names: Collection[str]
+    maker: Callable[..., Any] | None  # the argument `model` of `load`
+    names: Collection[str]  # the argument `trust`
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The same configuration, if its model's code may run.
@@ -146,7 +147,7 @@ def with_adapter(folder: Path, allowed: Allowed) -> nn.Module:
     adapter = built(described, "adapter")
     task = Auto().pose(*described_problem(described, allowed))
     model = assemble(task, {"adapter": adapter}, torch.device("cpu"), described["seed"]).model
-    adapter.read_apart(model, folder)
+    adapter.load_adapter(model, folder)
     return adapter.merged(model, task.make_model)
 
 

@@ -80,7 +80,11 @@ def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[s
 
 
 def times(session: Session, step_ms: list[float], waits_s: list[float], token_counts: list[Tensor]) -> Fields:
-    """Throughput, and median and spread of the step's time, over the timed steps; no such fields if there were none."""
+    """Throughput, and the median and spread of the time of the timed steps; without timed steps, only their number.
+
+    Args:
+        step_ms, waits_s, token_counts: of each timed step: its time, the wait for its data, `Problem.token_counts`.
+    """
     if not step_ms:
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
@@ -103,7 +107,7 @@ def times(session: Session, step_ms: list[float], waits_s: list[float], token_co
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 5th percentile, the median and the 95th percentile of one value or more."""
+    """The 5th percentile, the median and the 95th percentile of at least one value."""
     p05, *_, p95 = quantiles(values, n=20, method="inclusive") if len(values) > 1 else (values[0], values[0])
     return p05, median(values), p95
 

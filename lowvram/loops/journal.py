@@ -1,4 +1,4 @@
-"""Sends rows of `metrics.jsonl` to the parent, so that no snapshot is ahead of the rows on disk."""
+"""Sends rows of `metrics.jsonl` to the parent. A snapshot carries the rows that aren't on disk yet."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, final
 
 from lowvram.loops.session import Events
 
-MOST_UNCONFIRMED = 256  # rows; then they are committed, also in a run without snapshots
+MOST_UNCONFIRMED = 256  # rows, after which they are committed, also in a run without snapshots
 
 
 @final
 class Journal:
-    """Sends rows, and keeps those that the parent hasn't confirmed to be on disk: a snapshot carries them."""
+    """Sends rows, and keeps those that the parent hasn't confirmed to be on disk, for the next snapshot."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -22,7 +22,7 @@ class Journal:
         """Take over the rows that a snapshot carried: they are sent when the run begins."""
         self.unconfirmed = list(carried)
 
-    def tell(self, step: int, values: dict[str, float]) -> None:
+    def send(self, step: int, values: dict[str, float]) -> None:
         """Send one row."""
         self.unconfirmed.append({"step": step, **values})
         self._events("metrics", step=step, values=values)

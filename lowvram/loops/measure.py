@@ -1,4 +1,4 @@
-"""mode=measure: warm up, then time a window of steps. Same step as training; no weights are saved."""
+"""mode=measure: warms up, then times some steps. The steps are those of training; no weights are saved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Measure:
             with clock.lap("step"):
                 history.step(batches)
         synchronise(device)
-        step_ms, losses = clock.laps_ms("step"), history.tell()
+        step_ms, losses = clock.laps_ms("step"), history.send()
         timed_ms, waits_s, token_counts = history.timed(step_ms, batches.waits_s)
         disturbed = disturbance(watch, timed_ms, token_counts)
         return fields.merged(
@@ -56,7 +56,7 @@ class Measure:
 
 
 class History:
-    """The steps of a measurement; losses stay on the device until it is over."""
+    """The steps of a measurement. Losses stay on the device until `send`, so that no step waits for the device."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -82,14 +82,19 @@ class History:
         self._session.events("progress", step=self.num_steps, values={})
 
     def timed(self, window_ms: list[float], waits_s: list[float]) -> tuple[list[float], list[float], list[Tensor]]:
-        """Times, waits for data and token counts of the steps in the window that compiled nothing."""
+        """Times, waits for data and token counts of those timed steps in which nothing was compiled.
+
+        Args:
+            window_ms: of each step after the warm-up.
+            waits_s: of all steps.
+        """
         warmup = self._session.settings.measure.warmup_steps
         steady = self._compiling.steady(warmup)
         step_ms = [window_ms[index - warmup] for index in steady]
         return step_ms, chosen(waits_s, steady), chosen(self._token_counts, steady)
 
-    def tell(self) -> Sequence[float]:
-        """Send a line of metrics.jsonl for every step; returns the losses.
+    def send(self) -> Sequence[float]:
+        """Send a row of metrics.jsonl for every step; returns the losses.
 
         Raises:
             NonFinite: a loss is not finite.

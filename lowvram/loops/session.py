@@ -27,7 +27,7 @@ class Interrupted(BaseException):
 
 
 class NonFinite(ArithmeticError):
-    """The loss or the gradients are not finite."""
+    """The loss or the gradients are not finite, and the run can't go on."""
 
 
 class Events(Protocol):
@@ -64,7 +64,7 @@ class Session:
     is_resumed: bool
     started: float  # time.monotonic() when the child began
     resident_bytes: int  # resident memory of the process before it did anything
-    malloc_bytes: int | None  # what malloc had handed out before the model was made; None: not known
+    malloc_bytes: int | None  # what malloc had allocated before the model was made; None: not known
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
     run: str | None = None  # the run's id, which its snapshots carry
 
@@ -78,7 +78,7 @@ class Session:
         """Tell the parent that the set-up is done and the steps begin.
 
         Args:
-            untold: rows of `metrics.jsonl` up to `step` that may be missing there.
+            untold: rows of `metrics.jsonl` up to `step` that may be missing in the file.
             known: values of some rows up to `step`, for the parent to check against the file.
         """
         print(f"data: {self.data.description}")
@@ -101,7 +101,7 @@ class Session:
         return TimedBatches(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device), first_step)
 
     def largest(self, batches: TimedBatches, last: Part) -> Part:
-        """The largest of the batches so far, made again; or `last`, if all have one size."""
+        """The largest of the batches so far, made again; `last` if all have the same size."""
         if len(set(batches.sizes)) == 1:
             return last
         again = self.batches(batches.first_step + batches.sizes.index(max(batches.sizes)))
@@ -111,7 +111,7 @@ class Session:
             again.close()
 
     def update(self, batch: Part, num_applied: int, num_steps: int) -> tuple[Tensor, Update]:
-        """One step at the learning rate that is due after `num_applied` updates of `num_steps`.
+        """One step, at the schedule's learning rate after `num_applied` of `num_steps` updates.
 
         Raises:
             NonFinite: the gradients are not finite, and no smaller loss scale can help.
@@ -134,8 +134,11 @@ class Session:
         return agree(flag)
 
     def remedy(self, num_targets: Tensor) -> str:
-        """Advice against a loss that isn't finite, after a batch with so many targets. A collective: all ranks must
-        call it."""
+        """Advice against a loss that isn't finite. A collective: all ranks must call it.
+
+        Args:
+            num_targets: of this rank's slice of the batch (0-dim).
+        """
         if not summed(num_targets):
             return f"no target counts in this batch, all are {IGNORE}: leave such samples out of the data"
         smaller_lr = self.settings.groups["optimizer"].lr / 10

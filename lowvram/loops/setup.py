@@ -1,4 +1,4 @@
-"""The set-up that planning and running a point share: ranks, the data, the logical batch."""
+"""The set-up that planning and running a point have in common: ranks, allocator, data, logical batch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def wanted_ranks(sharding: Sharding, device: torch.device, names_card: bool) -> 
 def can_replace(
     settings: Settings, choices: Mapping[str, str], absent: Mapping[Fact, str], num_ranks: int
 ) -> Callable[[str, str], bool]:
-    """A function that says whether an option can replace the one that its group has now, and would make a difference,
-    on a device that lacks the facts `absent`."""
+    """A function of group and option that says whether the option can replace the group's present one, and would make a
+    difference, on a device that lacks the facts `absent`."""
 
     def can_be(group: str, option: str) -> bool:
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
@@ -53,8 +53,8 @@ def can_replace(
 
 
 def acting_allocator(settings: Settings, choices: Mapping[str, str], device: torch.device) -> tuple[str, Allocator]:
-    """The allocator option that applies on `device`, with its name: under `vram` on a CPU it may be another than the
-    configured one."""
+    """The option of the group `allocator` that takes effect on `device`, and its name. With `vram` on a CPU it may be
+    another than the configured one."""
     allocator: Allocator = settings.groups["allocator"]
     is_capped = settings.vram_bytes is not None and device.type == "cpu"
     return (is_capped and allocator.under_cap()) or (choices["allocator"], allocator)
@@ -67,7 +67,7 @@ def open_data(settings: Settings) -> Data:
 
 
 def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
-    """Raises BadInput unless the logical batch divides into equal slices for the ranks and equal parts of those."""
+    """Raise BadInput unless the logical batch divides into equal slices for the ranks, and these into equal parts."""
     unit, name = num_ranks * parts, f"accum.parts={parts}"
     if num_ranks > 1:
         name = f"{unit} (ranks x accum.parts = {num_ranks} x {parts})"

@@ -1,5 +1,5 @@
-"""Snapshots: all that a run needs to go on as if it hadn't been interrupted. One file each, hashed, never half
-written."""
+"""Snapshots: everything that a run needs to go on as if it hadn't been interrupted. Each is one file, with a hash in
+its name, and written atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowvram.results.files.durable import remove_leftovers, settle, unfinished
 from lowvram.results.files.marker import MARKER
 from lowvram.results.files.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
 
-FORMED_BY = {  # by part of a snapshot, the groups that determine its names and shapes
+FORMED_BY = {  # for each part of a snapshot, the groups that determine the names and shapes in it
     "model": ("model", "task", "data", "adapter"),
     "stepper": ("optimizer", "stepping", "precision", "adapter", "model"),
 }
@@ -50,7 +50,7 @@ class Snapshots:
         return path
 
     def forget_older(self, newest: Path | None = None) -> None:
-        """Delete all but the newest `keep`, also those that a killed program left.
+        """Delete all but the newest `keep` snapshots.
 
         Args:
             newest: a snapshot that counts as the newest, whatever its step.
@@ -140,7 +140,7 @@ def fingerprint(path: Path) -> str:
 
 
 def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a snapshot that doesn't fit the configuration as it was changed since.
+    """Refuse a snapshot that no longer fits because the configuration was changed.
 
     Args:
         now, saved: the states of model and stepper, and under "chosen" a value for every dotted key.

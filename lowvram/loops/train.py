@@ -27,7 +27,7 @@ from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random
 from lowvram.results.files.run_folder import SNAPSHOTS
 
 EXPORTED = "model"
-SETTLING_STEPS = 2  # that aren't timed: the first makes the optimizer's state
+SETTLING_STEPS = 2  # the first steps, which aren't timed: the optimizer's state is made in the first
 
 
 @final
@@ -62,7 +62,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 class TrainingRun:
-    """The state of a run: what is counted, logged and saved between the steps."""
+    """The state of a run, and what happens between its steps: counting, logging, evaluations, snapshots."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -83,7 +83,8 @@ class TrainingRun:
             self.restore(state)
 
     def begin(self) -> None:
-        """Called right before the first step, after everything else that draws random numbers."""
+        """Tell the parent that steps begin. Call it right before the first step: it restores the random state, so
+        nothing may draw random numbers in between."""
         if self.random is not None:
             set_random_state(self.random)
         known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
@@ -105,7 +106,11 @@ class TrainingRun:
             self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
 
     def log(self, values: dict[str, float]) -> None:
-        """Send one line of metrics.jsonl, with the pace since the last line, without the time to compile."""
+        """Send one row of metrics.jsonl, with the throughput since the last row, not counting the time to compile.
+
+        Raises:
+            NonFinite: the loss is not finite.
+        """
         if not math.isfinite(self.last_loss):
             remedy = self.session.remedy(self.num_targets)
             raise NonFinite(f"the loss of step {self.step} is {self.last_loss}: {remedy}")
@@ -114,14 +119,14 @@ class TrainingRun:
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
         pace = fields.pace(self.session, self.token_counts[-steps:], seconds)
-        self.journal.tell(self.step, values | pace | fields.memory_now(self.session))
+        self.journal.send(self.step, values | pace | fields.memory_now(self.session))
         self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
 
     def evaluate(self) -> Evaluation:
         """Evaluate after the last step, unless that was done."""
         if self.evaluation is None or self.evaluation[0] != self.step:
             self.evaluation = (self.step, evaluate(self.session))
-            self.journal.tell(self.step, self.evaluation[1].metrics())
+            self.journal.send(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
     def save(self) -> None:
@@ -136,7 +141,7 @@ class TrainingRun:
             self.snapshots.forget_older()
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on. The step tells the position in the data, whose order follows from
+        """Everything that the next step depends on. The position in the data follows from the step, their order from
         the seed."""
         return {
             "step": self.step,
@@ -178,7 +183,8 @@ class TrainingRun:
             export(session.folder / EXPORTED, model, made_from, settings.export.merge)
 
     def finish(self, batches: TimedBatches, step_ms: list[float]) -> dict[str, Any]:
-        """Make the last snapshot, evaluation and export; return the row. `post_run` comes last, since it disturbs."""
+        """Make the last snapshot, evaluation and export, then measure with `post_run`, which would disturb them; return
+        the row's fields."""
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         self.save()  # first, so that interrupting the evaluation loses nothing

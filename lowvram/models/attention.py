@@ -54,28 +54,29 @@ def dtype_of_scores(x: Tensor) -> torch.dtype:
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether CPU kernels will run on the tensor. A plan for a card replaces this function."""
+    """Whether CPU kernels will run on the tensor. A plan for a card patches this function, as its fake tensors are on
+    the CPU."""
     return tensor.device.type == "cpu"
 
 
 @final
 class Rotary(nn.Module):
-    """Turns each pair of features of queries and keys by its frequency times the position (Su et al., 2021).
+    """Rotates each pair of features of queries and keys by its frequency times the position (Su et al., 2021).
 
-    The product of a query and a key then depends on their distance only. The angles are computed when they
-    are used: a table would be one more state to place and to keep in fp32.
+    The product of a query and a key then depends only on their distance. Angles are computed when they are used: a
+    table of them would be a buffer that must be moved to the device and kept in fp32.
     """
 
     def __init__(self, num_value_heads: int) -> None:
         super().__init__()
-        self.num_value_heads = num_value_heads  # the last ones, which stay as they are
+        self.num_value_heads = num_value_heads  # the last heads, which aren't rotated
 
     def forward(self, qkv_btnc: Tensor, positions_bt: Tensor | None = None) -> Tensor:
         cos_t1c, sin_t1c = rotary_angles(qkv_btnc, positions_bt)
         qk_btnc, v_btnc = qkv_btnc[:, :, : -self.num_value_heads], qkv_btnc[:, :, -self.num_value_heads :]
         first, second = qk_btnc.chunk(2, dim=-1)
         turned = (first * cos_t1c - second * sin_t1c, first * sin_t1c + second * cos_t1c)
-        # The values are copied too: as a view they would keep the unturned projection alive until backward.
+        # Values are copied, too: as a view they would keep the whole projection alive until the backward pass.
         return torch.cat([torch.cat(turned, dim=-1), v_btnc], dim=2)
 
 
@@ -92,7 +93,7 @@ def rotary_angles(qkv_btnc: Tensor, positions_bt: Tensor | None = None) -> tuple
 
 
 @final
-class Unplaced(nn.Module):
+class NoPositions(nn.Module):
     """Encodes no positions: returns its input."""
 
     def forward(self, x: Tensor, positions_bt: Tensor | None = None) -> Tensor:

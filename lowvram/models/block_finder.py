@@ -1,4 +1,4 @@
-"""Finds the repeated blocks and the head of a model that somebody else wrote.
+"""Finds the repeated blocks and the head of a third-party model.
 
 Runs one forward pass on fake tensors, and compares how much memory the modules save for the backward pass: that is what
 checkpointing them can free.
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.compat.torch_fake import FakeTensorMode
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
-AS_MUCH = 0.9  # classes that keep at least this share of the most keep as much
-WORTH = 0.1  # a class of blocks keeps more than this share of what the model keeps
+AS_MUCH = 0.9  # classes that save at least this share of what the class with the most saves count as equal to it
+WORTH = 0.1  # a class of blocks must save more than this share of what the model saves
 
 
 class FoundBlocks(NamedTuple):
@@ -45,7 +45,7 @@ def find_blocks(
         named: the class name of the blocks, if the user gave it.
     """
     try:
-        with modes_lifted(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             record = ForwardRecord(without_memory(model))
             outputs = record.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
     except Exception:
@@ -75,7 +75,7 @@ def repeated_classes(model: nn.Module) -> dict[str, int]:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy in training mode, whose tensors are made under the modes active at the call: without memory, if fake."""
+    """A copy in training mode with new, empty tensors. Call it under a FakeTensorMode: they then have no memory."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -141,9 +141,9 @@ class Candidate(NamedTuple):
 
 
 def classes_of_blocks(record: ForwardRecord) -> list[str]:
-    """The class whose modules keep the most memory, then further ones that don't overlap it and keep much: encoder and
-    decoder may have different blocks. Of classes that keep as much, the one with most modules wins: a stage keeps what
-    its blocks keep."""
+    """The class whose modules save the most memory for the backward pass, then further ones that don't overlap it and
+    save much, since encoder and decoder may have different blocks. Of classes that save about the same, that with most
+    modules wins: a stage saves as much as its blocks."""
     candidates = [make_candidate(record, name) for name in repeated_classes(record.model)]
     chosen: list[Candidate] = []
     while candidates:

@@ -40,7 +40,7 @@ USUAL_IMAGE_SIZE = 224  # pixels, for models that accept any size
 class Weights(Enum):
     """Where the weights come from. The names are what a user types."""
 
-    auto = "pretrained where there are any, else random"
+    auto = "pretrained if there are any, else random"
     pretrained = "as they were saved"
     random = "as the model's author starts them"
 

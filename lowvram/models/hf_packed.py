@@ -1,7 +1,7 @@
-"""Models of transformers that keep packed sequences of a row apart when their positions restart at 0.
+"""Models of transformers that keep packed sequences of a row apart if their positions restart at 0.
 
-Not all models that take positions do: opt, falcon and xglm attend to the sequence before, and so do models with a state
-that passes from token to token. tests/models/test_hf_packed.py tries each kind of the list, and these three.
+Not all models that take positions do: opt, falcon and xglm attend to the sequence before, and recurrent models carry
+their state over. tests/models/test_hf_packed.py tests each kind in the list, and opt, falcon and xglm.
 """
 
 from __future__ import annotations

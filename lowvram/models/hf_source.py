@@ -1,4 +1,4 @@
-"""Where models of Hugging Face's transformers come from: a local folder, or the hub. The library is imported here."""
+"""Reads models of Hugging Face's transformers from a local folder or the hub. Imports the library."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The base of the configurations of models that somebody else wrote: their code builds them, block_finder.py finds
-their blocks."""
+"""The base of the configurations of third-party models: their code builds them, block_finder.py finds their blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import Dropout
 from lowvram.config.errors import BadInput
 from lowvram.core.values import own_tensors
@@ -23,7 +22,7 @@ Fill = Callable[[str, Tensor], None]
 
 
 class ForeignModel(ABC):
-    """The configuration of a model that somebody else wrote."""
+    """The configuration of a third-party model."""
 
     blocks: str | None  # the class of the repeated blocks, if the user names it
 
@@ -51,7 +50,7 @@ class ForeignModel(ABC):
 
     @abstractmethod
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
-        """Write the model so that it can be loaded without lowvram's run."""
+        """Write the model so that it can be loaded without the run that trained it."""
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """The model's logits. A dictionary of inputs is passed as keyword arguments."""
@@ -83,7 +82,7 @@ class ForeignModel(ABC):
         return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
-        """A fill that builds the model once and hands out each of its tensors once, so that hardly more than one model
+        """A fill that builds the model once and drops each of its tensors after use, so that little more than one model
         is in memory."""
         names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
         built: dict[str, Tensor] = {}
@@ -108,7 +107,7 @@ def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) ->
 def without_values(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model with values on the CPU, then replace its tensors by ones without memory. Some models can't be built
     without memory, because their code reads values."""
-    with modes_lifted(), torch.random.fork_rng([]), torch.device("cpu"):
+    with without_dispatch_modes(), torch.random.fork_rng([]), torch.device("cpu"):
         model = build()
     bare: dict[Tensor, Tensor] = {}
     for module in model.modules():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.models.attention import Rotary, Unplaced, dtype_of_scores, grouped_attention, mask_of
+from lowvram.models.attention import NoPositions, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.widen, self.narrow = make_factor(config)
         learned = config.positions is Positions.learned
-        self.position_embedding = PositionEmbedding(config) if learned else Unplaced()
+        self.position_embedding = PositionEmbedding(config) if learned else NoPositions()
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.distinct_layers))
         self.norm = nn.LayerNorm(config.width)
@@ -239,7 +239,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = (config.num_heads, config.kv_heads, config.kv_heads)  # of queries, keys, values
         self.dropout = config.dropout
-        self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else Unplaced()
+        self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else NoPositions()
         # One projection for all three: under autocast its input is then cast, and saved for backward, once.
         self.qkv = nn.Linear(config.width, config.width // config.num_heads * sum(self.heads))
         self.merge = nn.Linear(config.width, config.width)

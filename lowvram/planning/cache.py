@@ -1,4 +1,4 @@
-"""Keeps traces on disk, so that none is made twice: one file each, named by a hash of all that it depends on."""
+"""Keeps traces on disk, one file each, named by a hash of everything that the trace depends on."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from lowvram.planning.trace.events import Trace
 from lowvram.results.files.durable import write
 from lowvram.tasks import Problem
 
-PLACE = "LOWVRAM_CACHE"  # an environment variable
-NAMELESS = " at 0x"  # part of the default repr of an object, which tells nothing about its contents
+CACHE_VARIABLE = "LOWVRAM_CACHE"  # an environment variable
+OBJECT_ADDRESS = " at 0x"  # in the default repr of an object, which doesn't identify its contents
 
 
 def cache_folder() -> Path:
     """The folder of everything that lowvram caches on this machine."""
-    return Path(os.environ.get(PLACE) or Path.home() / ".cache" / "lowvram")
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lowvram")
 
 
 def default_folder() -> Path:
     return cache_folder() / "traces"
 
 
-def written_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that other processes see whole or not at all. If that fails, there is no file, and no error."""
+def write_if_possible(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Write a file atomically. If the file system refuses, there is no file, and no error."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, fill)
@@ -41,7 +41,7 @@ def written_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 @final
 class TraceCache:
-    """A folder of traces. One that can't be read is traced again; one that can't be written isn't kept."""
+    """A folder of traces. A file that can't be read counts as missing; failing to write one is no error."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_folder()
@@ -56,18 +56,18 @@ class TraceCache:
             return None
 
     def put(self, key: str | None, trace: Trace) -> None:
-        """Keep a trace, if it has a key."""
+        """Write a trace; does nothing if the key is None."""
         if key is None:
             return
         columns = {field.name: getattr(trace, field.name) for field in fields(trace)}
-        written_whole(self.folder / key, lambda file: torch.save(columns | {"key": key}, file))
+        write_if_possible(self.folder / key, lambda file: torch.save(columns | {"key": key}, file))
 
 
 def key_of(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> str | None:
-    """The name of a trace: a hash of all that it depends on. None if something that it depends on has no
-    description."""
+    """The name of a trace's file: a hash of everything that the trace depends on. None if the repr of any of it
+    contains an object's address, as that of user code may: its contents could change under the same name."""
     about = repr((problem.description, list(knobs.values()), batch_size, target, torch.__version__, sources()))
-    return None if NAMELESS in about else hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+    return None if OBJECT_ADDRESS in about else hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
 
 
 @cache

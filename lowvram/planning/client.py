@@ -23,13 +23,13 @@ from lowvram.results.terminal import Progress
 
 MODE = "plan"  # conf/mode/plan.yaml
 FIRST_AHEAD, MOST_AHEAD = 8, 64  # points planned at once: few at first, so that a sweep starts soon
-FAR_OFF = 1.25  # points that need this many times their budget are announced before they run, and can be skipped
+FAR_OFF = 1.25  # lowvram warns of points that need more than this many times their budget; plan.skip skips them
 Planned = dict[str, Any]  # the fields of a row that the child plans
 Request = dict[str, Any]
 
 
 def request_for(config: Mapping[str, Any], choices: dict[str, str], launch: Launch | None = None) -> Request:
-    """A point as the child gets it."""
+    """A point as it is sent to the child."""
     about = {"is_real": not is_plan(choices), "launch": as_request(launch)}
     return {"config": {key: config[key] for key in CHILDS_OWN}, "choices": choices, **about}
 
@@ -39,8 +39,8 @@ def request_of(config: DictConfig) -> Request:
     return request_for(plain(config), chosen(config.hydra.runtime.choices))
 
 
-class Coming(Protocol):
-    """The points of a sweep that haven't run yet."""
+class Upcoming(Protocol):
+    """The points of a sweep; `lowvram.cli.sweep.SweepBatch` implements it."""
 
     def next(self, index: int, num: int) -> Iterator[tuple[int, DictConfig]]:
         """Up to `num` points from `index` on, each with its index. Raises Hydra's error for one that can't be
@@ -58,7 +58,7 @@ class Plans:
     server: Server | Inline
     progress: Progress
     stop_signals: Callable[[], int]
-    coming: Coming | None = None  # points of a sweep
+    coming: Upcoming | None = None  # the points of the sweep; None: a single point
     num_ahead: int = FIRST_AHEAD
     planned: dict[int, Planned] = field(default_factory=dict)  # by the point's index
 
@@ -94,7 +94,7 @@ class Plans:
             self._warn([index for index, point in asked.items() if point["is_real"] and index in self.planned])
         return self.planned.get(point.index)
 
-    def _next(self, coming: Coming, index: int) -> dict[int, Request]:
+    def _next(self, coming: Upcoming, index: int) -> dict[int, Request]:
         """Requests for the points after the one with `index`, up to one with an error, which is reported when its turn
         comes."""
         asked: dict[int, Request] = {}
@@ -109,10 +109,11 @@ class Plans:
         """Plan a point anew, after its configuration has changed."""
         self.planned.pop(point.index, None)
         self.ask({point.index: request_for(point.config, point.choices, point.launch)})
-        return beside(self.planned.get(point.index))
+        return plan_for_row(self.planned.get(point.index))
 
     def ask(self, points: Mapping[int, Request], is_again: bool = False) -> None:
-        """Have all points planned, by index; once more if the process that plans was killed from outside."""
+        """Have the child plan these points, given by index, and keep the results in `self.planned`. If the child was
+        killed from outside, the rest is asked for once more."""
         indices, ending = list(points), Planned()
 
         def on_event(event: Event) -> None:
@@ -147,7 +148,7 @@ class Plans:
             if plan and is_far_off(plan)
         ]
         if texts:
-            self.progress.say(f"can't fit by far, as planned (plan.skip=true skips it): {'; '.join(texts)}")
+            self.progress.say(f"planned to be far over budget (plan.skip=true skips it): {'; '.join(texts)}")
 
 
 def time_for(points: Iterable[Request]) -> float | None:
@@ -156,8 +157,8 @@ def time_for(points: Iterable[Request]) -> float | None:
     return sum(limits) if limits and None not in limits else None
 
 
-def beside(planned: Planned | None) -> Mapping[str, Any] | None:
-    """The plan in the row of a point that also runs. None if the point is incompatible: its own run reports that."""
+def plan_for_row(planned: Planned | None) -> Mapping[str, Any] | None:
+    """The field `plan` of the row of a point that also runs; None if the point is incompatible, as its run says so."""
     if planned is None or planned["status"] == Status.INCOMPATIBLE:
         return None
     if planned["status"] == Status.OK:

@@ -26,8 +26,8 @@ class DeviceSpec:
 
     names: list[str] = field(default_factory=list)  # as its driver calls it (torch.cuda.get_device_name)
     compute_capability: str | None = None  # of CUDA, such as "8.6"; null: no CUDA device
-    multiprocessors: int | None = None  # kernels that sum take memory by their number; null: not known
-    memory_bytes: int | None = None  # all that its driver reports to a process, of which the CUDA context takes a part
+    multiprocessors: int | None = None  # the buffers of reduction kernels depend on it; null: not known
+    memory_bytes: int | None = None  # the total that its driver reports, including what the CUDA context will take
     bandwidth_bytes_per_s: float | None = None  # of its memory
     pcie_bytes_per_s: float | None = None  # to the host, one way
     fp32_flops_per_s: float | None = None
@@ -35,7 +35,7 @@ class DeviceSpec:
     bf16_flops_per_s: float | None = None
     fp16_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
-    error_median: float | None = None  # of plans for it, relative: scripts/benchmarks/plan_accuracy.py
+    error_median: float | None = None  # relative error of plans for it, from scripts/benchmarks/plan_accuracy.py
     error_p95: float | None = None
     error_where: str | None = None
 
@@ -79,7 +79,7 @@ class DeviceSpec:
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether torch's flash attention runs on it; without it, memory-efficient attention saves as little."""
+        """Whether torch's flash attention runs on it. Elsewhere memory-efficient attention needs as little memory."""
         return self._has(AMPERE)
 
     @property
@@ -88,7 +88,7 @@ class DeviceSpec:
 
     @property
     def peak_flops_per_s(self) -> dict[str, float | None]:
-        """By the number format of the factors; 16-bit and narrower formats accumulate in fp32."""
+        """Peak FLOP/s of matrix products, by the number format of the inputs; 16- and 8-bit ones accumulate in fp32."""
         return {
             "fp32": self.fp32_flops_per_s,
             "tf32": self.tf32_flops_per_s,

@@ -26,9 +26,9 @@ from lowvram.planning.time.roofline import DataSheet, Rates, step_time
 from lowvram.planning.trace.events import Phase, Trace
 
 NUM_LARGEST = 10  # tensors that a plan names
-TOLERANCE = 1 / 256  # of the least memory: far below the error of plans, and it saves most trials
-TENSORS_ERROR = 0.01  # of tensors on a CPU: tests hold plans to the ledger within it
-FURTHER_STEPS = 3  # after those that are traced, in which a plan must fit
+TOLERANCE = 1 / 256  # of the search for the least memory, relative: far below plans' error, and saves most trials
+TENSORS_ERROR = 0.01  # relative, of the bytes of tensors on a CPU: tests hold plans to the ledger within it
+FURTHER_STEPS = 3  # after the two that are traced; the memory found must be enough for them, too
 Fields = dict[str, Any]
 
 
@@ -40,8 +40,8 @@ class PlanDevice:
     name: str
     device: DeviceSpec
     num_ranks: int = 1
-    here: torch.device | None = None  # torch's device, if it is one of this machine
-    rates: Rates | None = None  # measured ones; None: those of its data sheet
+    here: torch.device | None = None  # the same as a torch device; None: it isn't one of this machine
+    rates: Rates | None = None  # measured rates; None: those of its data sheet are used
     host_bytes: int | None = None  # free memory of its host; None: not known
 
     @property
@@ -51,20 +51,20 @@ class PlanDevice:
         return Target(card, self.num_ranks)
 
 
-def needs(trace: Trace, place: PlanDevice, is_expandable: bool, is_recurrent: bool = False) -> Fields:
-    """The fields of a plan that depend on no budget. For a CPU they describe a step after the first, as the ledger
-    measures it; for a card the whole run, as its allocator does.
+def needs(trace: Trace, plan_device: PlanDevice, is_expandable: bool, is_recurrent: bool = False) -> Fields:
+    """The fields of a plan that depend on no budget. For a CPU they describe a step after the first, which is what the
+    ledger measures; for a card the whole run, since the allocator's peak counts from its start.
 
     Args:
         is_recurrent: whether the model has layers such as an LSTM.
     """
-    device = place.device
+    device = plan_device.device
     sums = trace.sums(is_steady=not device.is_cuda)
-    overheads = process_overheads(device, torch.__version__, place.num_ranks, len(trace.products))
+    overheads = process_overheads(device, torch.__version__, plan_device.num_ranks, len(trace.first_matmuls))
     if is_recurrent:
         overheads.append(RECURRENT if device.is_cuda else RECURRENT_ON_CPU)
     if not device.is_cuda:
-        about = num_convolutions(trace), has_narrow_products(trace)
+        about = num_convolutions(trace), has_16_bit_matmuls(trace)
         overheads = [*onednn_overheads(*about, torch.__version__), *overheads]
     largest = trace.largest(NUM_LARGEST, is_steady=not device.is_cuda)
     return {
@@ -75,21 +75,23 @@ def needs(trace: Trace, place: PlanDevice, is_expandable: bool, is_recurrent: bo
         "by_phase": named(sums.by_phase),
         "largest": [{"name": item.maker, "kind": item.kind.value, "bytes": item.num_bytes} for item in largest],
         "lines": [{"name": item.name, "bytes": item.num_bytes, "source": item.source} for item in overheads],
-        **times(trace, place),
+        **times(trace, plan_device),
     }
 
 
-def times(trace: Trace, place: PlanDevice) -> Fields:
-    """The time of a step; None if a rate isn't known, and for several ranks, as the rate between ranks isn't known."""
-    rates = place.rates or DataSheet(place.device)
-    time = step_time(trace.work, rates) if place.num_ranks == 1 else None
+def times(trace: Trace, plan_device: PlanDevice) -> Fields:
+    """The fields about the time of a step. They are None if a rate isn't known, and for several ranks, as the rate of
+    communication isn't known."""
+    rates = plan_device.rates or DataSheet(plan_device.device)
+    time = step_time(trace.work, rates) if plan_device.num_ranks == 1 else None
     if time is None:
         return {"step_ms": None, "step_ms_source": None, "step_ms_of": None}
     return {"step_ms": time.step_ms, "step_ms_source": rates.source, "step_ms_of": time.by_name()}
 
 
 def on_cpu(trace: Trace, overheads: list[Overhead]) -> Fields:
-    """Memory on a CPU: the process holds the peak of all tensors over the whole run, host memory too, and overheads."""
+    """The fields about memory on a CPU. A process needs the peak of all tensors over the whole run, those that knobs
+    keep on the host included, and the overheads."""
     tensors = trace.sums().with_host_bytes
     margins = [item.margin_bytes for item in overheads if item.is_capped]
     return {
@@ -101,24 +103,25 @@ def on_cpu(trace: Trace, overheads: list[Overhead]) -> Fields:
     }
 
 
-def has_narrow_products(trace: Trace) -> bool:
-    """Whether matrices in 16 bits are multiplied."""
+def has_16_bit_matmuls(trace: Trace) -> bool:
+    """Whether the step multiplies matrices in bf16 or fp16."""
     is_product = trace.work[:, Column.FAMILY] == FAMILIES.index(Family.PRODUCT)
     formats = torch.tensor([FORMATS.index(name) for name in ("bf16", "fp16")])
     return bool(torch.isin(trace.work[is_product, Column.FORMAT], formats).any())
 
 
 def num_convolutions(trace: Trace) -> int:
-    """The number of convolutions that differ in shape or format."""
+    """The number of convolutions that differ in work or format, and so in shape."""
     work = trace.work[trace.work[:, Column.FAMILY] == FAMILIES.index(Family.CONVOLUTION)]
     return len(work[:, [Column.FORMAT, Column.FLOPS, Column.BYTES, Column.NEW]].unique(dim=0))
 
 
 @gc_off()
 def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_bytes: int) -> Fields:
-    """Memory on a card, from a replay through the caching allocator. What fits must also hold for the steps after the
-    two that were traced, which find memory in other pieces."""
-    spaces = workspaces(overheads, trace.products)
+    """The fields about memory on a card, from a replay through the simulated caching allocator. The least limit must
+    also be enough for the steps after the two traced ones, in which the allocator's memory is fragmented differently.
+    """
+    spaces = workspaces(overheads, trace.first_matmuls)
     events = trace.requests(spaces)
     needed = needs_of(events, expandable=is_expandable, live_peak_bytes=peak_bytes, tolerance=TOLERANCE)
     steps = [*events, *further_steps(events, trace.num_requests(trace.second_step) + len(spaces), FURTHER_STEPS)]
@@ -135,15 +138,15 @@ def on_card(trace: Trace, overheads: list[Overhead], is_expandable: bool, peak_b
     }
 
 
-def workspaces(overheads: list[Overhead], products: list[int]) -> list[tuple[int, int, int]]:
-    """The allocations of libraries that the allocator serves and that stay, as `Trace.requests` takes them: cuBLAS's,
-    when a thread first multiplies.
+def workspaces(overheads: list[Overhead], first_matmuls: list[int]) -> list[tuple[int, int, int]]:
+    """The workspaces that libraries get from the allocator and keep, as `Trace.requests` takes them. cuBLAS gets one in
+    each thread, with the thread's first matrix product.
 
     Args:
-        products: the events of a trace after which that is.
+        first_matmuls: as of a `Trace`.
     """
     sizes = [item.num_bytes for item in overheads if item.is_in_allocator and item.num_bytes]
-    taken = zip(products, sizes, strict=False)  # sizes may be unknown
+    taken = zip(first_matmuls, sizes, strict=False)  # sizes may be unknown
     return sorted(((event, -1 - number, size) for number, (event, size) in enumerate(taken)), reverse=True)
 
 

@@ -1,12 +1,12 @@
-"""Computes traces for all batch sizes and accumulations of one combination of knobs from two traces.
+"""Computes the traces of other batch sizes and numbers of parts, for one combination of knobs, from two traces.
 
 The order of events seldom depends on the batch size, and the bytes of each event are affine in it, so two traces define
-a line. Traces are computed between these two, never beyond: where code compares two such sizes, as offload and chunks
-do, and decides alike at both ends, it decides alike everywhere between. Where the two traces differ in their events,
-every batch size is traced itself, and the result says why.
+a line. Only batch sizes between the two are computed, never beyond: where code compares sizes, as offload and chunked
+logits do, and takes the same branch at both ends, it takes that branch everywhere between. Where the two traces differ
+in their events, every batch size is traced itself, and the result says why.
 
 A step of more than three parts uses memory as one of three does: the first part makes gradients, the last one sends
-them to other ranks, and those between are alike. Only the batch is larger, and each part has a loss.
+them to other ranks, and those between are alike. Only the batch is larger, and there are more losses, one per part.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from lowvram.tasks import Problem
 
 MOST_PARTS = 3  # that are traced
 MIDDLE_PART = 2  # of three; parts are counted from 1
-FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size was asked for
-REACHES = 16, 4  # a larger end is so many times the size asked for; the second is tried if the first gives no line
+FEWEST_SAMPLES, MOST_SAMPLES = 2, 64  # of a part: the ends of a line, unless a larger size is asked for
+REACHES = 16, 4  # then the upper end is this many times that size; the second is tried if the first gives no line
 LOSS_BYTES = 4  # of a part: an fp32 number
-# Of `Trace.reductions`: what doesn't depend on the batch.
+# The columns of `Trace.reductions` that don't depend on the batch.
 FIXED_COLUMNS = [0, *(1 + Reduction._fields.index(name) for name in FIXED)]
 
 
@@ -46,8 +46,8 @@ class ScaledTrace(NamedTuple):
     """A point's trace, and how it was obtained."""
 
     trace: Trace
-    is_direct: bool  # the point itself was traced; else its sizes were computed from other traces
-    why_direct: str | None = None  # why they couldn't be computed
+    is_direct: bool  # whether the point itself was traced; else its sizes were computed from other traces
+    why_direct: str | None = None  # why they couldn't be computed, in half a sentence
 
 
 Structure = tuple[tuple[str, ...], int]  # the knobs that a trace depends on, and the number of parts traced
@@ -58,9 +58,8 @@ class KnownTraces:
     """The traces of one structure, and the lines between them."""
 
     traces: dict[int, Trace] = field(default_factory=dict)  # by samples of a part
-    lines: dict[tuple[int, int], Line | str] = field(
-        default_factory=dict
-    )  # by the samples at both ends; a string says why there is no line
+    # By the samples at both ends; a string says why there is no line.
+    lines: dict[tuple[int, int], Line | str] = field(default_factory=dict)
 
 
 @final
@@ -75,10 +74,11 @@ class TraceScaler:
         """The trace of a point whose logical batch is split into `parts` parts on each rank.
 
         Args:
-            knobs: by the names that messages use, without that of accumulation.
+            knobs: by the names that messages use, such as "ckpt=every1"; without `accum`.
+            batch_size: of the logical batch, over all ranks.
 
         Raises:
-            Incompatible, CantPlan: as `trace`.
+            Incompatible, CantPlan: as `tracer.trace`.
         """
         assert all(knob.stage is not Stage.BATCH for knob in knobs.values())
         samples, left = divmod(batch_size, parts * self.target.num_ranks)
@@ -101,7 +101,7 @@ class TraceScaler:
         )
 
     def check(self, knobs: Mapping[str, Knob]) -> None:
-        """Raises `Incompatible` where `trace` would, in the same words."""
+        """Raise `Incompatible` where `tracer.trace` would, with the same message."""
         reasons = conflicts(knobs, self.target.absent())
         if not reasons and any(knob.needs() & TASK_FACTS for knob in knobs.values()):
             reasons = conflicts(knobs, self.absent)
@@ -120,7 +120,7 @@ class TraceScaler:
             return "torch treats dimensions of one element differently"
         below = max((size for size in known.traces if FEWEST_SAMPLES <= size < samples), default=FEWEST_SAMPLES)
         if below == samples:
-            return "it is the smallest"
+            return "it is the smallest size"
         larger = [size for size in known.traces if size > samples]
         if larger:
             return self.line_between(known, knobs, parts, below, min(larger))
@@ -156,16 +156,16 @@ class Line:
     """The traces of a structure whose sizes are affine in the samples of a part."""
 
     trace: Trace
-    samples: int  # of `trace`
-    slope: torch.Tensor  # (events,) int64: bytes per further sample
-    work_slope: torch.Tensor  # (operators, columns) int64: the same for `Trace.work`
-    reductions_slope: torch.Tensor  # (reductions, columns) int64: and for `Trace.reductions`
+    samples: int  # of a part of `trace`
+    slope: torch.Tensor  # (events,) int64: the growth of `Trace.num_bytes` per further sample
+    work_slope: torch.Tensor  # (operators, columns) int64: that of `Trace.work`
+    reductions_slope: torch.Tensor  # (reductions, columns) int64: that of `Trace.reductions`
     card: Card | None
 
     def at(self, samples: int) -> Trace:
         more = samples - self.samples
         num_bytes, work = self.trace.num_bytes + self.slope * more, self.trace.work + self.work_slope * more
-        if self.card is not None:  # the buffers of reductions grow in steps
+        if self.card is not None:  # reductions' buffers aren't affine in the samples, so they are computed anew
             reductions = self.trace.reductions + self.reductions_slope * more
             births, sizes = reductions[:, 0], sizes_of(self.card, reductions[:, 1:])
             num_bytes[births], num_bytes[births + 1] = sizes.unbind(1)
@@ -223,7 +223,7 @@ def with_parts(trace: Trace, parts: int) -> Trace:
 
 
 def last_parts(trace: Trace) -> list[tuple[int, int]]:
-    """In each step, the event at which the forward pass of the last part begins, and that at which its update does."""
+    """For each step, the event at which the forward pass of its last part begins, and that at which the update does."""
     changes = torch.cat([torch.tensor([0]), (trace.phases[1:] != trace.phases[:-1]).nonzero()[:, 0] + 1]).tolist()
     forward = 0
     ranges: list[tuple[int, int]] = []

@@ -18,5 +18,6 @@ class Target:
     num_ranks: int = 1
 
     def absent(self) -> dict[Fact, str]:
-        """The facts that it lacks, each with what the user can do about it. Assumes that compilers are installed."""
+        """The facts that the device lacks, each with what the user can do about it. Assumes that compilers are
+        installed."""
         return absent_from(self.card, self.num_ranks, "the CPU" if self.card is None else self.card.name)

@@ -1,4 +1,4 @@
-"""Plans points before they run: many of them in one process, which computes nothing."""
+"""Plans points: many of them in one process, which only runs fake tensors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
 MARGIN = 0.1  # for devices for which the error of plans isn't known
-GENERIC = "generic"  # the device that plans are for if this machine has no card
+GENERIC = "generic"  # of conf/devices: what plan.device=auto stands for if this machine has no card
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """conf/mode/plan.yaml. No point runs: a `Planner` plans them all."""
+    """conf/mode/plan.yaml: points are planned by a `Planner` and don't run."""
 
 
 @final
@@ -46,37 +46,37 @@ class Planner:
     def __init__(self, cache: TraceCache | None = None, calibrations: Calibrations | None = None) -> None:
         self.cache, self.calibrations = cache, calibrations
         self.opened: dict[str, Data] = {}  # by the configuration of the data
-        self.scalers: dict[tuple[str, Target], TraceScaler] = {}
+        self.scalers: dict[tuple[str, Target], TraceScaler] = {}  # by the problem's description and the target
         self.models: dict[str, nn.Module] = {}  # on the meta device
         self.about: dict[str, Fields] = {}  # the fields about the models
 
     def fields(self, settings: Settings, choices: Mapping[str, str]) -> Fields:
         """The fields of the row of a point that is only planned, for the device `plan.device`."""
-        return self.plan_or_reason(settings, choices, lambda: place_of(settings))
+        return self.plan_or_reason(settings, choices, lambda: plan_device_of(settings))
 
     def fields_here(self, settings: Settings, choices: Mapping[str, str], num_launched: int | None = None) -> Fields:
         """The same for a point that will run on this machine.
 
         Args:
-            num_launched: ranks that torchrun has started; None: it hasn't.
+            num_launched: the number of ranks that torchrun has started; None: torchrun isn't used.
         """
-        return self.plan_or_reason(settings, choices, lambda: place_here(settings, num_launched))
+        return self.plan_or_reason(settings, choices, lambda: plan_device_here(settings, num_launched))
 
     def plan_or_reason(
-        self, settings: Settings, choices: Mapping[str, str], find_place: Callable[[], PlanDevice]
+        self, settings: Settings, choices: Mapping[str, str], find_plan_device: Callable[[], PlanDevice]
     ) -> Fields:
         """A plan; or the reason why there is none, with advice for the case that memory runs out."""
         try:
-            place = find_place()
+            plan_device = find_plan_device()
             try:
-                return {"status": "ok", **self.planned(settings, choices, place)}
+                return {"status": "ok", **self.planned(settings, choices, plan_device)}
             except CantPlan as error:
-                advice = advice_for(None, settings, choices, place.target)
+                advice = advice_for(None, settings, choices, plan_device.target)
                 return {"status": "error", "reason": str(error), "advice": advice}
         except (BadInput, Incompatible) as error:
             return {"status": "incompatible", "reason": str(error)}
 
-    def planned(self, settings: Settings, choices: Mapping[str, str], place: PlanDevice) -> Fields:
+    def planned(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
         """The fields about the model and its plan.
 
         Raises:
@@ -84,29 +84,29 @@ class Planner:
             Incompatible: the knobs conflict, with each other or with the device that the plan is for.
             CantPlan: the model can't be traced.
         """
-        target, parts = place.target, settings.groups["accum"].parts
+        target, parts = plan_device.target, settings.groups["accum"].parts
         check_batch_size(settings.train.batch_size, parts, target.num_ranks)
         knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
         problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
         scaled = self.scaler(problem, target).trace(without_parts(knobs), parts, num_rows)
-        place = self.with_rates(place, settings, choices)
+        plan_device = self.with_rates(plan_device, settings, choices)
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
-        plan = needs(scaled.trace, place, settings.groups["allocator"].expandable_segments, is_recurrent)
+        plan = needs(scaled.trace, plan_device, settings.groups["allocator"].expandable_segments, is_recurrent)
         advice = advice_for(plan["by_kind"], settings, choices, target)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
-        about = {"device": place.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
-        fit = fit_of(plan, settings, place)
+        about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
+        fit = fit_of(plan, settings, plan_device)
         return {
             **self.about_model(problem, knobs),
-            "plan": {**about, **plan, "error": place.device.error, **fit, "advice": advice},
+            "plan": {**about, **plan, "error": plan_device.device.error, **fit, "advice": advice},
         }
 
-    def with_rates(self, place: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
-        """The device with rates that were measured before, if it is one of this machine; nothing is measured now."""
-        if place.here is None or self.calibrations is None:
-            return place
-        name, _ = acting_allocator(settings, choices, place.here)
-        return replace(place, rates=self.calibrations.known(place.here, name))
+    def with_rates(self, plan_device: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
+        """The device with its measured rates, if there are any on disk. Measures nothing."""
+        if plan_device.here is None or self.calibrations is None:
+            return plan_device
+        name, _ = acting_allocator(settings, choices, plan_device.here)
+        return replace(plan_device, rates=self.calibrations.known(plan_device.here, name))
 
     def problem(self, settings: Settings) -> Problem:
         """The problem of a point."""
@@ -120,8 +120,8 @@ class Planner:
         return self.opened[key]
 
     def most_rows(self, settings: Settings, unit: int) -> int:
-        """The most rows that a batch can have, rounded up to a multiple of `unit`, which the number of samples also
-        is."""
+        """The most rows that a batch can have (with packed sequences fewer than samples), rounded up to a multiple of
+        `unit`, of which the batch size is a multiple, too."""
         batch_size = settings.train.batch_size
         num_rows = settings.groups["loader"].most_rows(self.data(settings).train, batch_size)
         return min(batch_size, -(-num_rows // unit) * unit)
@@ -160,7 +160,7 @@ def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:
     return {name: knob for name, knob in knobs.items() if knob.stage is not Stage.BATCH}
 
 
-def place_of(settings: Settings) -> PlanDevice:
+def plan_device_of(settings: Settings) -> PlanDevice:
     """The device that `plan.device` names. `sharding.ranks=auto` counts as one rank, as the number of devices isn't
     known."""
     sharding = settings.groups["sharding"]
@@ -176,11 +176,11 @@ def place_of(settings: Settings) -> PlanDevice:
     return PlanDevice(*device_here(here), num_ranks, here)
 
 
-def place_here(settings: Settings, num_launched: int | None = None) -> PlanDevice:
+def plan_device_here(settings: Settings, num_launched: int | None = None) -> PlanDevice:
     """The device of this machine on which a point runs.
 
     Args:
-        num_launched: ranks that torchrun has started; None: it hasn't.
+        num_launched: the number of ranks that torchrun has started; None: torchrun isn't used.
 
     Raises:
         BadInput: this machine has no such device.
@@ -197,7 +197,8 @@ def place_here(settings: Settings, num_launched: int | None = None) -> PlanDevic
 
 
 def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
-    """The name of a card of this machine, and its data sheet with the memory that its driver reports."""
+    """The name of a card of this machine, and its data sheet with the memory that its driver reports. If conf/devices
+    doesn't have it, the rates are unknown."""
     card, num_bytes = card_of(device), torch.cuda.get_device_properties(device).total_memory
     major, minor = card.capability
     unknown = DeviceSpec(names=[card.name], compute_capability=f"{major}.{minor}")
@@ -211,21 +212,24 @@ def free_host_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def margin_of(plan: Fields, settings: Settings, place: PlanDevice) -> float:
-    """The share of the planned memory that must fit in addition, to be safe: by the error of each of its lines, where
-    that is known, else the 95th percentile of the error of plans for this device."""
+def margin_of(plan: Fields, settings: Settings, plan_device: PlanDevice) -> float:
+    """The margin, relative to the planned memory: `plan.margin` if set; else the sum of the margins of all lines, if
+    those are known; else the 95th percentile of the error of plans for this device, or `MARGIN`."""
     if settings.plan.margin is not None:
         return settings.plan.margin
     if plan["margin_bytes"] is not None:
         return plan["margin_bytes"] / plan["least_vram_bytes"]
-    return MARGIN if place.device.error_p95 is None else place.device.error_p95
+    return MARGIN if plan_device.device.error_p95 is None else plan_device.device.error_p95
 
 
-def fit_of(plan: Fields, settings: Settings, place: PlanDevice) -> Fields:
-    """Whether the plan fits, with a margin, into `vram` or else the device's memory, and into the host's memory, if
-    that is known. `fits` is None if the device's memory isn't known."""
-    budget, host_budget = settings.vram_bytes or place.device.memory_bytes, settings.host_bytes or place.host_bytes
-    margin = margin_of(plan, settings, place)
+def fit_of(plan: Fields, settings: Settings, plan_device: PlanDevice) -> Fields:
+    """The fields that say whether the plan, with its margin, fits into `vram` (without it, the device's memory) and
+    into the host's memory, if that is known. `fits` is None if the device's memory isn't known."""
+    budget, host_budget = (
+        settings.vram_bytes or plan_device.device.memory_bytes,
+        settings.host_bytes or plan_device.host_bytes,
+    )
+    margin = margin_of(plan, settings, plan_device)
     share = 1 + margin
     fits = None if budget is None else plan["least_vram_bytes"] * share <= budget
     fits_host = host_budget is None or (plan["host_bytes"] or 0) * share <= host_budget

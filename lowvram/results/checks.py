@@ -1,6 +1,6 @@
-"""Figures of a row that contradict each other. The parent process checks every row. Needs no torch.
+"""Finds figures of a row that contradict each other. The parent process checks every row. Needs no torch.
 
-Most errors of measurement show: figures that are measured twice, or in two ways, then disagree.
+Most errors of measurement become visible in this way, since many figures are measured twice or in two ways.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from lowvram.config.settings import parse_bytes
 from lowvram.results.columns import value_at
 from lowvram.results.row import Row, size_text
 
-WHOLE_STEP = 0.5  # a step takes at least this share of its phases' total time, also on a disturbed machine
-EXACT = 1.01  # tolerance of figures that are counted, not timed
+WHOLE_STEP = 0.5  # a step takes at least this share of the sum of its phases, even on a disturbed machine
+EXACT = 1.01  # tolerance factor for figures that are counted, not timed
 Check = Callable[[Row], str | None]
 
 
@@ -30,7 +30,7 @@ def budget(row: Row) -> str | None:
 
 
 def late_reset(row: Row) -> str | None:
-    """The peak of a single step, measured afterwards, may exceed the whole run's by one batch only."""
+    """The peak of a single step, measured afterwards, may exceed that of the whole run by at most one batch."""
     peak_bytes, steady_bytes = row["memory"]["peak_bytes"], row["memory"]["steady_peak_bytes"]
     more_bytes = (value_at(row, "memory.by_kind_max.inputs") or 0) + 2**20
     if peak_bytes is None or steady_bytes is None or steady_bytes <= peak_bytes + more_bytes:
@@ -41,8 +41,8 @@ def late_reset(row: Row) -> str | None:
 
 
 def unfinished_steps(row: Row) -> str | None:
-    """A step takes about as long as its phases, if the device was waited for: on a CPU nothing has to be. Not for
-    compiled ones: marks between phases may recompile."""
+    """Steps on a card must take about as long as their phases; if not, the clock didn't wait for the device. Compiled
+    steps aren't checked, since the marks between phases may recompile them."""
     if row["memory"]["source"] != "cuda_allocator":
         return None
     step_ms = row["time"]["step_ms_p50"]
@@ -53,7 +53,8 @@ def unfinished_steps(row: Row) -> str | None:
 
 
 def best_of_several(row: Row) -> str | None:
-    """The mean step time is at least 95 % of the 5th percentile, whatever the other values are."""
+    """Throughput must not be that of the fastest steps: the mean of step times is always at least 95 % of their 5th
+    percentile."""
     samples_per_s, fastest_ms = row["throughput"]["samples_per_s"], row["time"]["step_ms_p05"]
     batch_size = value_at(row, "config.train.batch_size")
     if not (samples_per_s and fastest_ms and batch_size) or 1e3 * batch_size / samples_per_s >= 0.94 * fastest_ms:

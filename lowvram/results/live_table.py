@@ -15,8 +15,8 @@ REST = 20.0  # pause between two tables, in multiples of the time that the last 
 
 @final
 class LiveTable:
-    """Rebuilds the table from all rows as points end, in at most a twentieth of the time: after each point of a long
-    sweep it would take longer than the points."""
+    """Rebuilds the table from all rows when points end, but spends at most a twentieth of the time on it: in a long
+    sweep, rebuilding it after every point could take longer than the points."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

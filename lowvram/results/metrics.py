@@ -30,11 +30,11 @@ class Shown(Flag):
     """Where a figure is shown, beside the row. A CSV file has every column of a table."""
 
     TABLE = auto()  # in the terminal, in Markdown and in reports
-    TABLE_OF_PLANS = auto()  # where nothing was measured
-    TABLE_WITH_BUDGET = auto()  # of plans, or of points with a cap
-    TABLE_WITH_PADDING = auto()
-    CSV = auto()  # in no other table
-    SUMMARY = auto()  # after a single run
+    TABLE_OF_PLANS = auto()  # only in tables in which nothing was measured
+    TABLE_WITH_BUDGET = auto()  # only in tables of plans, or with points that have a `vram` limit
+    TABLE_WITH_PADDING = auto()  # only in tables in which batches have padding
+    CSV = auto()  # only in CSV
+    SUMMARY = auto()  # in the lines printed after a single run
 
     COLUMN = TABLE | TABLE_OF_PLANS | TABLE_WITH_BUDGET | TABLE_WITH_PADDING | CSV
 

@@ -31,7 +31,7 @@ FILE_NAME = "result.json"
 LONGEST_FAULT = 400  # characters of a message about a damaged file
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "inputs", "host", "other")
-LEAST_BEYOND_BYTES, LEAST_BEYOND_SHARE = 32 * MIB, 0.1  # what is less beside a step's tensors isn't told
+LEAST_BEYOND_BYTES, LEAST_BEYOND_SHARE = 32 * MIB, 0.1  # less memory than this beyond tensors isn't mentioned
 _HELD_MEMORY = "another process held"
 
 
@@ -72,7 +72,7 @@ def empty_row() -> Row:
 
 
 def _without_figures() -> Row:
-    """Of the figures (results/metrics.py) those that are older than the list have their places here."""
+    """The row's keys that aren't figures of results/metrics.py, and those figures that have a fixed position here."""
     return {
         "schema": SCHEMA,
         **_nulls("id name index status reason"),
@@ -201,7 +201,7 @@ def is_final(row: Row) -> bool:
 
 
 def is_missing(row: Row) -> bool:
-    """Whether a re-run may add a result: a skipped point would only be skipped again."""
+    """Whether a re-run may add a result. (A skipped point would only be skipped again.)"""
     return not is_final(row) and row["status"] != Status.SKIPPED
 
 

@@ -38,7 +38,7 @@ SOURCES = {
     "process": "growth of the process",
 }
 _LARGEST_IN_MIB, _SMALLEST_IN_GIB = 0.1 * GIB, 0.01 * GIB
-_PLAIN_WIDTH = 10_000  # no terminal, no reason to wrap
+_PLAIN_WIDTH = 10_000  # of the output if it isn't a terminal, so that nothing is wrapped
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _cell(column: Column, i: int, star: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m lowvram.table FOLDER [FOLDER...]`: prints and saves the table of each. 3: no table."""
+    """`python -m lowvram.table FOLDER [FOLDER...]`: prints and saves the table of each. Exit code 3: no table."""
     parser = argparse.ArgumentParser("python -m lowvram.table", description=main.__doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help="a sweep's folder, or that of a run")
     folders = parser.parse_args(arguments).folders

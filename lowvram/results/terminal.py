@@ -161,7 +161,7 @@ def restore_terminal(stream: TextIO) -> None:
 
 @contextmanager
 def terminal_restored() -> Iterator[None]:
-    """Cursor, colours and echo as they were, however a child may have died."""
+    """Afterwards cursor, colours and echo are as before, however a child may have died."""
     before = termios.tcgetattr(0) if os.isatty(0) else None
     try:
         yield

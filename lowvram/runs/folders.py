@@ -1,8 +1,7 @@
 """The folders of runs, sweeps and their points: locked before anything is written, restored if nothing was run.
 Imports no torch.
 
-Each lock belongs to a process: the program locks the folder of a single run or a sweep; the process that runs a point
-of the sweep locks that of the point.
+The program locks the folder of a single run or of a sweep; the process that runs a point of a sweep locks the point's.
 """
 
 from __future__ import annotations
@@ -103,11 +102,11 @@ class SweepFolder:
                 raise other_point("hydra.sweep.subdir", subdir)
 
     def note(self, config: DictConfig) -> None:
-        """Write what was typed, for people to read: the program never reads it."""
+        """Write what was typed, for people to read. The program never reads it."""
         write_text(self.path / SWEEP_NOTE, sweep_note(config))
 
     def forget(self, folder: Path) -> None:
-        """Remove the folder that Hydra made for a point which was stopped before it had a row, if it is empty."""
+        """Remove the folder that Hydra has made for a point that was stopped before it had a row, if it is empty."""
         if folder not in self._there_before:
             with suppress(OSError):  # it isn't empty
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""`.hydra/` in a run's folder: what was typed and what Hydra has composed, as Hydra's users know it. Imports no torch.
+"""Writes `.hydra/` in a run's folder, in Hydra's own format: what was typed and composed. Imports no torch.
 
 Hydra would write these files itself (`hydra.output_subdir`): before the run can be refused, not atomically, and with
 every typed password. We write them without secrets once the run starts, each to a temporary file that is renamed.

@@ -42,9 +42,9 @@ def row_inline(point: Point, stop_signals: Callable[[], int]) -> tuple[Row | Non
     """Plan or run a point in this process, as its mode asks, and write its row.
 
     Returns:
-        The row, and the exception that ended the point, if it is worth a debugger.
+        The row, and the exception that ended the point, if it was unexpected.
     """
-    here, progress = Inline(), QuietProgress(sys.stdout)  # no bar is drawn over the prompt of a debugger
+    here, progress = Inline(), QuietProgress(sys.stdout)  # a progress bar would overwrite a debugger's prompt
     if is_plan(point.choices):
         return Plans(here, progress, stop_signals).row(point), here.error
     point = replace(point, plan=NOTHING_PLANNED)

@@ -1,7 +1,6 @@
 """Records the events of a point's children: in files, in W&B and in a row. Imports no torch.
 
-The parent is the only writer of `metrics.jsonl`, of W&B and of `result.json`, so a child that dies in whatever way
-still gets its row and its failed W&B run.
+Only the parent writes `metrics.jsonl`, W&B and `result.json`. So a child gets its row and its W&B run however it dies.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
-OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # the row has them by rank
+OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_bytes")  # listed for each rank
 
 
 class Recording:
     """Turns the child's events into files, W&B and a row.
 
     Args:
-        disturbs: why figures measured in this process suffer, for the row; None if they don't.
-        can_begin_again: whether the server can start fresh processes for another attempt.
+        disturbs: for the row, why figures measured in the point's process aren't comparable; None if they are.
+        can_begin_again: whether the server can start new processes for another attempt.
     """
 
     def __init__(self, point: Point, progress: Progress, disturbs: str | None, can_begin_again: bool) -> None:
@@ -49,9 +48,9 @@ class Recording:
         self.recorder: Recorder = NullRecorder()
         self.metrics = Metrics(point.folder)
         self._is_recorded = False
-        self._last_recorded = 0  # of the steps that W&B knows
+        self._last_recorded = 0  # the last step that was sent to W&B
         self._disturbed_row: Row | None = None  # of the measurement before this one
-        self._more_parts: int | None = None  # of the next attempt, if this one runs out of memory
+        self._more_parts: int | None = None  # for the next attempt, if this one runs out of memory
 
     def on_event(self, event: Event) -> None:
         """Handle one event of a child."""
@@ -83,7 +82,7 @@ class Recording:
         self.reports[rank] = RankReport(fields, **about)
 
     def conclude(self, ended: list[Ending] | None, around: Circumstances) -> None:
-        """All ranks have ended: take the row of the first rank, the largest memory peak of all, and the outcome."""
+        """When all ranks have ended: merge the first rank's fields, the largest memory peak of all, and the outcome."""
         ended = ended and [{**ending, "rank": ending["rank"] + self.point.first_rank} for ending in ended]
         all_ranks = sorted({*(ending["rank"] for ending in ended or ()), *self.reports})
         ranks = {rank: self.reports[rank].fields if rank in self.reports else {} for rank in all_ranks}
@@ -151,11 +150,11 @@ class Recording:
     ) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
-        if self.point.is_resumed:  # other words may have been typed; from here on nothing refuses the run
+        if self.point.is_resumed:  # written only now: from here on the run can't be refused any more
             write_notes(self.point.folder, self.point.notes)
         history = self.metrics.begin(step, untold, known)
         if wrong := history.wrong:
-            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and stand in {DAMAGED} as they were")
+            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and are kept in {DAMAGED}")
         self._start_recorder()
         for row in history.rows:
             self._log(row["step"], {name: value for name, value in row.items() if name != "step"})
@@ -167,7 +166,7 @@ class Recording:
         self.progress.update(step, values)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
-        """Metrics that arrive after their step: the progress line stays."""
+        """Record metrics without showing them in the progress line, as they may arrive long after their step."""
         self.metrics.write(step, values)
         self._log(step, values)
 
@@ -187,11 +186,11 @@ class Recording:
         self.recorder = start(folder, logger, *names, resume_id=stored_run_id(folder))
 
     def close(self) -> Row:
-        """The row is whole: add advice, write it, end the W&B run."""
+        """When the row is complete: add advice, write it, end the W&B run."""
         self.progress.stop()
         self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
-            return self.row  # nothing ran: there is nothing to keep
+            return self.row  # nothing ran, so nothing is kept
         self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
         self._start_recorder()
@@ -206,9 +205,7 @@ class Recording:
     def _advise(self) -> None:
         choices, plan = self.row["choices"], self.row["plan"] or {}
         if self.row["status"] == Status.OOM:
-            advice = plan.get(
-                "advice", "try a smaller model or a larger vram"
-            )  # the default: the process that plans was killed
+            advice = plan.get("advice", "try a smaller model or a larger vram")  # missing if the planning was killed
             self.add({"reason": f"{self.row['reason']}; {advice}"})
             if self._more_parts is not None:
                 which = "torchrun's processes" if self.point.launch else "a process that ran out of memory"
@@ -240,5 +237,5 @@ def clean(log: Path) -> None:
 
 
 def together(*reasons: str | None) -> str | None:
-    """All reasons for one thing, or none."""
+    """All reasons, joined; None if there are none."""
     return "; ".join(filter(None, reasons)) or None

@@ -1,12 +1,12 @@
 """Two reasons to run a point again, in fresh processes. Imports no torch.
 
-accum=auto: it ran out of memory, and begins again with more parts. The logical batch stays, so the science does; a
-run continues from the snapshot of the attempt before. The knob (knobs/accum.py) says how many parts come next: the
-child reports it before its first step.
+accum=auto: it ran out of memory, and starts again with more parts. The logical batch stays the same, and so do the
+gradients; a run continues from the last snapshot. The knob (knobs/accum.py) determines the next number of parts, which
+the child reports before its first step.
 
-measure.reruns: something disturbed its measurement. Every measurement is kept: what the row was lies in
-`disturbed-1.json`, its log in `disturbed-1.jsonl`, and the row lists them. The first undisturbed one counts,
-else the last one, even if others were faster: the best of several would be another statistic.
+measure.reruns: its measurement was disturbed, and is repeated. Every measurement is kept: its row in
+`disturbed-1.json`, its log in `disturbed-1.jsonl`, and the final row lists them. The first undisturbed measurement
+counts, else the last one, even if others were faster: the best of several would be a biased figure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODE = "measure"  # conf/mode/measure.yaml
 
 
 def continued(point: Point) -> Point:
-    """The point with the parts that it had grown to, if it goes on with an earlier run."""
+    """The point, if it continues an earlier run with the number of parts that this run had reached."""
     config, attempts = as_left(point.config, rows.read(point.folder) if point.is_resumed else None)
     return point if attempts is None else replace(point, config=dict(config), attempts=attempts, plan=None)
 
@@ -44,20 +44,20 @@ def attempts_with(row: Row) -> Attempts:
 
 
 def as_left(config: Config, earlier: Row | None) -> tuple[Config, Attempts | None]:
-    """The configuration of a run that goes on, in the parts that it had grown to, and the attempts until then.
+    """The configuration of a continued run, with the number of parts that it had reached, and the attempts before that.
 
     Unchanged if no attempt fitted or if the batch split was overridden.
     """
     if earlier is None or not earlier["attempts"] or earlier["status"] == Status.OOM:
         return config, None
     first = with_parts(earlier["config"], earlier["attempts"][0]["parts"])
-    if how_shared_out(first) != how_shared_out(config):
+    if batch_split(first) != batch_split(config):
         return config, None
     return with_parts(config, earlier["config"]["accum"]["parts"]), earlier["attempts"]
 
 
-def how_shared_out(config: Config) -> Any:
-    """The values that decide which samples a part holds."""
+def batch_split(config: Config) -> Any:
+    """The values that determine which samples are in a part."""
     return config["train"]["batch_size"], config["sharding"], config["accum"]
 
 
@@ -68,7 +68,7 @@ def is_due(row: Row) -> bool:
 
 
 def set_aside(folder: Path, row: Row) -> list[Measurement]:
-    """Keep a disturbed measurement of the point in `folder`; returns what the next row lists of all such."""
+    """Keep a disturbed measurement of the point in `folder`; returns the next row's list of all disturbed ones."""
     number = len(row["reruns"] or ()) + 1
     write(folder, row, f"disturbed-{number}.json")
     (folder / metrics_file.FILE_NAME).replace(folder / f"disturbed-{number}.jsonl")

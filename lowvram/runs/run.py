@@ -1,4 +1,4 @@
-"""One point, as its parent knows it: its children compute it, recorder.py keeps what they tell. Imports no torch."""
+"""Runs one point from the parent: children compute it, recorder.py records their events. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def run_point(
     stop_signals: Callable[[], int],
     plan_again: Callable[[Point], Mapping[str, Any] | None],
 ) -> Row:
-    """Run one point and leave its row.
+    """Run one point and write its row; returns the row.
 
     Args:
-        stop_signals: how often somebody asked to stop so far.
-        plan_again: what the point is expected to hold in other parts than it was planned in.
+        stop_signals: returns how often somebody has asked to stop.
+        plan_again: returns the plan of the point after its number of parts has changed.
     """
     server.wait_until_ready(StopConditions(None, stop_signals))
     recording = Recording(continued(point), progress, server.disturbs, server.is_fresh and point.launch is None)

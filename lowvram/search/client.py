@@ -28,8 +28,8 @@ from lowvram.runs.run import run_point
 from lowvram.search import result
 
 MODE = "search"  # conf/mode/search.yaml
-FIRST_SEARCHED = 2  # before it only the options in use are planned, and the search may still be refused
-NUM_TOLD = 10  # candidates of a search that only plans
+FIRST_SEARCHED = 2  # the plan from which on progress is shown: after the first, the search may still be refused
+NUM_LISTED = 10  # candidates in the table of a search that only plans
 Candidate = Mapping[str, Any]  # a plan, and the options that it changes
 
 
@@ -65,12 +65,12 @@ class Searches:
         if not candidates.ranking:
             return None if self.stop_signals() else self.ended(point, candidates.ending)
         is_real, num_wanted = runs_here(point), point.config["search"]["probes"]
-        ranking = in_turn(candidates.ranking, num_wanted) if is_real else candidates.ranking
+        ranking = measuring_order(candidates.ranking, num_wanted) if is_real else candidates.ranking
         probes = (probe_of(point, words, number, each, is_real) for number, each in enumerate(ranking))
-        measured = self.measure(probes, num_wanted) if is_real else planned_rows(islice(probes, NUM_TOLD))
+        measured = self.measure(probes, num_wanted) if is_real else planned_rows(islice(probes, NUM_LISTED))
         if not measured:
             return None
-        best = min(measured, key=result.place)
+        best = min(measured, key=result.sort_key)
         table.save(point.folder, measured)
         report.save(point.folder)
         self.progress.show(table.render(measured))
@@ -145,12 +145,12 @@ def runs_here(point: Point) -> bool:
     return point.config["plan"]["device"] == "auto"
 
 
-def in_turn(ranking: Sequence[Candidate], num_wanted: int) -> list[Candidate]:
-    """In which order candidates are measured: the fastest first, and as the last of those that are wanted the
-    thriftiest of all, by its time and memory together.
+def measuring_order(ranking: Sequence[Candidate], num_wanted: int) -> list[Candidate]:
+    """The order in which candidates are measured: the fastest first, but as the last of the `num_wanted` the one with
+    the smallest product of time and memory.
 
-    The fastest are often alike, and so are the errors of their times: what is small enough for a device's caches, or
-    for memory that is at hand, can be a third faster than predicted.
+    The fastest candidates are often similar, and so are the errors of their predicted times. A candidate that needs
+    less memory, and so fits a device's caches, can be a third faster than predicted.
     """
     if not 1 < num_wanted < len(ranking):
         return list(ranking)

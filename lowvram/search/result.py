@@ -1,4 +1,4 @@
-"""What a search ends with: the winner, predicted beside measured, as a command and as a file. Imports no torch."""
+"""The result of a search: the winner's predicted and measured figures, as a command and as a file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NAME = "winner"
 OF_THE_SEARCH = ("mode", "search", "hydra", "plan")  # keys that only the search needs
 
 
-def place(row: Row) -> tuple[bool, float]:
-    """Sort key, best first: rows that ran, then by the measured time of a sample, else the planned time of a step."""
+def sort_key(row: Row) -> tuple[bool, float]:
+    """Sorts the best row first: rows that ran, by the measured time of a sample, else the planned time of a step."""
     samples_per_s = row["throughput"]["samples_per_s"]
     return row["status"] != Status.OK, 1 / samples_per_s if samples_per_s else row["plan"]["step_ms"]
 
@@ -27,10 +27,10 @@ def with_changes(words: Sequence[str], changes: Mapping[str, str]) -> list[str]:
 
 
 def report(folder: Path, words: Sequence[str], best: Row, changes: Mapping[str, str]) -> list[str]:
-    """Write the winner's file; returns the last lines of the search.
+    """Write the winner's file; returns the last lines that the search prints.
 
     Args:
-        changes: the winner's options, where they are not those that were typed.
+        changes: the winner's options that differ from the typed ones.
     """
     if best["status"] != Status.OK:
         return ["no measured candidate ran to its end"]
@@ -48,7 +48,7 @@ def report(folder: Path, words: Sequence[str], best: Row, changes: Mapping[str, 
 
 
 def described(best: Row) -> str:
-    """Planned beside measured."""
+    """A line with the measured and the planned figures of the winner."""
     plan, memory, measured_ms = best["plan"], best["memory"]["peak_bytes"], best["time"]["step_ms_p50"]
     if memory is None:
         needed = f"needs {size_text(plan['least_vram_bytes'])}, about {plan['step_ms']:.3g} ms a step, as planned"
@@ -59,7 +59,7 @@ def described(best: Row) -> str:
 
 
 def write_file(folder: Path, best: Row, changes: Mapping[str, str]) -> None:
-    """An experiment as in conf/experiment: the options that were chosen."""
+    """Write the options that were chosen as an experiment, as in conf/experiment."""
     lines = [f"# @package _global_\n# Found by mode=search: {described(best)}.\n"]
     if changes:
         lines.append("defaults:\n")

@@ -1,9 +1,9 @@
-"""The space of a search: every combination of options that can be had together, and an estimate of each.
+"""The space of a search: every combination of options that are compatible, and an estimate of each.
 
-A plan takes a second, and there are thousands of combinations. So each option is planned alone, beside those that are
-in use, and a combination is estimated from these few: what an option does to the time of a step, and to each kind of
-memory, is taken to be the same factor whatever else is chosen. Estimates decide what is planned next, and nothing
-else: what is ranked in the end was planned as a whole.
+A plan takes a second, and there are thousands of combinations. So each option is planned alone, with the options in use
+in all other groups, and a combination is estimated from these few plans: each option is assumed to multiply the time of
+a step, and each kind of memory, by the same factor whatever else is chosen. Estimates only decide which combinations
+are planned next; the ranking uses plans of whole combinations.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Option = tuple[str, str]  # group and name
 Options = Mapping[str, str]  # one of each group that is searched
 Plan = Mapping[str, Any]  # as a row holds it
 HOST = Kind.HOST.value
-EVEN = 1e-3  # relative: what differs by less is the same
+EVEN = 1e-3  # relative difference up to which two figures count as equal
 
 
 @final
 @dataclass(frozen=True)
 class Space:
-    """Options of several groups."""
+    """The options of several groups. "In use" are those of the typed configuration."""
 
     base: Options  # those in use
-    knobs: Mapping[Option, Knob]  # of all options, those in use among them
-    pairs: frozenset[frozenset[Option]]  # that can't be had together
+    knobs: Mapping[Option, Knob]  # of all options, including those in use
+    pairs: frozenset[frozenset[Option]]  # that are incompatible
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -45,39 +45,40 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many combinations there are, with those that can't be had."""
+        """How many combinations there are, including incompatible ones."""
         return prod(len(names) for names in self.names.values())
 
     def without(self, dropped: Mapping[Option, str]) -> Space:
-        """The space without some options; one in use stays."""
+        """The space without some options."""
         return replace(self, knobs={one: knob for one, knob in self.knobs.items() if one not in dropped})
 
     def singles(self) -> Iterator[tuple[Option, Options]]:
-        """Each option beside those in use, where it can be had there."""
+        """Each option that isn't in use, with its combination with those in use in all other groups; only compatible
+        ones."""
         for group, name in self.knobs:
             options = {**self.base, group: name}
-            if name != self.base[group] and self.can_be_had(options):
+            if name != self.base[group] and self.is_compatible(options):
                 yield (group, name), options
 
     def combinations(self) -> Iterator[Options]:
-        """All that can be had."""
+        """All compatible combinations."""
         for chosen in product(*self.names.values()):
             options = dict(zip(self.names, chosen, strict=True))
-            if self.can_be_had(options):
+            if self.is_compatible(options):
                 yield options
 
     def changes(self, options: Options) -> Options:
-        """Those that are not in use."""
+        """Those of the options that are not in use."""
         return {group: name for group, name in options.items() if name != self.base[group]}
 
-    def can_be_had(self, options: Options) -> bool:
+    def is_compatible(self, options: Options) -> bool:
         return self.pairs.isdisjoint(map(frozenset, combinations(options.items(), 2)))
 
 
 def space_of(
     base: Options, knobs: Mapping[Option, Knob], fixed: Mapping[str, Knob], absent: Mapping[Fact, str]
 ) -> tuple[Space, dict[Option, str]]:
-    """The space of those options that can be had at all, and why others can't.
+    """The space of the options that are possible with `fixed` on the device, and the reasons why others aren't.
 
     Args:
         fixed: the knobs of other groups, by the names that messages use.
@@ -99,16 +100,16 @@ def space_of(
 
 
 class Estimate(NamedTuple):
-    """What a combination is expected to need."""
+    """The estimated time and memory of a combination."""
 
     options: Options
-    num_changes: int  # of options in use
+    num_changes: int  # the number of options that aren't in use
     step_ms: float
     least_bytes: float
 
 
 def estimate(options: Options, base: Plan, singles: Mapping[Option, Plan]) -> Estimate:
-    """What a combination needs, from the plan of the options in use and those of single other options."""
+    """Estimate a combination from the plan of the options in use (`base`) and those with one other option each."""
     changes = [singles[option] for option in options.items() if option in singles]
     times = [change["step_ms"] / base["step_ms"] for change in changes]
     share = sum(kind_bytes(kind, base, changes) for kind in counted(base)) / sum(counted(base).values())
@@ -117,13 +118,13 @@ def estimate(options: Options, base: Plan, singles: Mapping[Option, Plan]) -> Es
 
 
 def kind_bytes(kind: str, base: Plan, changes: Sequence[Plan]) -> float:
-    """Multiplies the bytes in use by each option's factor; where nothing is in use, adds what each option needs."""
+    """The bytes of a kind: those of `base` times each option's factor; if `base` has none, the sum over the options."""
     before, after = counted(base)[kind], [counted(change)[kind] for change in changes]
     return before * prod(size / before for size in after) if before else float(sum(after))
 
 
 def useless(base: Plan, single: Plan) -> str | None:
-    """Why an option can't be part of any answer; None: it can."""
+    """Why an option can't improve anything; None if it may."""
     if single["step_ms"] is None:
         return "its speed on this device isn't known"
     before, after = [(plan["step_ms"], plan["least_vram_bytes"], *counted(plan).values()) for plan in (base, single)]
@@ -132,13 +133,14 @@ def useless(base: Plan, single: Plan) -> str | None:
 
 
 def counted(plan: Plan) -> dict[str, int]:
-    """The largest moment of each kind of memory that a budget is for: a CPU is its own host."""
+    """The maximum of each kind of memory that counts for the budget. On a CPU, host memory does."""
     is_cpu = plan["reserved_bytes"] is None
     return {kind: size for kind, size in plan["by_kind_max"].items() if is_cpu or kind != HOST}
 
 
 def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], dict[str, str]]:
-    """Every option of a group with the values that were changed in the one in use; and why others can't have them.
+    """Every option of a group, with the values that the user has changed in the one in use; and the reasons why others
+    can't have these values.
 
     Args:
         knob: of the option `in_use`, as it was changed.

@@ -21,17 +21,17 @@ from lowvram.results.row import size_text
 from lowvram.search.space import Estimate, Option, Options, Plan, Space, estimate, space_of, useless, variants_of
 
 MOST_PLANS = 40  # of combinations, beside those of single options
-MEMORY_SLACK = 1.1  # by how much the estimate of a combination's memory may be too large
-TIME_SLACK = 1.05  # and that of its time too small
-NUM_LEANEST = 8  # combinations that are planned before it is said that nothing fits
-NUM_NAMED = 5  # of those that are too large
+MEMORY_SLACK = 1.1  # combinations are planned if their estimated memory is at most this many times the budget
+TIME_SLACK = 1.05  # and if their estimated time is at most this many times that of the last of the best
+NUM_LEANEST = 8  # combinations of least memory that are planned before the search says that nothing fits
+NUM_NAMED = 5  # combinations that are too large and that the account names
 Refused = dict[Option, str]
 
 
 @final
 @dataclass(frozen=True)
 class Search:
-    """conf/mode/search.yaml. The parent has candidates found by `search`, and runs those as points."""
+    """conf/mode/search.yaml. `search` finds candidates in a child, and the parent runs the best ones as points."""
 
 
 @final
@@ -42,19 +42,19 @@ class PlanCache:
     planner: Planner
     settings: Settings
     choices: Mapping[str, str]
-    place: PlanDevice
-    tell: Callable[[int], None]  # is told how many plans there are
+    plan_device: PlanDevice
+    on_plan: Callable[[int], None]  # called with the number of plans after each new one
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     def plan(self, space: Space, options: Options) -> Plan:
-        """The plan of one of them, with what it changes of the options in use."""
+        """The plan of a combination, as in a row, and under "changes" the options in it that aren't in use."""
         key = tuple(options.values())
         if key not in self.plans:
             knobs = {group: space.knobs[group, name] for group, name in options.items()}
             whole = replace(self.settings, groups=self.settings.groups | knobs)
-            plan = self.planner.planned(whole, {**self.choices, **options}, self.place)["plan"]
+            plan = self.planner.planned(whole, {**self.choices, **options}, self.plan_device)["plan"]
             self.plans[key] = {**plan, "changes": space.changes(options)}
-            self.tell(len(self.plans))
+            self.on_plan(len(self.plans))
         return self.plans[key]
 
     @property
@@ -63,10 +63,10 @@ class PlanCache:
 
 
 def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
-    """Plan combinations; returns the candidates, the best first, and an account of all others, for the parent.
+    """Plan combinations; returns "ranking", the candidates with the best first, and "account", lines about the others.
 
     Args:
-        pinned: groups that stay as they are.
+        pinned: groups that the search leaves as they are, since the user named them.
 
     Raises:
         BadInput: the budget or the speed of the device is unknown.
@@ -95,12 +95,12 @@ def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
 
 
 def usual_groups() -> list[str]:
-    """Those whose neutral option says that a search tries the others."""
+    """The groups that a search tries by default: see `Knob.searched`."""
     return [group for group, option in neutral_options().items() if knob_of((group, option)).searched]
 
 
 def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
-    """The options that can be had, and why others are not tried."""
+    """The space of options to try, and the reasons why others aren't tried."""
     knobs: dict[Option, Knob] = {}
     refused: Refused = {}
     for group in groups:
@@ -114,20 +114,20 @@ def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
                 knobs[group, name] = knob
     fixed = {f"{name}={cache.choices[name]}": cache.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
     base = {group: cache.choices[group] for group in groups}
-    space, conflicting = space_of(base, knobs, fixed, cache.place.target.absent())
+    space, conflicting = space_of(base, knobs, fixed, cache.plan_device.target.absent())
     return space, refused | conflicting
 
 
 def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
-    """Why an option is not tried, on whatever device."""
+    """Why an option isn't tried, whatever the device; None: it is."""
     if knob.exactness is Exactness.LOSSY and not cache.settings.search.lossy:
         return "lossy: search.lossy=true tries it"
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
-    parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.place.num_ranks
+    parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.plan_device.num_ranks
     if knob.more_parts(num_samples) is not None:
         return "it changes only after memory has run out"
     try:
-        check_batch_size(cache.settings.train.batch_size, parts, cache.place.num_ranks)
+        check_batch_size(cache.settings.train.batch_size, parts, cache.plan_device.num_ranks)
     except BadInput as error:
         return str(error)
     return None
@@ -143,8 +143,8 @@ def check(base: Plan) -> None:
 
 
 def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_wanted: int) -> None:
-    """Plan combinations, those first that should be the fastest of what fits, until no better ones are to be expected.
-    Where nothing fits, plan the leanest ones."""
+    """Plan the combinations that should fit, those with the shortest estimated time first, until the next ones would be
+    slower than the best `num_wanted` found. If nothing fits, plan those with the least estimated memory."""
     base = cache.plan(space, space.base)
     room_bytes = MEMORY_SLACK * base["budget_bytes"] / (1 + base["margin"])
     sizes, times = [1.0], [1.0]  # planned / estimated, so far
@@ -171,35 +171,36 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
 
 
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
-    """The time of a step above which an estimate can't be among the best `num_wanted`."""
-    pointed, _ = with_and_without_point(fitting)
-    return TIME_SLACK * pointed[num_wanted - 1]["step_ms"] if len(pointed) >= num_wanted else math.inf
+    """The estimated time of a step above which a combination can't be among the best `num_wanted`."""
+    useful, _ = split_by_use(fitting)
+    return TIME_SLACK * useful[num_wanted - 1]["step_ms"] if len(useful) >= num_wanted else math.inf
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """The fastest first; last those that save memory which isn't needed."""
-    pointed, pointless = with_and_without_point(plans)
-    return [*pointed, *pointless]
+    """The useful ones, the fastest first; then those of no use (see `split_by_use`)."""
+    useful, needless = split_by_use(plans)
+    return [*useful, *needless]
 
 
-def with_and_without_point(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """By time; apart those that only add to what fits as well without it, and is no slower."""
+def split_by_use(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """Plans that fit, the fastest first, in two lists: useful ones, and those with changes that aren't needed, since
+    another one with fewer of these changes fits as well and is no slower."""
     ordered = sorted(plans, key=lambda plan: (plan["step_ms"], len(plan["changes"]), plan["least_vram_bytes"]))
-    pointed: list[Plan] = []
-    pointless: list[Plan] = []
+    useful: list[Plan] = []
+    needless: list[Plan] = []
     for plan in ordered:
-        is_pointless = adds_nothing(plan["changes"], plan["step_ms"], pointed)
-        (pointless if is_pointless else pointed).append(plan)
-    return pointed, pointless
+        is_needless = adds_nothing(plan["changes"], plan["step_ms"], useful)
+        (needless if is_needless else useful).append(plan)
+    return useful, needless
 
 
 def adds_nothing(changes: Options, step_ms: float, fitting: Iterable[Plan]) -> bool:
-    """Whether fewer of these changes fit as well, and are no slower."""
+    """Whether a plan with fewer of these changes fits as well, and is no slower."""
     return any(plan["changes"].items() < changes.items() and plan["step_ms"] <= step_ms for plan in fitting)
 
 
 def account(cache: PlanCache, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
-    """What was looked at, and what was ruled out and why, in lines for people."""
+    """Lines for the user: how many combinations were estimated and planned, and what was ruled out and why."""
     num_fitting, num_clashing = len(cache.fitting), space.size - sum(1 for _ in space.combinations())
     lines = [
         f"{space.size} combinations of {', '.join(space.names)}: {num_clashing} can't be had together, "
@@ -216,7 +217,8 @@ def account(cache: PlanCache, space: Space, estimates: Sequence[Estimate], refus
 
 
 def nothing_fits(plans: Sequence[Plan]) -> str:
-    """The least that would, and with which options; of those that the host has room for, if there are any."""
+    """The message that nothing fits. It names the plan of least memory (if possible one that fits into the host's
+    memory) and its options."""
     with_host = [plan for plan in plans if (plan["host_bytes"] or 0) <= (plan["host_budget_bytes"] or math.inf)]
     least = min(with_host or plans, key=lambda plan: plan["least_vram_bytes"])
     needed_bytes = least["least_vram_bytes"] * (1 + least["margin"])
@@ -227,7 +229,7 @@ def nothing_fits(plans: Sequence[Plan]) -> str:
 
 
 def more_to_try(settings: Settings, space: Space) -> str:
-    """What a search could still do to find less."""
+    """Settings of the search with which it may find configurations of less memory, for the message."""
     lossy = [] if settings.search.lossy else ["search.lossy=true"]
     groups = [] if "optimizer" in space.names else [f"search.groups=[{','.join([*space.names, 'optimizer'])}]"]
     return f" ({' or '.join([*groups, *lossy])} may find less)" if groups or lossy else ""

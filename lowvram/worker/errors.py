@@ -29,15 +29,16 @@ OUT_OF_MEMORY_WORDS = (
     "thread creation failed",
     "can't start new thread",
 )
-# All that oneDNN, Python while it imports something, or C++ that can't start a thread says, for want of memory or not.
-UNTOLD = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
+# Whole messages of oneDNN, of Python's import, and of C++ that can't start a thread. They don't say whether memory ran
+# out, but under `vram` it most likely did.
+VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
 DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
-TORCHS_WRITER = "inline_container"  # the file that raises when what it writes to has failed
+TORCHS_WRITER = "inline_container"  # torch's source file that raises, without the errno, when writing a file failed
 OF_SAFETENSORS = re.compile(r"I/O error.*\(os error (\d+)\)")
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 SAVING = ("saving a snapshot", "saving the weights")
-PHASES = {  # the innermost of these functions of ours on the stack names the phase
+PHASES = {  # by function name: the innermost of these functions of lowvram on the stack gives the phase
     "update": "the update",
     "backward": "the backward pass",
     "one_after_another": "the forward pass",
@@ -99,11 +100,11 @@ def says_out_of_memory(error: BaseException) -> bool:
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    return is_refused or says_so or (message(error) in UNTOLD and is_capped())
+    return is_refused or says_so or (message(error) in VAGUE_MESSAGES and is_capped())
 
 
 def is_capped() -> bool:
-    """Whether this process may use less memory than it could: `vram` on a CPU."""
+    """Whether `vram` limits the memory of this process (on a CPU)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     return soft != hard
 
@@ -121,7 +122,7 @@ def disk_trouble(error: BaseException) -> str | None:
 
 
 def error_number(error: BaseException) -> int:
-    """The errno of an error of the system, which safetensors has only in its text; 0: it has none."""
+    """The errno of an error, which safetensors gives only in its text; 0: it has none."""
     if isinstance(error, SafetensorError):
         match = OF_SAFETENSORS.search(message(error))
         return int(match[1]) if match else 0
@@ -129,7 +130,7 @@ def error_number(error: BaseException) -> int:
 
 
 def says_all(error: BaseException, folder: str) -> bool:
-    """Whether nobody needs to see where `error` was raised: files of the run itself, in `folder`, can't be written."""
+    """Whether the reason says enough without a traceback: a file of the run itself, in `folder`, can't be written."""
     if isinstance(error, InTheWay):
         return True
     name = error.filename if isinstance(error, OSError) else None
@@ -146,14 +147,14 @@ def chain(error: BaseException) -> list[BaseException]:
     """The error, and those that led to it."""
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
-        if any(cause is known for known in causes):  # somebody's ring
+        if any(cause is known for known in causes):  # a cycle
             break
         causes.append(cause)
     return causes
 
 
 def phase(trace: TracebackType | None) -> str:
-    """The phase of the run, read off the traceback, so that no step spends time on keeping track."""
+    """The phase of the run in which an error was raised. Read from the traceback, so that steps needn't track it."""
     phase_name = "the set-up"
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_filename.endswith(COMPILERS_FILES):

@@ -1,6 +1,7 @@
-"""The process of the program as that of its point: breakpoints are on the user's terminal, profilers see all of it.
+"""Runs a point in the program's own process (process=inline), so that debuggers have a terminal and profilers see
+everything.
 
-Nothing is redirected: what the point prints, and what a debugger asks, is on stdout.
+Nothing is redirected: what the point prints goes to stdout.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SECOND_SIGNAL = "ended by a second signal before it could save"
 
 @final
 class InProcessStop(StopSignals):
-    """SIGINT and SIGTERM, which the program counts too, and the alarm of `timeout_s`. The first one waits for the step
-    to end, as in a child; the second doesn't."""
+    """Handles SIGINT and SIGTERM, which the program's own handlers also count, and an alarm after `timeout_s`. The
+    first signal takes effect at the end of the step, as in a child; the second one at once."""
 
     def __init__(self, timeout_s: float | None) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class InProcessStop(StopSignals):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the block signals interrupt."""
+        """Inside it signals raise Interrupted."""
         numbers = (*STOPS, signal.SIGALRM) if self._timeout_s else STOPS
         self._earlier = {int(number): signal.signal(number, self._on_signal) for number in numbers}
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s, TIMEOUT_GRACE_S)
@@ -50,8 +51,8 @@ class InProcessStop(StopSignals):
 
     def _on_signal(self, number: int, frame: Any) -> None:
         first = self.heard(number)
-        if callable(tell := self._earlier[number]):
-            tell(number, frame)
+        if callable(earlier := self._earlier[number]):
+            earlier(number, frame)
         if self._has_ended or (first and self._patient):
             return
         raise Interrupted("" if first else SECOND_SIGNAL)
@@ -59,7 +60,8 @@ class InProcessStop(StopSignals):
 
 @final
 class Events:
-    """As those of a child, whose pipe would make the same of them. Whoever listens has done with each at once."""
+    """Passes events to the listener directly, encoded and parsed as through a child's pipe. The listener has handled
+    each event when the call returns."""
 
     def __init__(self, on_event: Listener) -> None:
         self._on_event = on_event
@@ -73,23 +75,27 @@ class Events:
 
 
 def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | None:
-    """Plan, or run one point; returns the error that is to be seen as it is, if it ended with one."""
+    """Plan, or run one point; returns the exception that ended it if its status is "error", so that the user sees its
+    traceback."""
 
-    tell, error = Events(on_event), None
+    events, error = Events(on_event), None
     stop, rendezvous = InProcessStop(request.get("config", {}).get("timeout_s")), Rendezvous(SingleProcess(), request)
     try:
         with stop.listening():
-            fields = child.plan(request["plan"], tell) if "plan" in request else run(request, tell, stop, rendezvous)
+            if "plan" in request:
+                fields = child.plan(request["plan"], events)
+            else:
+                fields = run(request, events, stop, rendezvous)
     except BdbQuit:
         fields = {"status": "interrupted", "reason": "left in the debugger"}
     except BaseException as raised:  # as in a child: a point always reports how it ended
         fields = ending(raised)
         error = raised if fields["status"] == "error" else None
     lift()
-    tell("row", fields=child.as_used(fields, request), rank=0)
+    events("row", fields=child.as_used(fields, request), rank=0)
     return error
 
 
-def run(request: dict[str, Any], tell: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:
-    child.write_proc("clear_refs", "5")  # the peak of resident memory starts here
-    return child.run_request(request, tell, stop, rendezvous)
+def run(request: dict[str, Any], events: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:
+    child.write_proc("clear_refs", "5")  # resets the peak of resident memory
+    return child.run_request(request, events, stop, rendezvous)

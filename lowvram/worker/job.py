@@ -21,7 +21,7 @@ from lowvram.core.quiet import quiet
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
-from lowvram.loops.profiling.malloc import handed_out_bytes
+from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
 from lowvram.loops.setup import acting_allocator, check_batch_size, open_data
 from lowvram.results.row import held_by_another_process
@@ -52,10 +52,10 @@ def run(
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)
-    malloc_bytes = handed_out_bytes()  # with the data, which aren't the point's memory
+    malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)
-    torch.manual_seed(settings.root.seed + ranks.rank())  # the samples of each rank get masks of their own
+    torch.manual_seed(settings.root.seed + ranks.rank())  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
     folder, is_resumed = Path(request["folder"]), request["resume"]
     about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"))
@@ -71,7 +71,7 @@ def run(
 
 
 def import_libraries(settings: Settings) -> None:
-    """Import the libraries of the knobs before memory is measured: their code isn't the point's."""
+    """Import the libraries of the knobs, before memory is measured: it shouldn't include their code."""
     with quiet():
         for group in KNOB_GROUPS:
             for name in settings.groups[group].libraries:
@@ -79,7 +79,7 @@ def import_libraries(settings: Settings) -> None:
 
 
 def chosen(request: dict[str, Any]) -> dict[str, Any]:
-    """The option of each group, and each value that changes a result, by dotted key."""
+    """The option of each group, and each value that can change a result, by dotted key."""
     config = {key: value for key, value in without_secrets(request["config"]).items() if key not in NOT_IDENTITY}
     fields = {key: value for key, value in by_dotted_key(config).items() if key not in NOT_IDENTITY}
     return {group: request["choices"][group] for group in GROUPS} | fields
@@ -95,7 +95,8 @@ def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def named_knobs(settings: Settings, choices: dict[str, str], device: torch.device) -> dict[str, Knob]:
-    """The knobs by the names that the user typed, in the order in which they act within a stage."""
+    """The knobs by their names in messages, in the order in which they act within a stage. With `vram`, the limit is
+    one of them, and `choices` gets the allocator that takes effect."""
     knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
     if settings.vram_bytes is None:
         return knobs
@@ -109,12 +110,12 @@ def named_knobs(settings: Settings, choices: dict[str, str], device: torch.devic
 
 
 def ready_fields(device: torch.device) -> dict[str, Any]:
-    """Fields of the row that only the child knows."""
+    """The row's fields that the child sends when the point is assembled: about the environment and the device."""
     provenance = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
         return {"provenance": provenance}
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)  # the weights are there already
+    free += torch.cuda.memory_reserved(device)  # the point's own weights are on the device already
     others = total - free
     disturbed = held_by_another_process(others) if others > LARGEST_CONTEXT_BYTES else None
     if ranks.rank() > 0:

@@ -1,4 +1,4 @@
-"""The cap of `vram`: a real limit on the memory that a point may use."""
+"""The limit `vram` on the memory that a point may allocate."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.loops.fields import status_bytes
 
-LARGEST_CONTEXT_BYTES = 2**30  # a CUDA context takes 300 to 700 MiB; more than this is somebody else's
+LARGEST_CONTEXT_BYTES = 2**30  # a CUDA context takes 300 to 700 MiB; more than this belongs to other processes
 
 
 @dataclass(frozen=True)
 class Cap(Knob):
-    """Nothing beyond `vram_bytes` can be allocated: by the CUDA allocator's fraction, or by RLIMIT_DATA on the CPU."""
+    """Limits allocations to `vram_bytes`: by the CUDA allocator's memory fraction, or by RLIMIT_DATA on the CPU."""
 
     vram_bytes: int
 
@@ -32,7 +32,11 @@ class Cap(Knob):
 
 
 def cap_cuda(device: torch.device, vram_bytes: int) -> None:
-    """The allocator gets what `vram_bytes` leaves beside the CUDA context."""
+    """Limit the allocator to `vram_bytes` less the CUDA context.
+
+    Raises:
+        BadInput: the context leaves nothing.
+    """
     free, total = torch.cuda.mem_get_info(device)
     context_bytes = min(total - free, LARGEST_CONTEXT_BYTES)
     if vram_bytes <= context_bytes:
@@ -42,15 +46,15 @@ def cap_cuda(device: torch.device, vram_bytes: int) -> None:
 
 
 def cap_process(vram_bytes: int) -> None:
-    """Private data may grow by `vram_bytes` from here."""
+    """Let the process's private data grow by at most `vram_bytes` from now on."""
     square = torch.ones(512, 512)
-    torch.mm(square, square)  # threads that start under the limit hang or abort: start them first
+    torch.mm(square, square)  # starts torch's threads; started under the limit they may hang or abort
     del square
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + vram_bytes, hard))
 
 
 def lift() -> None:
-    """Remove the cap before the point reports its end: under it not even a thread could start."""
+    """Remove the limit, before the point reports its end: under it not even a thread might start."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

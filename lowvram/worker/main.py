@@ -1,6 +1,6 @@
 """The child: one point in a process of its own. It computes and sends events; the parent records them.
 
-Every way to end becomes an event with a status, except a sudden death, which the parent names.
+However it ends, it sends an event with a status; only if it dies suddenly does the parent determine the status.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lowvram.planning.cache import TraceCache
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner, place_here, place_of
+from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
 from lowvram.search.worker import PlanCache, search
 from lowvram.worker import job
 from lowvram.worker.errors import ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
@@ -47,14 +47,14 @@ from lowvram.worker.rendezvous import Rendezvous, role_of
 from lowvram.worker.signals import StopSignals
 
 EXIT_CODES = {"ok": 0, "incompatible": 3, "interrupted": EXIT_INTERRUPTED}
-AGAIN_S = 0.01  # until an interrupt comes again that a destructor has swallowed
-COMMIT_S = 10.0  # how long a snapshot waits for the parent; then it carries the rows itself
-OF_EVERY_RANK = ("ready", "say", "row")  # events; the others are the first rank's alone
+AGAIN_S = 0.01  # after which an interrupt that Python dropped in a destructor is raised again
+COMMIT_S = 10.0  # how long a snapshot waits for the parent; after that it carries the rows itself
+OF_EVERY_RANK = ("ready", "say", "row")  # events that all ranks send; only the first rank sends the others
 
 
 class Events:
-    """The pipe to the parent, and the one through which it answers the first rank. Once the parent is gone, events
-    are dropped."""
+    """Sends events to the parent through a pipe; the parent answers the first rank through another. Once the parent is
+    gone, events are dropped."""
 
     def __init__(self, fd: int, answers_fd: int, rank: int) -> None:
         self._fd, self._answers_fd, self._rank = fd, answers_fd, rank
@@ -71,8 +71,8 @@ class Events:
             pass
 
     def commit(self) -> bool:
-        """Wait until the parent has written all earlier events to disk; False if it is gone, or takes too long. An
-        answer that comes late counts for the commit that it belongs to."""
+        """Wait until the parent has written all earlier events to disk; False if it is gone, or takes longer than
+        `COMMIT_S`. Answers are counted, so a late one isn't taken for that of the next commit."""
         if self._rank:  # only the first rank sends rows
             return True
         self("commit")
@@ -90,7 +90,7 @@ class Events:
 
 
 class SpokenStream:
-    """A stand-in for stdout and stderr: each line becomes an event, so that it is printed above the progress bar."""
+    """Replaces stdout and stderr: sends each line as an event, so that the parent prints it above the progress bar."""
 
     def __init__(self, events: Events, prefix: str = "") -> None:
         self._events, self._prefix = events, prefix
@@ -125,10 +125,11 @@ class SpokenStream:
 
 
 class ChildStop(StopSignals):
-    """SIGINT and SIGTERM. Outside `defer_interrupts` they interrupt at once; inside, they wait for the step to end."""
+    """Handles SIGINT and SIGTERM. They raise Interrupted at once, except inside `defer_interrupts`, where the loop ends
+    after the step."""
 
     def listen(self) -> None:
-        """From here on a signal interrupts; also one that came since the fork."""
+        """Begin to handle signals, also one that has come since the fork."""
         for number in (*STOPS, signal.SIGALRM):
             signal.signal(number, self._on_signal)
         sys.unraisablehook = self._on_unraisable
@@ -139,8 +140,8 @@ class ChildStop(StopSignals):
             raise Interrupted
 
     def _on_unraisable(self, dropped: Any) -> None:
-        """Python drops what is raised in a destructor: an interrupt comes again, a moment later. An allocation
-        that failed under the cap isn't printed here: the point reports it with its end."""
+        """Python drops exceptions that are raised in a destructor. An interrupt is raised again a moment later. An
+        allocation that failed under `vram` isn't printed here, as the point reports it when it ends."""
         if isinstance(dropped.exc_value, Interrupted):
             self.requested = False
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
@@ -148,7 +149,7 @@ class ChildStop(StopSignals):
             sys.__unraisablehook__(dropped)
 
     def settle(self) -> None:
-        """From here on no signal interrupts: the point has ended, and its row is on the way."""
+        """Ignore signals from now on: the point has ended, and its row will be sent."""
         self._patient = True
 
 
@@ -164,7 +165,7 @@ def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
     try:
         stop.listen()
         fields = work(request, events, stop, rendezvous)
-    except BaseException as error:  # the last net: a point always reports how it ended
+    except BaseException as error:  # of any class: a point always reports how it ended
         stop.settle()
         fields, of_a_peer = ending(error), is_of_a_peer(error)
         cause = rendezvous.cause_elsewhere(fields, of_a_peer)
@@ -179,25 +180,25 @@ def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
 
 
 def as_used(fields: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with the options that were used: a cap on memory changes the allocator."""
+    """The fields, with the options that were really used: `vram` may have changed the allocator."""
     return fields | {"choices": request["choices"]} if "choices" in request else fields
 
 
 def speak(spoken: SpokenStream, is_first: bool) -> None:
-    """Send what is printed to the parent. All ranks print the same, so only stderr is sent of ranks above 0."""
+    """Send what is printed to the parent. All ranks print the same to stdout, so ranks above 0 send only stderr."""
     sys.stderr = as_stream(spoken)
     sys.stdout = sys.stderr if is_first else Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115
-    if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may do without a terminal
+    if not os.environ.get("PYTHONBREAKPOINT"):  # else it names a debugger that may need no terminal
         sys.breakpointhook = refuse_breakpoint
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """pdb would wait for ever for what nobody can type."""
+    """Raises BadInput: in a child pdb would wait for input for ever."""
     raise BadInput("process", "child", "inline where the code calls breakpoint(): a child has no terminal")
 
 
 def as_stream(spoken: Any) -> Any:
-    """For a type checker: it has what is needed of a text stream."""
+    """The same object, for type checkers: it has as much of a text stream as is needed."""
     return spoken
 
 
@@ -218,7 +219,7 @@ def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: R
 
 
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Build the objects of every configuration of a sweep; the first mistake is raised."""
+    """Build the objects of some configurations of a sweep. Raises the first mistake."""
     for config in configs:
         settings(config)
     return {"status": "ok"}
@@ -233,7 +234,7 @@ def plan(points: list[dict[str, Any]], events: Tell) -> dict[str, Any]:
 
 
 def calibrated(point: dict[str, Any]) -> dict[str, Any]:
-    """Measure the rates of the device that a point runs on, as it runs there, if nobody has."""
+    """Measure the rates of the device that a point runs on, with its allocator, unless they are on disk already."""
     whole = settings(point["config"])
     device = choose_device(whole.root.device)
     name, allocator = acting_allocator(whole, point["choices"], device)
@@ -243,11 +244,11 @@ def calibrated(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Find the candidates of a search; sends an event for each plan on the way."""
+    """Find the candidates of a search; sends an event for each plan that was made."""
     whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
-    place = place_here(whole) if point["is_real"] else place_of(whole)
+    plan_device = plan_device_here(whole) if point["is_real"] else plan_device_of(whole)
     cache = PlanCache(
-        planner, whole, point["choices"], place, lambda num_plans: events("searched", num_plans=num_plans)
+        planner, whole, point["choices"], plan_device, lambda num_plans: events("searched", num_plans=num_plans)
     )
     try:
         events("found", **search(cache, point["pinned"]))
@@ -271,22 +272,22 @@ def run_request(request: dict[str, Any], events: Tell, stop: StopRequest, rendez
         mode = Fidelity.asked(**request["fidelity"])
         whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
     fields = job.run(whole, request, events, stop, rendezvous, more)
-    rendezvous.part(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
+    rendezvous.leave(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
     return {"status": "ok", **fields}
 
 
 def prepare(native_log: Path) -> None:
     """Prepare the process for clean measurements, and for a useful trace if it dies."""
-    write_proc("oom_score_adj", "800")  # the kernel takes the point, not the sweep
-    write_proc("clear_refs", "5")  # the peak of resident memory starts here
+    write_proc("oom_score_adj", "800")  # so that the kernel's OOM killer takes the point, not the parent
+    write_proc("clear_refs", "5")  # resets the peak of resident memory
     log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
-    os.dup2(log, 2)  # what C++ says on its way out
+    os.dup2(log, 2)  # for what native code prints when it crashes
     faulthandler.enable(file=log, all_threads=True)
     if is_in_bad_fork():
         raise RuntimeError("the fork server has touched CUDA: its children can't")
 
 
 def write_proc(name: str, text: str) -> None:
-    """Best effort: where a sandbox forbids it, a figure is less sharp."""
+    """Write to a file of /proc/self, if possible: where a sandbox forbids it, only a measurement is less exact."""
     with suppress(OSError):
         Path(f"/proc/self/{name}").write_text(text)

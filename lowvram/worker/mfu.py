@@ -24,7 +24,11 @@ CPU = torch.device("cpu")
 
 
 def mfu(session: Session, samples_per_s: float | None) -> float | None:
-    """Between 0 and 1; None where the device's peak rate is not known or nothing was timed."""
+    """Between 0 and 1; None if the device's peak rate isn't known or nothing was timed.
+
+    Args:
+        samples_per_s: as `whole_samples_per_s` returns it.
+    """
     if samples_per_s is None or session.rig.device.type != "cuda":
         return None
     peak_flops_per_s = peak_rate(
@@ -36,14 +40,14 @@ def mfu(session: Session, samples_per_s: float | None) -> float | None:
 
 
 def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> float | None:
-    """Samples per second; of texts, as if all tokens were in samples without padding."""
+    """Samples per second. Of texts: tokens per second, divided by the length of a sample without padding."""
     if "tokens_per_s" in throughput:
         return throughput["tokens_per_s"] / session.data.spec.shape[0]
     return throughput.get("samples_per_s")
 
 
 def peak_rate(device_name: str, product_format: str | None) -> float | None:
-    """In FLOP/s, of products in a number format; None where nobody knows it."""
+    """The peak FLOP/s of matrix products in a number format; None if it isn't known."""
     device = find_device(device_name)
     return None if device is None else device.peak_flops_per_s.get(product_format or "")
 

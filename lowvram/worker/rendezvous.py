@@ -1,7 +1,7 @@
-"""How the ranks of a point meet, and how they part: inside each child, before anything is built and after all is done.
+"""How the ranks of a point find each other before anything is built, and how they end together.
 
-How a rank finds the others depends on who started it (`Role`). From the rendezvous on `torch.distributed` knows them
-(gloo on the CPU, NCCL on CUDA). A point with one rank meets nobody.
+How a rank finds the others depends on what started it (`Role`). `Rendezvous.join` then initializes torch.distributed
+(gloo on the CPU, NCCL on CUDA). A point with one rank needs none of this.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from lowvram.launch.torchrun import Launch
 from lowvram.loops.setup import Sharding, wanted_ranks
 
 HERE = "127.0.0.1"
-LOOK_S = 0.005  # how often a rank that waits looks for the others; between two looks it hears signals
+LOOK_S = 0.005  # how often a waiting rank polls the store; it sleeps in between, so that signals get through
 Request = dict[str, Any]
 
 
 class Role(ABC):
-    """How this process was started, and so how it finds the other ranks. The defaults hold for ranks that our fork
-    server has started, on one machine."""
+    """How this process was started, and so how it finds the other ranks. The defaults are for ranks that our fork
+    server has started on one machine."""
 
     rank: int
     local_rank: int  # among those of this machine
 
     @abstractmethod
     def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
-        """How many ranks the point has; `names_card`: whether the user typed which card, such as device=cuda:1."""
+        """How many ranks the point has; `names_card`: whether the user named a card, such as device=cuda:1."""
 
     def num_local(self, num_ranks: int) -> int:
-        """How many of them share this machine."""
+        """How many of them are on this machine."""
         return num_ranks
 
     @abstractmethod
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        """The place where all find each other."""
+        """The key-value store through which the ranks find each other."""
 
-    def share(self, store: Store, request: Request) -> None:  # noqa: B027 (mostly there is nothing to do)
-        """Make the requests of all ranks one. The fork server gives all of its ranks the same."""
+    def share(self, store: Store, request: Request) -> None:  # noqa: B027 (most roles need nothing)
+        """Make sure that all ranks have the same request, as those of the fork server have."""
 
     @property
     def is_unwatched(self) -> bool:
-        """Whether no fork server of ours sees how the other ranks end."""
+        """Whether other ranks are outside our fork server, so that it can't see how they end."""
         return False
 
 
 @final
 class Master(Role):
-    """The first rank of a point: it holds the store and calls the others."""
+    """The first rank of a point: it hosts the store, and asks the fork server for the others."""
 
     def __init__(self, place: RankPlace) -> None:
         assert place.call is not None
@@ -73,19 +73,19 @@ class Master(Role):
         return wanted_ranks(sharding, device, names_card)
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        listener = socket.socket()  # for this machine alone, at a port that is free
+        listener = socket.socket()  # reachable only from this machine, at any free port
         listener.bind((HERE, 0))
         listener.listen()
         port = listener.getsockname()[1]
         message = json.dumps({"num_ranks": num_ranks, "timeout_s": timeout_s, "port": port})
         socket.send_fds(self._call, [message.encode()], self._held)
-        introduce(self.rank, num_ranks, port)
+        set_torchrun_variables(self.rank, num_ranks, port)
         return store_at(port, timeout_s, listener.detach())
 
 
 @final
 class Worker(Role):
-    """Any other rank of that point."""
+    """A rank that the first one has asked for."""
 
     def __init__(self, place: RankPlace) -> None:
         self.rank = self.local_rank = place.rank
@@ -95,13 +95,13 @@ class Worker(Role):
         return self._place.num_ranks
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
-        introduce(self.rank, num_ranks, self._place.port)
+        set_torchrun_variables(self.rank, num_ranks, self._place.port)
         return store_at(self._place.port, timeout_s)
 
 
 @final
 class Torchrun(Role):
-    """A rank that torchrun has started: a program of its own. The first one's folder is that of all."""
+    """A rank that torchrun has started, a program of its own. All use the folder of rank 0."""
 
     def __init__(self, launch: Launch) -> None:
         self.rank, self.local_rank = launch.rank, launch.local_rank
@@ -137,7 +137,7 @@ class Torchrun(Role):
 
 @final
 class SingleProcess(Role):
-    """The only rank, in the process of the program itself."""
+    """The only rank, in the program's own process."""
 
     rank = local_rank = 0
 
@@ -159,7 +159,7 @@ def role_of(place: RankPlace, request: Request) -> Role:
 
 
 def store_at(port: int, timeout_s: float, listener: int | None = None) -> TCPStore:
-    """The store at a port of this machine; `listener` is the socket of the one who holds it."""
+    """The store at a port of this machine. The process that hosts it passes its listening socket."""
     timeout, is_master = timedelta(seconds=timeout_s), listener is not None
     return TCPStore(
         HERE,
@@ -171,12 +171,12 @@ def store_at(port: int, timeout_s: float, listener: int | None = None) -> TCPSto
     )
 
 
-def introduce(rank: int, num_ranks: int, port: int) -> None:
-    """What torchrun would have set, for libraries that look for it."""
+def set_torchrun_variables(rank: int, num_ranks: int, port: int) -> None:
+    """Set the environment variables that torchrun would have set, for libraries that read them."""
     words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in words.items()} | {"MASTER_ADDR": HERE})
     os.environ["MASTER_PORT"] = str(port)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name may resolve to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the machine's name, which may fail
 
 
 class PeerLost(RuntimeError):
@@ -185,7 +185,7 @@ class PeerLost(RuntimeError):
 
 @final
 class Rendezvous:
-    """One process among the ranks of its point."""
+    """This process among the ranks of its point."""
 
     def __init__(self, role: Role, request: Request) -> None:
         self._role, self._request = role, request
@@ -200,10 +200,11 @@ class Rendezvous:
         """How many ranks the point has, by `sharding.ranks` and the devices.
 
         Args:
-            names_card: whether the user typed which card, such as device=cuda:1.
+            names_card: whether the user named a card, such as device=cuda:1.
 
         Raises:
-            BadInput: more than there are CUDA devices, or not what torchrun has started.
+            BadInput: there are fewer CUDA devices, or torchrun has started another number, or the user named a card for
+                several ranks.
         """
         num_ranks = self._role.count(sharding, device, names_card)
         if num_ranks == 1 or device.type != "cuda":
@@ -218,10 +219,11 @@ class Rendezvous:
         return num_ranks
 
     def join(self, num_ranks: int, device: torch.device, timeout_s: float) -> torch.device:
-        """Meet the others; returns the rank's own device.
+        """Wait for the other ranks and initialize torch.distributed; returns the device of this rank.
 
         Raises:
-            PeerLost: one of them did not come within `timeout_s`.
+            PeerLost: another rank did not come within `timeout_s`.
+            Incompatible: under torchrun, ranks were started with different configurations.
         """
         torch.set_num_threads(max(1, self._request["threads"] // self._role.num_local(num_ranks)))
         if num_ranks == 1:
@@ -239,27 +241,31 @@ class Rendezvous:
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=num_ranks, timeout=timeout)
         return device
 
-    def part(self, fields: dict[str, Any], tell: Callable[[int, dict[str, Any]], None]) -> None:
-        """Wait until all ranks are done: one that leaves earlier closes connections that others still read.
+    def leave(self, fields: dict[str, Any], on_fields: Callable[[int, dict[str, Any]], None]) -> None:
+        """Wait until all ranks are done: one that ends earlier would close connections that others still read.
 
         Args:
             fields: of this rank's row.
-            tell: called with the fields of the ranks that another program started.
+            on_fields: called on rank 0 under torchrun with each other rank's number and fields.
         """
         if self._store is None:
             return
         self._store.set(f"fields {self.rank}", json.dumps({"status": "ok", "memory": fields.get("memory", {})}))
         self._gather("done")
         for rank in range(1, self._num_ranks) if self._role.is_unwatched and self.rank == 0 else ():
-            tell(rank, json.loads(self._store.get(f"fields {rank}")))
-        if self.rank == 0:  # it may hold the store
+            on_fields(rank, json.loads(self._store.get(f"fields {rank}")))
+        if self.rank == 0:  # it may host the store, so it ends last
             self._gather("gone")
         else:
             self._store.set(f"gone {self.rank}", "")
 
     def cause_elsewhere(self, fields: dict[str, Any], is_of_a_peer: bool) -> dict[str, Any]:
-        """For a rank that failed because of another one: how that one failed. Needed under torchrun alone, where no
-        parent sees both."""
+        """Under torchrun, where no parent sees all ranks: for a rank that failed because of another one, status and
+        reason of that one; else empty.
+
+        Args:
+            fields: status and reason of this rank.
+        """
         if self._store is None or not self._role.is_unwatched:
             return {}
         with suppress(dist.DistError):  # the store is gone too
@@ -271,7 +277,7 @@ class Rendezvous:
         return {}
 
     def _gather(self, word: str) -> None:
-        """Wait for all."""
+        """Wait until all ranks have called this with the same word."""
         assert self._store is not None
         self._store.set(f"{word} {self.rank}", "")
         missing, deadline = list(range(self._num_ranks)), time.monotonic() + self._timeout_s

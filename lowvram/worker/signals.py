@@ -1,4 +1,4 @@
-"""What a point does about signals that ask it to stop: within a step they wait for its end."""
+"""Signals that ask a point to stop: during a step they take effect at its end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 
 
 class StopSignals:
-    """Whether somebody asked to stop, and whether a first one has to wait."""
+    """Whether a stop was requested (`requested`), and whether a first signal must not interrupt now (`_patient`)."""
 
     def __init__(self) -> None:
         self.requested = self._patient = False
         self._pid = os.getpid()
 
     def heard(self, number: int) -> bool:
-        """Take note of a signal; returns whether it is the first."""
-        if os.getpid() != self._pid:  # a loader's worker inherited the handler
+        """Note a signal; returns whether it is the first one."""
+        if os.getpid() != self._pid:  # in a data loader's worker, which has inherited the handler
             os._exit(128 + number)
         first, self.requested = not self.requested, True
         return first
 
     @contextmanager
     def defer_interrupts(self) -> Iterator[None]:
-        """Inside the block a first signal waits: who runs the steps asks for `requested` between them."""
+        """Inside it a first signal only sets `requested`, which the loop checks between steps."""
         self._patient = True
         try:
             yield

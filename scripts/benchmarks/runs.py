@@ -20,7 +20,7 @@ from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import check_own, check_root, is_inline, is_plan, is_search
 from lowvram.launch.client import Server
 from lowvram.launch.point import Point
-from lowvram.planning.client import Plans, beside, request_for
+from lowvram.planning.client import Plans, plan_for_row, request_for
 from lowvram.results.row import Row
 from lowvram.results.terminal import QuietProgress
 from lowvram.runs.run import run_point
@@ -64,7 +64,7 @@ class Runs:
             row = Searches(self._server, plans.progress, lambda: 0, plans.again).row(point, [*words, "logger=none"])
             assert row is not None
             return row
-        point = replace(point, plan=beside(plans.of(point)))
+        point = replace(point, plan=plan_for_row(plans.of(point)))
         point.folder.mkdir(parents=True)
         return run_point(point, self._server, plans.progress, lambda: 0, plans.again)
 

@@ -143,7 +143,7 @@ def test_signals_are_passed_on_and_the_third_leaves(tmp_path: Path) -> None:
         time.sleep(5)
 
     try:
-        with launchers.heard_by_a_thread(stops), pytest.raises(KeyboardInterrupt):
+        with launchers.signals_passed_on(stops), pytest.raises(KeyboardInterrupt):
             interrupt()
         assert jobs() == 2
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.planning.client import Plans, beside, is_far_off, time_for
+from lowvram.planning.client import Plans, is_far_off, plan_for_row, time_for
 from lowvram.results.terminal import QuietProgress
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 
@@ -52,7 +52,7 @@ def test_what_cannot_fit_by_far_is_reported_and_runs_all_the_same(call: Call) ->
     outcome = call(*LARGE, "vram=24MiB")
     assert outcome.row["status"] == "oom"
     assert outcome.row["plan"]["fits"] is False
-    assert "can't fit by far, as planned (plan.skip=true skips it): it needs " in outcome.out
+    assert "planned to be far over budget (plan.skip=true skips it): it needs " in outcome.out
 
 
 @pytest.mark.slow
@@ -87,12 +87,12 @@ def test_far_off_is_far_beyond_the_margin() -> None:
 
 
 def test_a_plan_that_fails_costs_no_point_its_row() -> None:
-    assert beside({"status": "ok", "plan": {"allocated_bytes": 3}}) == {"allocated_bytes": 3}
-    assert beside({"status": "error", "reason": "can't plan this model"}) == {"reason": "can't plan this model"}
+    assert plan_for_row({"status": "ok", "plan": {"allocated_bytes": 3}}) == {"allocated_bytes": 3}
+    assert plan_for_row({"status": "error", "reason": "can't plan this model"}) == {"reason": "can't plan this model"}
     unplanned = {"status": "error", "reason": "can't plan this model", "advice": "try accum=x8"}
-    assert beside(unplanned) == {"reason": "can't plan this model", "advice": "try accum=x8"}
-    assert beside({"status": "incompatible", "reason": "the point tells it itself"}) is None
-    assert beside(None) is None
+    assert plan_for_row(unplanned) == {"reason": "can't plan this model", "advice": "try accum=x8"}
+    assert plan_for_row({"status": "incompatible", "reason": "the point tells it itself"}) is None
+    assert plan_for_row(None) is None
 
 
 def test_planning_takes_no_longer_than_running_may() -> None:

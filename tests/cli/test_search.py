@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lowvram.launch.point import Point
 from lowvram.results.row import empty_row, merge, write
-from lowvram.search.client import Candidate, Searches, in_turn
+from lowvram.search.client import Candidate, Searches, measuring_order
 from lowvram.search.result import with_changes
 from tests.calls import TINY, Outcome, read_row
 
@@ -164,8 +164,8 @@ def test_the_last_probe_is_the_thriftiest() -> None:
     ranking: list[Candidate] = [
         {"step_ms": time, "least_vram_bytes": size} for time, size in zip(times, sizes, strict=True)
     ]
-    order = [ranking.index(one) for one in in_turn(ranking, 3)]
+    order = [ranking.index(one) for one in measuring_order(ranking, 3)]
     assert order == [0, 1, 3, 2, 4]
-    assert in_turn(ranking, 1) == ranking  # one probe is the fastest
-    assert in_turn(ranking[:3], 3) == ranking[:3]
-    assert in_turn(ranking[3:] + ranking[:3], 2) == ranking[3:] + ranking[:3]  # which is the thriftiest already
+    assert measuring_order(ranking, 1) == ranking  # one probe is the fastest
+    assert measuring_order(ranking[:3], 3) == ranking[:3]
+    assert measuring_order(ranking[3:] + ranking[:3], 2) == ranking[3:] + ranking[:3]  # which is the thriftiest already

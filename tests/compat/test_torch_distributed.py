@@ -62,7 +62,7 @@ def test_ranks_that_are_not_there_answer() -> None:
 
 @needed("torch.distributed.tensor._sharding_prop.ShardingPropagator", by="a plan of sharding=fsdp")
 def test_questions_about_shapes_are_noticed() -> None:
-    from lowvram.compat.torch_distributed import pretend_ranks, shapes_found_inside
+    from lowvram.compat.torch_distributed import pretend_ranks, shape_propagation_inside
 
     entered: list[int] = []
 
@@ -76,7 +76,7 @@ def test_questions_about_shapes_are_noticed() -> None:
     with group_left():
         pretend_ranks(2)
         tensor: Any = distribute_tensor(torch.ones(14, 11), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with shapes_found_inside(Noting()):
+        with shape_propagation_inside(Noting()):
             assert (tensor * 3).to_local().shape == (7, 11)
         assert sum(entered) == 0
         assert len(entered) >= 2

@@ -62,11 +62,11 @@ def test_a_tensor_that_stands_for_others_is_known() -> None:
 
 @needed("torch.utils._python_dispatch._disable_current_modes", by="optimizer=adamw_8bit under a ledger")
 def test_a_lifted_mode_sees_nothing() -> None:
-    from lowvram.compat.torch_modes import TorchDispatchMode, modes_lifted
+    from lowvram.compat.torch_modes import TorchDispatchMode, without_dispatch_modes
 
     def run() -> None:
         torch.ones(2).sin()
-        with modes_lifted():
+        with without_dispatch_modes():
             torch.ones(2).cos()
         torch.ones(2).tan()
 

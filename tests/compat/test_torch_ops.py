@@ -66,12 +66,12 @@ def test_softmax_runs_what_we_know() -> None:
 
 @needed("torch.ops.aten._unsafe_view, _local_scalar_dense, _foreach_…", by="mode=plan, which counts no work for them,")
 def test_products() -> None:
-    from lowvram.compat.torch_ops import ProductOps
+    from lowvram.compat.torch_ops import CublasOps
 
     square = torch.rand(3, 3)
     for compute in (lambda: square @ square, lambda: square @ square[0], lambda: square[None] @ square[None]):
-        assert packets_of(compute) & ProductOps.ALL
-    assert torch.ops.aten._scaled_mm in ProductOps.ALL
+        assert packets_of(compute) & CublasOps.ALL
+    assert torch.ops.aten._scaled_mm in CublasOps.ALL
 
 
 def test_copies_run_what_we_know() -> None:
@@ -133,22 +133,22 @@ def test_what_autocast_casts_is_listed() -> None:
 
 @needed("torch._C._ExcludeDispatchKeyGuard", by="a plan for a card of precision=bf16")
 def test_a_lifted_autocast_casts_nothing() -> None:
-    from lowvram.compat.torch_ops import autocast_lifted
+    from lowvram.compat.torch_ops import without_autocast
 
     matrix = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (matrix @ matrix).dtype is torch.bfloat16
-        with autocast_lifted():
+        with without_autocast():
             assert (matrix @ matrix).dtype is torch.float32
         assert (matrix @ matrix).dtype is torch.bfloat16
 
 
 @needed("torch.clear_autocast_cache", by="a plan for a card of precision=bf16")
 def test_the_end_of_the_outermost_autocast_is_told() -> None:
-    from lowvram.compat.torch_ops import autocast_ends_told
+    from lowvram.compat.torch_ops import on_autocast_end
 
     ends: list[str] = []
-    with autocast_ends_told(lambda: ends.append("end")):
+    with on_autocast_end(lambda: ends.append("end")):
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
             pass
         assert ends == ["end"]

@@ -25,11 +25,11 @@ def test_holders_are_counted() -> None:
 
 @needed("torch.UntypedStorage.resize_", by="the ledger of a sharded model")
 def test_resizes_are_reported() -> None:
-    from lowvram.compat.torch_storage import resizes_told
+    from lowvram.compat.torch_storage import on_storage_resize
 
     told: list[torch.UntypedStorage] = []
     storage = torch.zeros(4).untyped_storage()
-    with resizes_told(told.append):
+    with on_storage_resize(told.append):
         storage.resize_(0)
     storage.resize_(16)
     assert len(told) == 1

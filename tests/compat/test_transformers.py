@@ -36,11 +36,11 @@ def test_fake_tensors_that_are_known_are_read() -> None:
     from transformers.utils.import_utils import is_tracing
 
     from lowvram.compat.torch_fake import FakeTensorMode
-    from lowvram.compat.transformers import values_read
+    from lowvram.compat.transformers import known_values_readable
 
     with FakeTensorMode():
         known, other = torch.arange(4)[None], torch.arange(4)[None]
-        with values_read(lambda tensor: tensor is known):
+        with known_values_readable(lambda tensor: tensor is known):
             assert not is_tracing(known)
             assert is_tracing(other)
         assert is_tracing(known)

@@ -1,5 +1,5 @@
-"""Whole configurations, trained on the emulated device and, as the plain loop, on the CPU: with the models of
-scripts/pages/compatibility.py, whose tolerances they must keep."""
+"""Trains whole configurations on the emulated device, for comparison with the plain loop on the CPU, within the
+tolerances of scripts/pages/compatibility.py."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ History = list[float]  # losses, then gradient norms
 
 
 def history(row: Row, problem: str, device: torch.device) -> History:
+    """Train a problem of `TASKS` with the options of `row`."""
     chosen: dict[str, Knob] = {option[0]: WITHOUT_OVERFLOW.get(option, KNOBS[option]) for option in row}
     with unfused():
         trained = train(TASKS[problem], knobs_of(**chosen), SIZES, device=device)
@@ -41,7 +42,7 @@ def history(row: Row, problem: str, device: torch.device) -> History:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """TorchScript runs operator by operator: kernels that it compiles have no values."""
+    """Inside it TorchScript fuses no operators: fused kernels would write no values on the emulated device."""
     before = torch._C._jit_set_fusion_strategy([("DYNAMIC", 0)])
     try:
         yield
@@ -50,7 +51,7 @@ def unfused() -> Iterator[None]:
 
 
 def history_on_rank(row: Row, problem: str) -> History:
-    """Of one of two ranks."""
+    """The same on one of two ranks."""
     assert num_ranks() == 2
     with run_op_by_op():
         return history(row, problem, CUDA)
@@ -58,6 +59,6 @@ def history_on_rank(row: Row, problem: str) -> History:
 
 @contextmanager
 def run_op_by_op() -> Iterator[None]:
-    """Nothing is compiled, but settings of the compiler are put back."""
+    """Inside it nothing is compiled; afterwards the compiler's settings are restored."""
     with compiler_as_before(), torch.compiler.set_stance("force_eager"):
         yield

@@ -1,4 +1,5 @@
-"""Installs values.py once torch is imported: a line of a .pth file in the environment imports this at every start."""
+"""Installs values.py when torch is imported. A line of a .pth file in the environment imports this module whenever
+Python starts."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 
 
 class AfterTorch:
-    """A finder that finds torch once, as the others do, and has the values installed when it has run."""
+    """An import finder that hooks the first import of torch, and calls `values.install` after it."""
 
-    library: Any = None  # kept alive
+    library: Any = None  # what `install` returned, which must be kept alive
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
@@ -28,7 +29,7 @@ class AfterTorch:
         def run_and_install(module: Any) -> None:
             run(module)
             (nvml,) = Path(module.__file__).parents[1].glob("nvidia/cu*/lib/libnvidia-ml.so.1")
-            ctypes.CDLL(str(nvml))  # torch opens it by its name alone, which is then enough
+            ctypes.CDLL(str(nvml))  # torch later opens it by its name only, which works once it is loaded
             from tests.emulated_cuda.values import install
 
             AfterTorch.library = install()

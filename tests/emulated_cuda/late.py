@@ -1,5 +1,6 @@
-"""Values that come late: the CPU's kernel waits in the queue of its stream (device/streams.c), and runs when somebody
-waits for the stream, or by chance. As a late kernel does, it reads and writes memory that may have another owner then.
+"""Runs operators late, as a card does: the CPU kernel that computes an operator's values is put into the queue of its
+stream (device/streams.c), and runs when somebody waits for the stream, or at a random time. Like a late CUDA kernel it
+reads and writes memory that may belong to another tensor by then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.emulated_cuda.overlay import is_strided, on_cpu, over, write
 
 IS_LATE = os.environ.get("EMULATED_LATE", "0") not in ("", "0")
-# Parts of the names of operators that wait on a device too.
+# Parts of the names of operators that wait for the device on a real card, too.
 AT_ONCE = [
     "nonzero",
     "unique",
@@ -41,7 +42,7 @@ _numbers = count(1)
 
 
 class Operator(Protocol):
-    """As `values.Valued`."""
+    """The part of `values.Valued` that is used here."""
 
     name: str
     is_fresh: bool
@@ -57,7 +58,7 @@ def is_at_once(name: str, returns: Any) -> bool:
 
 @cache
 def device() -> ctypes.CDLL:
-    """The library of the device."""
+    """The emulated device's library."""
     library = ctypes.CDLL("libemulated_core.so")
     library.emulated_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
     library.emulated_finish.argtypes = library.emulated_is_known.argtypes = [ctypes.c_void_p]
@@ -67,7 +68,7 @@ def device() -> ctypes.CDLL:
 
 
 def set_seed(seed: int) -> None:
-    """All that waits happens; then streams are late as in a process that began with EMULATED_SEED=seed."""
+    """Run everything that is queued; from then on streams are late as in a process started with EMULATED_SEED=seed."""
     device().emulated_set_seed(seed)
 
 
@@ -76,7 +77,7 @@ def stream() -> int:
 
 
 def finish() -> None:
-    """All that the current stream was asked."""
+    """Run everything that is queued on the current stream."""
     if IS_LATE:
         device().emulated_finish(stream())
 
@@ -84,7 +85,7 @@ def finish() -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_long)
 def _run(number: int) -> None:
     was_enabled = gc.isenabled()
-    gc.disable()  # a destructor here could ask the device, whose lock is held
+    gc.disable()  # a destructor could call the device, whose lock is held here
     try:
         _waiting.pop(number)()
     finally:
@@ -93,7 +94,7 @@ def _run(number: int) -> None:
 
 
 def put(function: Callable[[], None]) -> None:
-    """`function` into the queue of the current stream, to be run as it would be now."""
+    """Queue `function` on the current stream. It will run with the dispatcher's present state."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def run() -> None:
@@ -109,7 +110,7 @@ def is_pageable(tensor: Tensor) -> bool:
 
 
 def enqueue(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Computes `operator` later, or says that it must be computed now. No tensor of the device is kept alive by that;
+    """Queue the computation of `operator`; False if it must be computed now. Keeps no tensor of the device alive;
     pageable memory is read now."""
     is_copy = operator.name in ("copy_", "_copy_from")
     on_host = [leaf for leaf in tree_leaves(args) if is_on_host(leaf)]
@@ -142,7 +143,7 @@ def is_plain_copy(to: Tensor, source: Tensor) -> bool:
 
 
 def as_read_later(value: Any, is_copy: bool) -> Any:
-    """An argument as it is read later: pinned memory of a copy as it is then, other memory of the host as it is now."""
+    """An argument for a later computation: copies read pinned memory later, all other host memory is copied now."""
     if is_on_host(value) and is_strided(value):
         return over(value) if is_copy and not is_pageable(value) else value.clone()
     return on_cpu(value)

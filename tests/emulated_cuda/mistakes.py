@@ -1,4 +1,4 @@
-"""Mistakes in the order of copies, to be planted into a process: each leaves out a wait, or what stands for one."""
+"""Mistakes in the order of copies, planted into a process by tests: each leaves out a wait or something equivalent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from lowvram.core.rig import Part
 from lowvram.data import loader
 from lowvram.knobs.offload.transfer import Streams
-from lowvram.knobs.stepping.copy_streams import CudaLink, Flight
+from lowvram.knobs.stepping.copy_streams import CudaLink, PendingCopy
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One that the case of that name (races.py) must show."""
+    """A mistake that must change the results of the case of that name in races.py."""
 
     case: str
     plant: Callable[[], None]
@@ -32,29 +32,29 @@ def doing_nothing(owner: Any, method: str) -> Callable[[], None]:
 
 
 def never_waits(owner: Any, stream: str) -> Callable[[], None]:
-    """The stream of that attribute starts before what was asked of the computing stream is done."""
+    """The stream of that attribute doesn't wait for the computing stream."""
     make = owner.__init__
 
-    def make_hasty(self: Any, *args: Any) -> None:
+    def make_unsynchronised(self: Any, *args: Any) -> None:
         make(self, *args)
         getattr(self, stream).wait_stream = lambda _: None
 
-    return instead(owner, "__init__", make_hasty)
+    return instead(owner, "__init__", make_unsynchronised)
 
 
-def land_at_once(link: CudaLink) -> None:
-    link.to_host.popleft().unload()
+def finish_without_waiting(link: CudaLink) -> None:
+    link.to_host.popleft().then()
 
 
 START = CudaLink._start
 
 
-def start_without_source(link: CudaLink, *args: Any) -> Flight:
+def start_without_source(link: CudaLink, *args: Any) -> PendingCopy:
     return START(link, *args)._replace(source=torch.empty(0))
 
 
 def send_from_one_buffer(keys: Any, make: Callable[[Any], Part], workers: int, ahead: int, device: torch.device) -> Any:
-    """A loader that writes into a pinned batch as soon as its copy was asked for."""
+    """A loader that overwrites a pinned batch as soon as its copy is queued."""
 
     def sent(tensor: Tensor) -> Tensor:
         pinned = tensor.pin_memory()
@@ -72,7 +72,9 @@ MISTAKES = {
     "what nobody reads is freed while it comes back": Mistake("activations", doing_nothing(Tensor, "record_stream")),
     "a file's pages are read too early": Mistake("activations_disk", doing_nothing(Streams, "_wait_for")),
     "gradients are copied too early": Mistake("cpu_offload", never_waits(CudaLink, "down")),
-    "gradients are used before they have landed": Mistake("cpu_offload", instead(CudaLink, "_land", land_at_once)),
+    "gradients are used before they have arrived": Mistake(
+        "cpu_offload", instead(CudaLink, "_finish_oldest", finish_without_waiting)
+    ),
     "gradients are freed while they are copied": Mistake(
         "in_backward", instead(CudaLink, "_start", start_without_source)
     ),

@@ -1,4 +1,4 @@
-"""Operators that a CUDA device has and the CPU hasn't, or has with other arguments or results: what they compute."""
+"""The values of CUDA operators that the CPU doesn't have, or has with other arguments or results."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def repeated(heads: Tensor, like: Tensor) -> Tensor:
 
 
 def attention(bias_place: int | None, causal_place: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """One of torch's fused attentions.
+    """One of torch's fused attention operators.
 
     Args:
-        bias_place: of the attention bias among the arguments after q, k and v; None: it takes none.
-        causal_place: of is_causal there.
+        bias_place: the position of the attention bias among the arguments after q, k and v; None: there is none.
+        causal_place: the position of is_causal among them.
     """
 
     def computed(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None, **more: Any) -> Any:
@@ -71,7 +71,7 @@ def gathered(grad: Tensor, heads: Tensor) -> Tensor:
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """After q, k, v: out, logsumexp, two cumulated lengths, two longest, dropout, is_causal."""
+    """rest: out, logsumexp, two cumulative lengths, two maximum lengths, dropout, is_causal."""
     return attention_backward(grad, q, k, v, None, rest[7], scale)
 
 
@@ -85,7 +85,7 @@ def efficient_backward(
     scale: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """After the bias: out, logsumexp, seed, offset, dropout, the mask of wanted gradients, is_causal."""
+    """rest: out, logsumexp, seed, offset, dropout, mask of needed gradients, is_causal."""
     is_causal = rest[6] if len(rest) > 6 else more.get("is_causal", False)
     return attention_backward(grad, q, k, v, bias, is_causal, scale)
 
@@ -93,7 +93,7 @@ def efficient_backward(
 def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """After q, k, v: out, logsumexp, seed, offset, bias, two cumulated lengths, two longest, dropout, is_causal."""
+    """rest: out, logsumexp, seed, offset, bias, two cumulative lengths, two maximum lengths, dropout, is_causal."""
     return attention_backward(grad, q, k, v, rest[4], rest[10], scale)
 
 
@@ -128,7 +128,7 @@ def batch_norm_backward(
 
 
 def log_softmax(x: Tensor, dim: int, _: bool) -> Tensor:
-    """Half precision in, fp32 out is CUDA's alone."""
+    """Only CUDA has it with a half-precision input and an fp32 output."""
     return aten._log_softmax(in_fp32(x), dim, False)
 
 
@@ -153,7 +153,7 @@ def softmax_out(x: Tensor, dim: int, _: bool, *, out: Tensor) -> Tensor:
 
 
 def product(one: Tensor, other: Tensor, _: torch.dtype) -> Tensor:
-    """Of 16 bits, in fp32."""
+    """The product of 16-bit matrices in fp32."""
     return in_fp32(one) @ in_fp32(other)
 
 

@@ -1,4 +1,4 @@
-"""CPU tensors over the memory of CUDA tensors: device memory is memory of the host here."""
+"""CPU tensors over the memory of CUDA tensors: the emulated device's memory is host memory."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def is_strided(value: object) -> bool:
 
 
 def on_cpu(value: Any) -> Any:
-    """An argument as the CPU's kernel takes it."""
+    """An operator's argument for the CPU kernel."""
     if isinstance(value, Tensor):
         return over(value) if value.device.type == "cuda" and is_strided(value) else value
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
-    return None if isinstance(value, torch.Generator) else value  # the CPU's own draws random numbers
+    return None if isinstance(value, torch.Generator) else value  # then the CPU's default generator is used
 
 
 def in_fp32(value: Any) -> Any:
-    """For operators that the CPU has not in 16 bits."""
+    """A 16-bit tensor in fp32, for operators that the CPU doesn't have in 16 bits."""
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
 
 def as_tensor(value: Any, others: list[Tensor]) -> Any:
-    """A Python number in the place of a tensor, which the dispatcher had unwrapped: a tensor again, of a format that
-    changes no result's."""
+    """A Python number that the dispatcher had unwrapped from a tensor: a tensor again, of a dtype that doesn't change
+    the dtype of the result."""
     if not isinstance(value, bool | int | float | complex):
         return value
     other = others[0] if others else None
@@ -55,7 +55,7 @@ def as_tensor(value: Any, others: list[Tensor]) -> Any:
 
 
 def write(to: Tensor, value: Tensor) -> None:
-    """The CPU's result into memory, both CPU tensors; where the CUDA kernel pads its result, into the first of it."""
+    """Copy the CPU's result into `to`; if the CUDA kernel has padded its result, into the first elements."""
     if to.shape == value.shape:
         to.copy_(value)
     elif to.dim() == value.dim() and to.numel() >= value.numel() > 0:

@@ -1,6 +1,6 @@
 """A plugin of pytest that says at the end what a run has proved (scripts/emulated_gpu).
 
-A test tells what it did besides itself by `record_property`: how many seeds, points or pairs of options.
+Tests say by `record_property` how many seeds, points or pairs of options they have run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-PROPERTIES = {  # what the tests whose path begins so prove; the first that fits counts
+PROPERTIES = {  # by the beginning of the tests' path, what they prove; the first match counts
     "tests/emulated_cuda/test_races.py": "late streams: offload, steppings and loaders train as on the CPU",
     "tests/emulated_cuda/test_pairs.py": "pairs of options train as the plain loop on the CPU, with ranks too",
     "tests/emulated_cuda/test_options.py": "each option learns the same in an ordinary child process",

@@ -1,9 +1,9 @@
-"""Training on the emulated device, whose streams are late by chance, beside training on the CPU.
+"""Compares training on the emulated device, whose streams are randomly late, with training on the CPU.
 
     EMULATED_LATE=4 python -m tests.emulated_cuda.races CASE NUM_SEEDS [MISTAKE]
 
-With each seed the streams are late in another way. Prints, as a JSON list with one number a seed, how far losses and
-weights are from the CPU's, relatively. With a mistake (mistakes.py) it ends at the first seed that shows it.
+Each seed makes the streams late in another way. Prints a JSON list of one number per seed: the largest relative error
+of losses and weights. With a mistake (mistakes.py) it ends at the first seed that shows it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.emulated_cuda import late
 from tests.emulated_cuda.mistakes import MISTAKES
 from tests.laboratory import CPU, PROBLEMS, InDouble, knobs_of, relative_error
 
-TOLERANCE = 1e-11  # of sums in another order, in fp64
+TOLERANCE = 1e-11  # relative, for fp64 sums in another order
 CUDA = torch.device("cuda", 0)
 NUM_STEPS, BATCH_SIZE = 3, 4
 SAMPLES: dict[str, Samples] = {
@@ -49,20 +49,20 @@ def nothing(rig: Rig, batch: Part) -> None:
 
 
 def look_at_the_end(rig: Rig, batch: Part) -> None:
-    """Gradients of the last parameter alone. What comes back to the device ahead of the backward pass is read by
-    nobody: its memory is freed while it is written."""
+    """Compute only the last parameter's gradient. Activations that are prefetched for the rest of the backward pass are
+    never read, so their memory is freed while it is written."""
     loss = rig.criterion(rig.forward(batch), batch)
     torch.autograd.grad(loss, [*rig.model.parameters()][-1:])
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: on the device with the knob in question, on the CPU without it."""
+    """One configuration of a case: on the device with the knob under test, on the CPU with reference knobs."""
 
     knobs: Choices
     reference: Choices = field(default_factory=dict)
     loader: Loader = field(default_factory=Inline)
-    before: Callable[[Rig, Part], None] = nothing  # each step
+    before: Callable[[Rig, Part], None] = nothing  # called before each step
 
     def trained(self, problem: str, device: torch.device) -> dict[str, Tensor]:
         """Losses and weights after some steps."""
@@ -82,7 +82,7 @@ def in_double(batch: Part) -> Part:
 
 
 def with_each(choices: Choices, common: list[Choices]) -> list[Variant]:
-    """A knob beside others that both devices have."""
+    """A knob with other knobs, which are used on both devices."""
     return [Variant({**choices, **each}, each) for each in common]
 
 
@@ -121,7 +121,7 @@ def on_cpu(case: str, index: int, problem: str) -> dict[str, Tensor]:
 
 
 def differences(case: str, num_seeds: int) -> Iterator[float]:
-    """Of each seed; the variants and problems take turns."""
+    """The largest relative error of each seed. Seeds take the variants and problems in turn."""
     turns = list(product(range(len(CASES[case])), SAMPLES))
     for seed in range(num_seeds):
         index, problem = turns[seed % len(turns)]

@@ -1,4 +1,4 @@
-"""The emulated device itself: what it promises in README.md."""
+"""The emulated device keeps what its README.md promises."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def printed(program: str, **environment: str) -> str:
-    """What a program prints on a device of its own."""
+    """What a Python program prints in a process with its own emulated device."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("EMULATED_")}
     variables = {**known, "EMULATED_VALUES": "1", **environment}
     done = subprocess.run(

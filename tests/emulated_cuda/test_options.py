@@ -1,5 +1,5 @@
-"""Each option of every group, in an ordinary child process on the emulated device: it learns what the plain loop learns
-on the CPU, or it is refused."""
+"""Each option of every group, in an ordinary child process on the emulated device, trains as the plain loop does on the
+CPU, or is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What runs beside the computation trains as on the CPU, however late its streams are; and a wait that is left out is
-seen."""
+"""Knobs and loaders with streams of their own train as on the CPU, however late the streams are; and a missing wait is
+detected."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Values for the emulated device. A CUDA kernel computes nothing there. After it has run, and allocated what it
-allocates, the CPU's kernel of the same operator writes its results into the same memory.
+"""Values for the emulated device, where CUDA kernels compute nothing: after an operator's CUDA kernel has run, with its
+allocations, the CPU kernel of the same operator writes its results into the same memory.
 
-Operators over more than EMULATED_VALUES_MAX bytes of arguments and results (32 MiB) are left out: their large results
-are what lies in the memory, mostly zeros, and their small ones are zeros, so that a loss and a norm of what was left
-out are finite, and large models run to their end. With EMULATED_LATE the CPU's kernel waits in the queue of its stream
-(late.py). EMULATED_REPORT=1 tells on stderr which operators got no value.
+Operators with more than EMULATED_VALUES_MAX bytes of arguments and results (default 32 MiB) get no values: their large
+results keep what was in the memory, mostly zeros, and small ones are set to zero, so that losses and norms are finite
+and large models run to their end. With EMULATED_LATE the CPU kernel is queued on the stream (late.py).
+EMULATED_REPORT=1 prints to stderr which operators got no value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.emulated_cuda.overlay import as_tensor, in_fp32, is_strided, on_cpu, 
 
 MOST_BYTES = int(os.environ.get("EMULATED_VALUES_MAX") or 32 << 20)
 IS_REPORTED = os.environ.get("EMULATED_REPORT") == "1"
-# They only allocate, or make another view; or need no value, or have one without a kernel.
+# Operators that only allocate, make a view, need no value, or get theirs without a kernel.
 LEFT_ALONE = {
     "empty.memory_format",
     "empty_strided",
@@ -62,19 +62,19 @@ LEFT_ALONE = {
     "_flash_attention_forward",
     "_flash_attention_backward",
 }
-# pow.Scalar calls it with a number of the device, which no Python code can be handed.
+# pow.Scalar calls it with a scalar on the device, which can't be passed to Python code.
 LEFT_ALONE |= {"pow.Tensor_Tensor", "pow.Tensor_Tensor_out"}
-# The sizes of results hang on values, and a kernel would count garbage.
+# Operators whose results have sizes that depend on values: the CUDA kernel would count uninitialised memory.
 SIZE_BY_VALUE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 
 
 @final
 class Valued:
-    """An operator of ATen on the emulated device.
+    """Replaces the CUDA kernel of an operator: runs it, then writes the CPU's values into its results.
 
     Args:
-        operator: of ATen.
-        kernel: that of CUDA.
+        operator: the operator of ATen.
+        kernel: its CUDA kernel.
     """
 
     def __init__(self, operator: Any, kernel: Any, name: str) -> None:
@@ -123,8 +123,8 @@ class Valued:
         return tree_map(lambda value: moved(value, args[0].device), values)
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the CPU's kernel makes of CPU tensors, or None. Unless it writes into its arguments, it is tried
-        again in fp32, for formats that only CUDA's kernel has."""
+        """The CPU kernel's results for CPU tensors; None if it fails. If it fails and doesn't write into its arguments,
+        it is tried again in fp32, for dtypes that only CUDA supports."""
         with torch.no_grad():
             try:
                 return self.compute(*args, **kwargs)
@@ -142,7 +142,7 @@ class Valued:
         self._has_failed = True
 
     def fresh(self, result: Any, values: Any) -> Iterable[tuple[Any, Any]]:
-        """Each result that is no argument, with its value."""
+        """Each result that isn't one of the arguments, with its value."""
         results = [result] if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else []
         given = list(values) if isinstance(values, tuple | list) else [values]
         kinds = list(self.returns) * (len(results) if len(self.returns) == 1 else 1)
@@ -151,7 +151,7 @@ class Valued:
                 yield each, value
 
     def _blanked(self, result: Any) -> Any:
-        """What was left out, with zeros in its small results."""
+        """The results of an operator without values, with zeros in the small ones."""
         for each, _ in self.fresh(result, None) if self.is_fresh else []:
             if is_strided(each) and each.device.type == "cuda" and each.nbytes <= MOST_BYTES:
                 over(each).zero_()
@@ -169,8 +169,8 @@ class Valued:
 
 
 def seed_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """For the CPU's generator. Before the first draw of the device's it is the same seed, so that both draw the same
-    numbers; then it follows from the state, which moves with each draw and can be set back."""
+    """The seed for the CPU's generator. Before the device's generator has drawn anything it is the same seed, so that
+    both draw the same numbers; afterwards it is a hash of the generator's state, which changes with each draw."""
     given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
     state = bytes((given or torch.cuda.default_generators[torch.cuda.current_device()]).get_state().tolist())
     seed, offset = struct.unpack("<2Q", state)
@@ -179,7 +179,7 @@ def seed_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """The CPU's generator draws from `seed` inside the block, and goes on after it as if nothing had been."""
+    """Inside it the CPU's generator is seeded by `seed`; afterwards it continues as if nothing had been drawn."""
     if seed is None:
         yield
         return
@@ -198,7 +198,7 @@ def moved(value: Tensor, device: torch.device) -> Tensor:
 
 
 def is_of_other_size(result: Tensor, value: Any) -> bool:
-    """Whether the result's size hangs on values, as that of unique does."""
+    """Whether the result's size depends on values, as that of `unique` does."""
     if not isinstance(value, Tensor) or not value.numel() or result.shape == value.shape:
         return False
     is_padded = result.dim() == value.dim() and result.numel() >= value.numel() and result.numel() > 0
@@ -213,7 +213,7 @@ def can_have_values(leaves: list[Any]) -> bool:
 
 
 def install() -> torch.library.Library:
-    """Puts `Valued` in the place of each CUDA kernel of ATen, for as long as what it returns is alive."""
+    """Replace each CUDA kernel of ATen by a `Valued`, for as long as the returned library is alive."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced

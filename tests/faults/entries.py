@@ -26,10 +26,10 @@ def load(words: Sequence[str]) -> int:
 
 def table(words: Sequence[str]) -> int:
     """`python -m lowvram.table FOLDER`"""
-    from lowvram.cli.streams import outlasting
+    from lowvram.cli.streams import protect_streams
     from lowvram.results.table import main
 
-    outlasting()
+    protect_streams()
     return main(words)
 
 

@@ -78,7 +78,7 @@ def test_a_layer_computes_as_with_the_weight_that_its_codes_mean(name: str, dtyp
     make, product, shape = LAYERS[name]
     layer = make()
     narrow = four_bit(layer, product)
-    layer.weight.data.copy_(narrow.widened())
+    layer.weight.data.copy_(narrow.dequantized())
     layer.to(dtype)
     if narrow.bias is not None:
         narrow.bias = nn.Parameter(narrow.get_parameter("bias").to(dtype))
@@ -103,10 +103,10 @@ def test_a_transposed_layer_is_one_of_transformers() -> None:
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
     narrow, inputs = four_bit(layer, Linear(transposed=True)), torch.randn(5, 48, requires_grad=True)
     outputs = narrow(inputs)
-    assert torch.allclose(outputs, inputs @ narrow.widened() + bias, atol=1e-5)
+    assert torch.allclose(outputs, inputs @ narrow.dequantized() + bias, atol=1e-5)
     outputs.sum().backward()
     assert inputs.grad is not None
-    assert torch.allclose(inputs.grad, narrow.widened().sum(1).expand(5, 48), atol=1e-5)
+    assert torch.allclose(inputs.grad, narrow.dequantized().sum(1).expand(5, 48), atol=1e-5)
 
 
 def test_under_autocast_it_multiplies_in_its_format() -> None:

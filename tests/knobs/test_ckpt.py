@@ -18,7 +18,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
-from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, Selective, StatisticsHeld, policy, recompute
+from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, RunningStatsFrozen, Selective, policy, recompute
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
@@ -156,7 +156,7 @@ def test_a_second_backward_pass_holds_them_too() -> None:
 
 def test_an_exception_in_a_recomputation_leaves_momentum_as_it_was() -> None:
     norm = nn.BatchNorm1d(3)
-    with suppress(KeyError), StatisticsHeld([norm]):
+    with suppress(KeyError), RunningStatsFrozen([norm]):
         assert norm.momentum == 0.0
         raise KeyError
     assert norm.momentum == 0.1

@@ -17,7 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import IGNORE, Part, Rig
-from lowvram.knobs.logits import ChunkedLogits, UnmadeLogits
+from lowvram.knobs.logits import ChunkedLogits, LazyLogits
 from lowvram.knobs.precision import Fp16
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
@@ -50,7 +50,7 @@ def loss_of(head: nn.Linear, hidden: Tensor, part: Part, chunk_tokens: int | Non
     with torch.autocast("cpu", cast) if cast else nullcontext():
         if chunk_tokens is None:
             return CRITERION(head(hidden), part)
-        return UnmadeLogits(hidden, head, chunk_tokens).cross_entropy(part.targets)
+        return LazyLogits(hidden, head, chunk_tokens).cross_entropy(part.targets)
 
 
 def loss_and_gradients(
@@ -112,7 +112,7 @@ def test_fp16_neither_loses_rare_classes_nor_overflows() -> None:
     head.weight.data.zero_()
     hidden = torch.full((500, 4), 200.0, requires_grad=True)
     with torch.autocast("cpu", FP16):
-        UnmadeLogits(hidden, head, 500).cross_entropy(targets).backward()
+        LazyLogits(hidden, head, 500).cross_entropy(targets).backward()
     wanted = torch.full((4000, 4), 500 * 200 / 4000)
     wanted[0] -= 500 * 200
     assert head.weight.grad is not None
@@ -122,7 +122,7 @@ def test_fp16_neither_loses_rare_classes_nor_overflows() -> None:
 @pytest.mark.parametrize("chunk_tokens", [7, 512])
 def test_where_nothing_counts_loss_and_gradients_are_zero(chunk_tokens: int) -> None:
     head, hidden = make_head(FP32, bias=True), make_hidden(FP32)
-    loss = UnmadeLogits(hidden, head, chunk_tokens).cross_entropy(torch.full(SHAPE, IGNORE))
+    loss = LazyLogits(hidden, head, chunk_tokens).cross_entropy(torch.full(SHAPE, IGNORE))
     loss.backward()
     assert loss.item() == 0
     assert all(tensor.grad is not None and not tensor.grad.any() for tensor in (hidden, head.weight, head.bias))
@@ -130,7 +130,7 @@ def test_where_nothing_counts_loss_and_gradients_are_zero(chunk_tokens: int) -> 
 
 def test_a_part_without_samples_has_no_loss() -> None:
     hidden = make_hidden(FP32, (0, 25))
-    loss = UnmadeLogits(hidden, make_head(FP32, bias=True), 7).cross_entropy(torch.zeros(0, 25, dtype=torch.long))
+    loss = LazyLogits(hidden, make_head(FP32, bias=True), 7).cross_entropy(torch.zeros(0, 25, dtype=torch.long))
     loss.backward()
     assert loss.item() == 0
 
@@ -139,7 +139,7 @@ def test_a_part_without_samples_has_no_loss() -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_a_second_backward_pass_gives_the_same(dtype: torch.dtype, chunk_tokens: int) -> None:
     head, hidden = make_head(dtype, bias=True), make_hidden(dtype)
-    loss = UnmadeLogits(hidden, head, chunk_tokens).cross_entropy(make_targets()) / 3
+    loss = LazyLogits(hidden, head, chunk_tokens).cross_entropy(make_targets()) / 3
     walk = partial(torch.autograd.grad, loss, [hidden, head.weight, head.bias])
     first = walk(retain_graph=True)
     kept = [gradient.clone() for gradient in first]
@@ -152,7 +152,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     head, hidden = make_head(FP32, bias=True), make_hidden(FP32)
     head.weight.requires_grad_(False)
     with ledger(head, inputs=hidden) as peak:
-        UnmadeLogits(hidden, head, 7).cross_entropy(make_targets()).backward()
+        LazyLogits(hidden, head, 7).cross_entropy(make_targets()).backward()
     assert head.weight.grad is None
     assert hidden.grad is not None
     assert head.bias.grad is not None
@@ -204,7 +204,7 @@ def test_evaluation_never_holds_the_logits_either() -> None:
     head, hidden, targets = make_head(FP32, bias=True), make_hidden(FP32), make_targets()
     part = Part(None, targets)
     with torch.no_grad(), ledger(head, inputs=[hidden, targets]) as peak:
-        outputs: Any = UnmadeLogits(hidden, head, 7)
+        outputs: Any = LazyLogits(hidden, head, 7)
         loss, correct = outputs.cross_entropy(targets), PROBLEMS["transformer"].num_correct(outputs, part)
     logits = head(hidden)
     torch.testing.assert_close(loss, CRITERION(logits, part).detach())

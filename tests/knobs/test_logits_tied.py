@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.core.assemble import assemble
 from lowvram.core.ledger import Peak, ledger
-from lowvram.knobs.logits import ChunkedLogits, UnmadeLogits, tied
+from lowvram.knobs.logits import ChunkedLogits, LazyLogits, tied
 from lowvram.knobs.logits.tied import Tie
 from tests.laboratory import CPU, PROBLEMS, knobs_of
 
@@ -37,7 +37,7 @@ class Model(nn.Module):
 def loss_of(model: Model, tie: Tie | None) -> Tensor:
     tokens = torch.randint(20, SHAPE, generator=torch.Generator().manual_seed(1))  # most come again, the padding too
     hidden = model(tokens)
-    logits = UnmadeLogits(hidden, model.head, 500, tie.handover_for(hidden) if tie else None)
+    logits = LazyLogits(hidden, model.head, 500, tie.handover_for(hidden) if tie else None)
     return logits.cross_entropy(tokens.roll(1, 1)) / tokens.numel()
 
 
@@ -90,7 +90,7 @@ def test_two_losses_of_the_same_hidden_states_add_up() -> None:
     for tie in (None, Tie(model, model.head)):
         model.zero_grad()
         hidden = model(tokens)
-        logits = UnmadeLogits(hidden, model.head, 500, tie.handover_for(hidden) if tie else None)
+        logits = LazyLogits(hidden, model.head, 500, tie.handover_for(hidden) if tie else None)
         (logits.cross_entropy(tokens) + 2 * logits.cross_entropy(tokens.roll(1, 1))).backward()
         assert model.head.weight.grad is not None
         found.append(model.head.weight.grad.clone())
@@ -122,7 +122,7 @@ def gpt2_peak(is_tied: bool) -> Peak:
         tokens = torch.zeros(1, 512, dtype=torch.long)
         with ledger(head, inputs=tokens) as peak:
             hidden = embedding(tokens)
-            logits = UnmadeLogits(hidden, head, 32, tie.handover_for(hidden))
+            logits = LazyLogits(hidden, head, 32, tie.handover_for(hidden))
             logits.cross_entropy(tokens).backward()
     return peak
 

@@ -181,7 +181,7 @@ def test_every_optimizer_clips_skips_and_learns(option: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS["optimizer"])
 def test_steps_that_rounding_to_the_nearest_would_lose_reach_weights_of_16_bits(option: str) -> None:
-    """Each lands its updates as the rig says (`widened` does it): of many weights a few move, by chance."""
+    """Each lands its updates as the rig says (`with_fp32_compute` does it): of many weights a few move, by chance."""
     rig = assemble(WIDE, knobs_of(optimizer=option, precision="bf16_pure"), CPU)
     optimizer = rig.make_optimizer(rig.trainable)
     for group in optimizer.param_groups:

@@ -13,7 +13,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rounding import stochastically
 from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Moments
-from lowvram.knobs.optimizer.fp32_compute import FP32ComputeOptimizer, RoundingPolicy, widened
+from lowvram.knobs.optimizer.fp32_compute import FP32ComputeOptimizer, RoundingPolicy, with_fp32_compute
 from tests.laboratory import DEVICES
 
 
@@ -81,7 +81,7 @@ def test_pieces_make_the_whole(make: Any) -> None:
     results = []
     for piece_elements in (None, 1, 10, 50):
         weights = make_parameters()
-        optimizer = widened(make(weights, 0.1), NEAREST, piece_elements=piece_elements)
+        optimizer = with_fp32_compute(make(weights, 0.1), NEAREST, piece_elements=piece_elements)
         steps(optimizer, weights, range(3))
         values = [value for weight in weights for value in optimizer.state[weight].values()]
         results.append([*weights, *values])
@@ -147,9 +147,9 @@ def test_replicas_are_rounded_alike_whatever_else_was_drawn(knob: AdamW | AdamW8
 
 def test_optimizers_of_one_rig_have_noises_of_their_own() -> None:
     weights = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(2)]
-    landing = RoundingPolicy(stochastically)
+    policy = RoundingPolicy(stochastically)
     for weight in weights:
-        steps(AdamW().make([weight], landing), [weight], range(1))
+        steps(AdamW().make([weight], policy), [weight], range(1))
     assert not torch.equal(*weights)
 
 

@@ -15,7 +15,7 @@ from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Bf16Pure
-from lowvram.knobs.precision.bf16_pure import batch_norm, narrow, with_narrow_inputs
+from lowvram.knobs.precision.bf16_pure import batch_norm, to_bf16, with_bf16_inputs
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, DEVICES, PROBLEMS, TRANSFORMER, knobs_of, make_batch
 from tests.tiers import first_of
@@ -49,7 +49,7 @@ def test_outputs_and_gradients_are_bf16_and_the_loss_fp32(problem: str) -> None:
 def test_statistics_stay_fp32_and_other_buffers_do_not() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     model[1].register_buffer("table", torch.ones(2))
-    narrow(model)
+    to_bf16(model)
     dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
     assert dtypes == {
         "0.running_mean": torch.float32,
@@ -72,7 +72,7 @@ def test_batch_norm_is_torchs(options: dict[str, float | bool | None], training:
 
 def test_numbers_of_tokens_are_not_rounded() -> None:
     tokens, images = torch.tensor([[50_256]]), torch.ones(1, 3)
-    inputs, named = with_narrow_inputs(nn.Identity(), (tokens, images), {"tokens": tokens, "images": images})
+    inputs, named = with_bf16_inputs(nn.Identity(), (tokens, images), {"tokens": tokens, "images": images})
     assert inputs[0] is named["tokens"] is tokens
     assert inputs[1].dtype is named["images"].dtype is torch.bfloat16
 

@@ -27,7 +27,7 @@ from lowvram.core.knob import Knob
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
-from lowvram.loops.profiling.malloc import handed_out_bytes
+from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.schedule import Constant, Schedule
 from lowvram.loops.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
@@ -112,5 +112,5 @@ def session_in(
     data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
     told = told or Told()
     return Session(
-        settings, knobs, task, rig, data, told, told, folder, is_resumed, time.monotonic(), 0, handed_out_bytes()
+        settings, knobs, task, rig, data, told, told, folder, is_resumed, time.monotonic(), 0, allocated_bytes()
     )

@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_tells_what_it_knows_of_its_rows(make_session: MakeSe
 def test_many_rows_are_confirmed_in_between() -> None:
     journal = Journal(Told())
     for step in range(1, MOST_UNCONFIRMED + 3):
-        journal.tell(step, {"loss/train": 1.0})
+        journal.send(step, {"loss/train": 1.0})
     assert [row["step"] for row in journal.unconfirmed] == [MOST_UNCONFIRMED + 1, MOST_UNCONFIRMED + 2]
 
 

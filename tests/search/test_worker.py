@@ -10,7 +10,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.settings import Settings
 from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
-from lowvram.planning.worker import Planner, place_of
+from lowvram.planning.worker import Planner, plan_device_of
 from lowvram.search.space import Plan
 from lowvram.search.worker import PlanCache, offered, ranked, search, usual_groups
 from tests.calls import TINY
@@ -24,7 +24,7 @@ PLANNER = Planner()  # traces of one test serve the others
 
 def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None) -> PlanCache:
     whole, choices = composed(*WORDS, *words)
-    return PlanCache(PLANNER, whole, choices, place_of(whole), tell)
+    return PlanCache(PLANNER, whole, choices, plan_device_of(whole), tell)
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +105,10 @@ def without_plans_of(cant: set[str]) -> Callable[..., Fields]:
     """A `Planner.planned` that can't plan points with these options."""
     planned_whole = Planner.planned
 
-    def planned(self: Planner, settings: Settings, choices: Mapping[str, str], place: PlanDevice) -> Fields:
+    def planned(self: Planner, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
         if cant <= set(choices.values()):
             raise CantPlan("can't plan this model: somewhere")
-        return planned_whole(self, settings, choices, place)
+        return planned_whole(self, settings, choices, plan_device)
 
     return planned
 

@@ -1,4 +1,4 @@
-"""A task whose model has adapters. The base model's tensors get their initial values by their old names."""
+"""A task whose model has adapters. The tensors of the base model get the initial values of the plain task's model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Adapt = Callable[[Task, nn.Module], None]
 
 @final
 class Adapted(Task):
-    """As `plain`, except that its model has adapters and is filled accordingly.
+    """The task `plain` with adapters in its model.
 
     Args:
         adapt: puts adapters into a model of the plain task.
@@ -66,20 +66,20 @@ class Adapted(Task):
 class Values:
     """Fills the tensors of a model with adapters, one after another.
 
-    Adapters start as peft starts them, so that at first the model computes what it did without them: the first matrix
-    is random, from a generator that depends on its name alone; the second one is zero.
+    Adapters start as in peft, so that at first they change nothing: matrix A is random, from a generator that depends
+    only on the seed and the matrix's name; matrix B is zero.
     """
 
     def __init__(self, model: nn.Module, fill: Fill, seed: int) -> None:
         self.fill, self.seed = fill, seed
         self.layers = set(adapted(model))
-        self.narrow = {name: module for name, module in model.named_modules() if isinstance(module, FourBit)}
-        self.scales: dict[str, Tensor] = {}  # of weights whose codes were asked for already
+        self.quantized = {name: module for name, module in model.named_modules() if isinstance(module, FourBit)}
+        self.scales: dict[str, Tensor] = {}  # by layer: computed with its codes, for its buffer `scales`
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         owner, _, last = name.rpartition(".")
-        if owner in self.narrow and last != "bias":
-            self.fill_narrow(owner, last, tensor)
+        if owner in self.quantized and last != "bias":
+            self.fill_quantized(owner, last, tensor)
         elif owner.removesuffix(f".lora_A.{NAME}") in self.layers and owner.endswith(NAME):
             drawn = torch.empty(tensor.shape, device=tensor.device)
             generator = generator_for(self.seed, name, tensor.device)
@@ -90,16 +90,16 @@ class Values:
             self.fill(f"{plain_name(owner, self.layers)}.{last}".removeprefix("."), tensor)
 
     def without_values(self, name: str, tensor: Tensor) -> None:
-        """Takes the memory that filling takes for a moment: a weight is made in fp32 before it is packed."""
+        """Allocate and free what filling the tensor would take: a quantized weight is made in fp32 first."""
         owner, _, last = name.rpartition(".")
-        if owner in self.narrow and last == "codes":
-            pack(torch.empty(self.narrow[owner].shape, device=tensor.device))
+        if owner in self.quantized and last == "codes":
+            pack(torch.empty(self.quantized[owner].shape, device=tensor.device))
 
-    def fill_narrow(self, owner: str, last: str, tensor: Tensor) -> None:
-        """One of the buffers that hold a weight; its codes are asked for before its scales."""
+    def fill_quantized(self, owner: str, last: str, tensor: Tensor) -> None:
+        """Fill one of the buffers of a quantized layer. The buffers are filled in the order codes, scales, pairs."""
         match last:
             case "codes":
-                weight = torch.empty(self.narrow[owner].shape, device=tensor.device)
+                weight = torch.empty(self.quantized[owner].shape, device=tensor.device)
                 self.fill(f"{plain_name(owner, self.layers)}.weight", weight)
                 packed = pack(weight)
                 tensor.copy_(packed.codes)

@@ -1,4 +1,4 @@
-"""The whole model trains, or only the parts that are named."""
+"""adapter=none trains the whole model, adapter=freeze only some of its parts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import final
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact
 from lowvram.core.rig import Rig
-from lowvram.knobs.adapter.parts import Adapter, Frozen, check_matches, hold_statistics, is_named
+from lowvram.knobs.adapter.parts import Adapter, Frozen, check_matches, freeze_statistics, is_named
 
 
 @final
 @dataclass(frozen=True)
 class NoAdapter(Adapter):
-    """The model trains whole."""
+    """The whole model trains."""
 
     searched = False
 
@@ -25,11 +25,11 @@ class NoAdapter(Adapter):
 @final
 @dataclass(frozen=True)
 class Freeze(Frozen):
-    """Named parts of the model train, or only its head; the rest is frozen."""
+    """Only named parts of the model train, or only its head; the rest is frozen."""
 
     train: list[str] | None = None
 
-    band = 2e-6  # of the gradients that there are
+    band = 2e-6  # over the gradients of what trains
 
     def __post_init__(self) -> None:
         allowed = "null (the head) or a list of at least one name"
@@ -49,5 +49,5 @@ class Freeze(Frozen):
         trains |= set() if head is None else set(head.parameters())
         for weight in parameters.values():
             weight.requires_grad_(weight in trains)
-        hold_statistics(rig.model)
+        freeze_statistics(rig.model)
         return rig

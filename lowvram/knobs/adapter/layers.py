@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core.quiet import quiet
 from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
 
-NAME = "default"  # of the adapter, in peft's names
-TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # a linear layer, in spite of its name
+NAME = "default"  # peft's name of the adapter
+TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer, with a transposed weight
 
 
 def library() -> Any:
-    """peft, imported when it is used: it takes seconds."""
-    with modes_lifted(), quiet():
+    """peft, imported only when it is used, as that takes seconds."""
+    with without_dispatch_modes(), quiet():
         return import_module("peft")
 
 
 def product_of(layer: nn.Module) -> Product | None:
-    """How a layer uses its weight; None where peft has no adapter for that. Subclasses have none, such as the layer
-    that nn.MultiheadAttention holds and never calls."""
+    """How a layer uses its weight; None if it can't carry an adapter. Subclasses can't, such as the layer that
+    nn.MultiheadAttention holds and never calls."""
     kind = type(layer)
     if kind is nn.Linear or is_transposed(layer):
         return Linear(transposed=is_transposed(layer))
@@ -40,7 +40,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module, head: nn.Module | None) -> dict[str, nn.Module]:
-    """All layers that can carry an adapter, by name. A head has none: its weight is often that of the embedding."""
+    """All layers that can carry an adapter, by name. Not the head, whose weight is often shared with the embedding."""
     named = model.named_modules()
     return {name: layer for name, layer in named if layer is not head and product_of(layer) is not None}
 
@@ -52,8 +52,8 @@ def linear_or_else_all(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
-    """Put an adapter beside each of the layers, and freeze all else. Tensors are made where the layers' are, and in
-    their format."""
+    """Put an adapter beside each of the layers, and freeze everything else. The adapters' tensors have the device and
+    the dtype of the layers'."""
     peft = library()
     weight = next(iter(layers.values())).get_parameter("weight")
     with quiet(), torch.device(weight.device), torch.random.fork_rng([]):
@@ -62,7 +62,7 @@ def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[s
         for matrix in (layer.lora_A[NAME], layer.lora_B[NAME]):
             if matrix.weight.dtype != weight.dtype:
                 matrix.to(weight.dtype)
-        # Under autocast its inputs would be widened to fp32 and narrowed again, and each layer would keep its own copy.
+        # Else, under autocast, peft casts the inputs to fp32 and autocast casts them back: a copy kept by each layer.
         layer.cast_input_dtype_enabled = False
 
 
@@ -73,7 +73,7 @@ def config_of(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> An
 
 
 def adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, as peft's, by name."""
+    """The layers that have an adapter (peft's LoraLayer), by name."""
     kind = library().tuners.lora.LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters: the model is frozen, and the product of two small matrices beside each layer trains.
+"""Low-rank adapters: the model is frozen, and two small matrices beside each layer train, whose product is added to the
+layer's weight.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Dettmers et al., "QLoRA: Efficient Finetuning of
 Quantized LLMs" (2023). The layers are peft's, put into the model in place: `x.weight` becomes `x.base_layer.weight`,
@@ -24,13 +25,13 @@ from lowvram.core.states import with_values
 from lowvram.knobs.adapter.adapted import Adapted
 from lowvram.knobs.adapter.layers import NAME, adapted, config_of, layers_of, linear_or_else_all, product_of, put_in
 from lowvram.knobs.adapter.nf4 import FourBit
-from lowvram.knobs.adapter.parts import Frozen, check_matches, hold_statistics, is_named, leaves
+from lowvram.knobs.adapter.parts import Frozen, check_matches, freeze_statistics, is_named, leaves
 from lowvram.knobs.adapter.save_adapter import plain_values, read, write
 
 
 @dataclass(frozen=True)
 class Lora(Frozen):
-    """Two matrices of a small rank train beside each layer, and the layers that `train` names train whole."""
+    """Two matrices of rank `rank` train beside each layer; the layers that `train` names train fully."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -66,18 +67,18 @@ class Lora(Frozen):
     def adapt(self, task: Task, model: nn.Module) -> None:
         """Put the adapters into a model of the task."""
         check_matches("adapter.train", self.train, leaves(model), "the model's layers")
-        wholes = {name: layer for name, layer in leaves(model).items() if is_named(name, self.train)}
-        targets = {name: layer for name, layer in self.targeted(task, model).items() if name not in wholes}
+        full = {name: layer for name, layer in leaves(model).items() if is_named(name, self.train)}
+        targets = {name: layer for name, layer in self.targeted(task, model).items() if name not in full}
         require(bool(targets), "adapter.train", self.train, "fewer: no layer is left for an adapter")
         in_blocks = layers_in_blocks(task, model)
         put_in(model, targets, self.options())
-        for layer in wholes.values():
+        for layer in full.values():
             layer.requires_grad_()
-        self.narrow(model, [layer for layer in in_blocks.values() if layer not in set(wholes.values())])
-        hold_statistics(model)
+        self.quantize(model, [layer for layer in in_blocks.values() if layer not in set(full.values())])
+        freeze_statistics(model)
 
-    def narrow(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
-        """Store the frozen weights of the blocks' layers in fewer bits. Here they stay as they are."""
+    def quantize(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
+        """Quantize the frozen weights of these layers; plain LoRA doesn't."""
 
     def options(self) -> dict[str, Any]:
         """The options of peft's LoraConfig."""
@@ -94,15 +95,15 @@ class Lora(Frozen):
         check_matches("adapter.targets", self.targets, layers, "linear layers and convolutions but the head")
         return {name: layer for name, layer in layers.items() if is_named(name, self.targets)}
 
-    def save_apart(self, model: nn.Module, folder: Path, base: str | None) -> bool:
+    def save_adapter(self, model: nn.Module, folder: Path, base: str | None) -> bool:
         layers = {name: layer.base_layer for name, layer in adapted(model).items()}
-        wholes = trained_wholes(model)
-        saved = {"modules_to_save": list(wholes) or None, "base_model_name_or_path": base, "inference_mode": True}
-        write(model, folder, config_of(layers, self.options() | saved), wholes)
+        full = full_layers(model)
+        saved = {"modules_to_save": list(full) or None, "base_model_name_or_path": base, "inference_mode": True}
+        write(model, folder, config_of(layers, self.options() | saved), full)
         return True
 
-    def read_apart(self, model: nn.Module, folder: Path) -> None:
-        read(model, folder, trained_wholes(model))
+    def load_adapter(self, model: nn.Module, folder: Path) -> None:
+        read(model, folder, full_layers(model))
 
     def merged(self, model: nn.Module, make_plain: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
@@ -110,8 +111,8 @@ class Lora(Frozen):
         return with_values(plain, plain_values(model))
 
 
-def trained_wholes(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that train without an adapter, and those that share a weight with one."""
+def full_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that train without an adapter, and those that share a trained weight with such a layer, by name."""
     matrices = {matrix for layer in adapted(model).values() for matrix in (layer.lora_A[NAME], layer.lora_B[NAME])}
 
     def trains(layer: nn.Module) -> bool:
@@ -131,16 +132,16 @@ def layers_in_blocks(task: Task, model: nn.Module) -> dict[str, nn.Module]:
 class QLora(Lora):
     """LoRA, with the frozen weights of the blocks' layers kept in 4 bits."""
 
-    # Weights are off by a tenth, and so gradients in most models; norms over few values and a ReLU make more of it.
+    # Weights are off by a tenth, and in most models gradients are too; norms over few values and ReLUs amplify that.
     band = 7e-1
     saves = Kind.PARAMETERS
 
-    def narrow(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
-        narrowed: dict[nn.Module, nn.Module] = {}
+    def quantize(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
+        quantized: dict[nn.Module, nn.Module] = {}
         for layer in layers:
             product = product_of(layer)
             assert product is not None
-            narrowed[layer] = FourBit(layer, product)
+            quantized[layer] = FourBit(layer, product)
         for name, module in list(model.named_modules(remove_duplicate=False)):
-            if module in narrowed:
-                model.set_submodule(name, narrowed[module])
+            if module in quantized:
+                model.set_submodule(name, quantized[module])

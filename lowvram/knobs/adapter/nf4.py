@@ -1,8 +1,8 @@
-"""Weights of 4 bits: NF4, the quantiles of a normal distribution, with a scale for each block of 64.
+"""Weights of 4 bits: NF4, whose 16 levels are quantiles of a normal distribution, with a scale for each block of 64.
 
-Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E; codes and scales are bitsandbytes'
-to the bit. Its own layers can't be planned, for they turn to 4 bits when real tensors move, and torchao's tensor has
-another place in each version, so the few functions that we need are below.
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E. Codes and scales are the same as
+bitsandbytes' to the bit. We use neither bitsandbytes' layers, which quantize when real tensors move to the device and
+so can't be planned, nor torchao's NF4 tensor, which moves to another module from version to version.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-BLOCKS_AT_ONCE = 2**14  # so that what packing needs beside a weight stays small
+BLOCKS_AT_ONCE = 2**14  # bounds the temporary memory of `pack`
 
 
 class InNF4(NamedTuple):
-    """A tensor of any shape. Two weights to a byte, the first in its upper half; the last block is filled up with
+    """A quantized tensor. A byte holds two weights, the first one in its upper half; the last block is padded with
     zeros."""
 
-    codes: Tensor  # uint8 (32 x blocks)
-    scales: Tensor  # fp32 (blocks)
+    codes: Tensor  # uint8 (32 · blocks,)
+    scales: Tensor  # fp32 (blocks,)
 
 
 def num_blocks(shape: torch.Size) -> int:
@@ -54,7 +54,7 @@ def num_blocks(shape: torch.Size) -> int:
 
 
 def pack(weight: Tensor) -> InNF4:
-    """Each weight as the level that is nearest to it."""
+    """Quantize a tensor of any shape: each weight to the nearest level."""
     levels = torch.tensor(LEVELS, device=weight.device)
     borders = (levels[1:] + levels[:-1]) / 2
     flat, missing = weight.flatten().float(), -weight.numel() % BLOCK
@@ -71,13 +71,17 @@ def pack(weight: Tensor) -> InNF4:
 
 
 def pairs() -> Tensor:
-    """The two levels that each byte stands for: fp32 (256, 2)."""
+    """The two levels that each byte of codes stands for: fp32 (256, 2)."""
     levels, byte = torch.tensor(LEVELS), torch.arange(256)
     return torch.stack([levels[byte // 16], levels[byte % 16]], 1)
 
 
 def unpack(packed: InNF4, pairs: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The weights, multiplied in `dtype`. `pairs` is `pairs()`, where the codes are."""
+    """Dequantize: the weights in `dtype`, in which levels and scales are also multiplied.
+
+    Args:
+        pairs: `pairs()`, on the device of the codes.
+    """
     blocks = F.embedding(packed.codes.int(), pairs.to(dtype)).view(-1, BLOCK)
     return blocks.mul_(packed.scales.to(dtype)[:, None]).view(-1)[: shape.numel()].view(shape)
 
@@ -128,25 +132,27 @@ class Convolution(Product):
 
 @final
 class FourBit(PackedWeight):
-    """A layer whose weight is kept in NF4, and widened each time that it multiplies: in the forward pass, and again in
-    the backward pass, so that autograd keeps no wide one. It has no gradient."""
+    """A layer whose weight is kept in NF4 and dequantized for each use: in the forward pass, and again in the backward
+    pass, so that autograd saves no dequantized weight. The weight gets no gradient."""
 
     codes: Tensor
     scales: Tensor
     pairs: Tensor
-    groups = 1  # of a convolution: peft asks
+    groups = 1  # of a convolution; peft reads it
 
     def __init__(self, layer: nn.Module, product: Product) -> None:
         """
         Args:
-            layer: has a weight and perhaps a bias, which stays as it is. It may have no memory: no value is set here.
+            layer: has a weight, of which only the shape is used (`Values` fills the codes), and perhaps a bias, which
+                is kept as it is. May be on the device meta.
         """
         super().__init__()
         weight, bias = layer.get_parameter("weight"), dict(layer.named_parameters(recurse=False)).get("bias")
         self.shape, self.product, self.num_weights = weight.shape, product, weight.numel()
         self.register_parameter("bias", bias)
         blocks = num_blocks(weight.shape)
-        # Not saved: they come from the weights that a run starts with. Nor are they narrowed with the rest.
+        # Not persistent: they follow from the weights that a run starts with, and `precision=bf16_pure` must not cast
+        # them, as it casts all persistent buffers.
         codes = torch.empty(blocks * BLOCK // 2, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(blocks, dtype=torch.float32, device=weight.device)
         pairs = torch.empty(256, 2, dtype=torch.float32, device=weight.device)
@@ -158,8 +164,8 @@ class FourBit(PackedWeight):
         """A meta tensor, for code that reads only the shape and the dtype of a layer's weight."""
         return torch.empty(self.shape, dtype=torch.float32, device="meta")
 
-    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight."""
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight in `dtype`."""
         return unpack(InNF4(self.codes, self.scales), self.pairs, self.shape, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -172,7 +178,7 @@ class FourBit(PackedWeight):
 
 @final
 class Multiply(torch.autograd.Function):
-    """The product of a layer, in `dtype`."""
+    """The forward and backward pass of a `FourBit` layer; the forward pass computes in `dtype`."""
 
     @staticmethod
     def forward(

@@ -15,20 +15,20 @@ MOST_SHOWN = 24  # names in a message
 
 
 class Adapter(Knob):
-    """The base of this group's options. Beside what each knob does, they save what they have trained."""
+    """The base of this group's options, which can also save and load what they have trained."""
 
     stage = Stage.BUILD
 
-    def save_apart(self, model: nn.Module, folder: Path, base: str | None) -> bool:
-        """Write the trained weights alone into `folder`; returns False if they can't be separated from the base model.
+    def save_adapter(self, model: nn.Module, folder: Path, base: str | None) -> bool:
+        """Write only the trained weights into `folder`; returns False if they can't be separated from the base model.
 
         Args:
             base: the name of the base model, if it has one.
         """
         return False
 
-    def read_apart(self, model: nn.Module, folder: Path) -> None:
-        """Load what `save_apart` wrote into a model that this knob has changed."""
+    def load_adapter(self, model: nn.Module, folder: Path) -> None:
+        """Load what `save_adapter` wrote into a model that this knob has changed."""
 
     def merged(self, model: nn.Module, make_plain: Callable[[], nn.Module]) -> nn.Module:
         """A plain model that computes the same, with the adapters merged into its weights.
@@ -40,13 +40,13 @@ class Adapter(Knob):
 
 
 class Frozen(Adapter):
-    """The base of options that train few of the weights."""
+    """The base of options that freeze most of the weights."""
 
     exactness = Exactness.LOSSY
     saves = Kind.OPTIMIZER
 
     def caveat(self, model: nn.Module) -> str | None:
-        if not any(map(is_held, model.modules())):
+        if not any(map(is_always_eval, model.modules())):
             return None
         return "BatchNorm layers that don't train normalise by the statistics that they came with"
 
@@ -58,7 +58,7 @@ def is_named(name: str, pieces: Iterable[str]) -> bool:
 
 
 def check_matches(key: str, pieces: Iterable[str], names: Collection[str], what: str) -> None:
-    """Raises BadInput if one of the pieces is in none of the names. `what` says in the message what has these names."""
+    """Raise BadInput if a piece matches none of the names. `what` says in the message what has these names."""
     for piece in pieces:
         if not any(is_named(name, [piece]) for name in names):
             raise BadInput(key, piece, f"a name, or a piece of a dotted name, of {what}: {shown_names(names)}")
@@ -78,17 +78,17 @@ def leaves(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
 
 
-def hold_statistics(model: nn.Module) -> None:
-    """Let every BatchNorm without trainable parameters normalise as in evaluation, and leave its statistics alone: they
-    belong to what stays as it is."""
+def freeze_statistics(model: nn.Module) -> None:
+    """Keep every BatchNorm without trainable parameters in evaluation mode, so that its running statistics, which
+    belong to the frozen weights, don't change."""
     for module in model.modules():
         if isinstance(module, BatchNorm) and not any(weight.requires_grad for weight in module.parameters(False)):
             module.eval()
-            module.train = HeldInEval(module)  # pyright: ignore[reportAttributeAccessIssue]
+            module.train = AlwaysEval(module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class HeldInEval:
-    """Stands in for the `train` of a module that never trains."""
+class AlwaysEval:
+    """Replaces the method `train` of a module that stays in evaluation mode."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -97,5 +97,5 @@ class HeldInEval:
         return self.module
 
 
-def is_held(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("train"), HeldInEval)
+def is_always_eval(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("train"), AlwaysEval)

@@ -15,44 +15,45 @@ from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
 from lowvram.knobs.adapter.nf4 import FourBit
 
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of all names, as peft's own model has them
+PREFIX = "base_model.model."  # of all tensor names in peft's files
 MATRICES = ("lora_A", "lora_B")
 
 
-def write(model: nn.Module, folder: Path, config: Any, wholes: Mapping[str, nn.Module]) -> None:
+def write(model: nn.Module, folder: Path, config: Any, full: Mapping[str, nn.Module]) -> None:
     """Write `folder`/adapter_config.json and `folder`/adapter_model.safetensors.
 
     Args:
         config: peft's.
-        wholes: layers that train whole, without an adapter, by name.
+        full: layers that train fully, without an adapter, by name.
     """
     config.save_pretrained(str(folder))
-    tensors = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in trained(model, wholes)}
+    tensors = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in trained(model, full)}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
 @torch.no_grad()
-def read(model: nn.Module, folder: Path, wholes: Mapping[str, nn.Module]) -> None:
+def read(model: nn.Module, folder: Path, full: Mapping[str, nn.Module]) -> None:
     """The inverse of `write`."""
     saved = load_file(str(folder / WEIGHTS))
-    for name, tensor in trained(model, wholes):
+    for name, tensor in trained(model, full):
         tensor.copy_(saved[f"{PREFIX}{name}"])
 
 
-def trained(model: nn.Module, wholes: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def trained(model: nn.Module, full: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that train, by their names in peft's files."""
     for name, layer in adapted(model).items():
         for matrix in MATRICES:
             yield f"{name}.{matrix}.weight", getattr(layer, matrix)[NAME].weight
-    for name, layer in wholes.items():
+    for name, layer in full.items():
         for inner, tensor in layer.state_dict().items():
             yield f"{name}.{inner}", tensor
 
 
 @torch.no_grad()
 def plain_values(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the plain model that computes the same, by its own names: adapters are merged in."""
+    """The weights of the plain model that computes the same, by its own names: adapters merged, quantized weights in
+    fp32."""
     layers, values = adapted(model), dict[str, Tensor]()
     for owner, module in model.named_modules(remove_duplicate=False):
         inside = plain_name(owner, layers)
@@ -60,7 +61,7 @@ def plain_values(model: nn.Module) -> dict[str, Tensor]:
             continue
         tensors = own_tensors(module)
         if isinstance(module, FourBit):
-            tensors = [("weight", module.widened()), *module.named_parameters(recurse=False)]
+            tensors = [("weight", module.dequantized()), *module.named_parameters(recurse=False)]
         for name, tensor in tensors:
             values[f"{inside}.{name}".removeprefix(".")] = tensor.detach()
     for name, layer in layers.items():

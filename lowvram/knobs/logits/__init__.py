@@ -1,5 +1,5 @@
-"""logits: how the last layer and the loss meet."""
+"""logits: whether the logits exist as a whole, or in chunks between the last layer and the loss."""
 
-from lowvram.knobs.logits.chunked import ChunkedLogits, FullLogits, UnmadeLogits
+from lowvram.knobs.logits.chunked import ChunkedLogits, FullLogits, LazyLogits
 
-__all__ = ["ChunkedLogits", "FullLogits", "UnmadeLogits"]
+__all__ = ["ChunkedLogits", "FullLogits", "LazyLogits"]

@@ -1,10 +1,11 @@
-"""The last layer and the loss, some targets at a time.
+"""The last layer and the loss, for a chunk of targets at a time.
 
-The gradients of a chunk are formed right after its logits, in the forward pass: three products, as without chunks, not
-four as with recomputation. So do Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), and
-torch's linear_cross_entropy, from 2.13 on, whose chunks are wrong there in bf16 on a CPU.
+The gradients of a chunk are computed right after its logits, in the forward pass. That takes three matrix products, as
+without chunks, not four as with recomputation. Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training"
+(2024), do the same, and so does torch's linear_cross_entropy since 2.13, which in 2.13 is wrong in bf16 on a CPU.
 
-Shapes: n targets, c targets of a chunk, s some of these, d width of the hidden states, v classes.
+Shapes: n targets, c targets of a chunk, s rows of a chunk that are computed at a time, d width of the hidden states, v
+classes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Handover, Tie
 
-SOFTMAX_ROWS = 128  # whose probabilities exist at a time: they are in fp32
-FP16_SCALE = 64.0  # fp16 loses what is below 6e-5: the probability of one class among many thousands
+SOFTMAX_ROWS = 128  # whose probabilities, which are in fp32, exist at a time
+FP16_SCALE = 64.0  # of probabilities: below 6e-5, as of one class among many thousands, fp16 loses precision
 
 
 @dataclass(frozen=True)
 class FullLogits(Knob):
-    """The logits of a part exist whole."""
+    """All logits of a part exist at a time."""
 
     stage = Stage.LOGITS
 
@@ -40,7 +41,7 @@ class FullLogits(Knob):
 
 @dataclass(frozen=True)
 class ChunkedLogits(Knob):
-    """The logits of `chunk_tokens` targets at a time: they never exist whole."""
+    """The logits of only `chunk_tokens` targets exist at a time."""
 
     chunk_tokens: int = 512
 
@@ -60,25 +61,25 @@ class ChunkedLogits(Knob):
     def apply(self, rig: Rig) -> Rig:
         head = rig.task.head(rig.model)
         assert head is not None  # Fact.HEAD
-        head.forward = lambda input: input  # the model ends with the hidden states, however it is called or compiled
+        head.forward = lambda input: input  # so the model returns hidden states, however it is called or compiled
         if isinstance(rig.model, FSDPModule) and len(rig.trainable) < len(list(rig.model.parameters())):
             rig.model.register_forward_hook(torch.compiler.disable(with_gradient), prepend=True)  # pyright: ignore[reportArgumentType]
 
         tie = Tie(rig.model, head)
 
-        def forward(part: Part) -> UnmadeLogits:
+        def forward(part: Part) -> LazyLogits:
             hidden = rig.forward(part)
-            return UnmadeLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden))
+            return LazyLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden))
 
-        def criterion(outputs: UnmadeLogits, part: Part) -> Tensor:
+        def criterion(outputs: LazyLogits, part: Part) -> Tensor:
             return outputs.cross_entropy(part.targets)
 
         return replace(rig, forward=forward, criterion=criterion)
 
 
 def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """A hook after a sharded model's forward pass. FSDP gathers the head's gradients only if those of the model's
-    outputs come by, and hidden states of a frozen model have none."""
+    """A hook after a sharded model's forward pass: makes its outputs require gradients. FSDP reduces the head's
+    gradients only after it has seen gradients of the model's outputs, and hidden states of a frozen model have none."""
     del model, inputs
 
     def required(tensor: Tensor) -> Tensor:
@@ -89,23 +90,24 @@ def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 @final
-class UnmadeLogits:
-    """The outputs of `head` for hidden states (..., d), not computed yet. Products are in the dtype that autocast asks
-    for when this object is made."""
+class LazyLogits:
+    """The logits of `head` for hidden states (..., d), computed only in chunks. Matrix products are in the dtype that
+    autocast prescribes where this object is made."""
 
     def __init__(self, hidden: Tensor, head: nn.Linear, chunk_tokens: int, handover: Handover | None = None) -> None:
         self.hidden, self.head, self.chunk_tokens, self.handover = hidden, head, chunk_tokens, handover
         self.dtype = dtype_of_products(head.weight)
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
-        """The sum over targets (...), in nats (0-dim, at least fp32); `IGNORE` counts for nothing."""
-        weight, bias = self.head.weight, self.head.bias  # now: sharded weights are whole only while the step runs
+        """The sum over targets (...), in nats (0-dim, fp32 or wider); targets `IGNORE` don't count."""
+        weight, bias = self.head.weight, self.head.bias  # read only here: FSDP has gathered them by now
         fixed = (targets.flatten(), self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.handover)
         return ChunkedCrossEntropy.apply(self.hidden.flatten(0, -2), weight, bias, *fixed)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def argmax(self, dim: int) -> Tensor:
-        """The likeliest class of each hidden state (...). `dim` is -1, as a tensor's argmax over classes has it."""
+        """The most likely class of each hidden state (...). `dim` must be -1; it is there because callers also pass
+        ordinary logits."""
         assert dim == -1
         weight, bias = in_dtype(self.head.weight, self.dtype), in_dtype(self.head.bias, self.dtype)
         chunks = self.hidden.flatten(0, -2).split(self.chunk_tokens)
@@ -126,10 +128,10 @@ def in_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Any:
 
 @final
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropies of a linear layer's outputs, made and forgotten chunk by chunk.
+    """The sum of the cross-entropies of a linear layer's outputs, which are computed and dropped chunk by chunk.
 
-    It rounds where the plain way does: products in `dtype`, probabilities in fp32 at least. Sums over chunks are in
-    fp32 at least.
+    It rounds as without chunks: products in `dtype`, probabilities in fp32 (or wider). Sums over chunks are in fp32 (or
+    wider), too.
     """
 
     @staticmethod
@@ -157,7 +159,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The saved gradients times that of the loss; in place, unless the graph is walked again."""
+        """The saved gradients times that of the loss: in place, unless the graph is retained for another pass."""
         is_last = not keeps_graph()
         saved = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in saved]
@@ -167,8 +169,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: torch.dtype) -> Tensor | None:
-    """`gradient` * `factor`, rounded to `dtype` once. Where that takes more digits than the gradient has, it is done a
-    few rows at a time."""
+    """`gradient` · `factor`, computed in the factor's dtype and rounded to `dtype` once; a few rows at a time if the
+    gradient has another dtype."""
     if gradient is None:
         return None
     if gradient.dtype is factor.dtype:
@@ -182,7 +184,7 @@ def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: 
 
 @final
 class Chunks:
-    """The memory of one chunk, and gradients that grow from chunk to chunk."""
+    """The buffers of one chunk, reused for all chunks, and the gradients summed over chunks."""
 
     def __init__(
         self,
@@ -202,11 +204,12 @@ class Chunks:
         sum_dtype = dtype if size == len(hidden_nd) else self.exact  # one chunk: there is nothing to sum
         self.hidden_gradient_nd = weight_vd.new_empty(hidden_nd.shape, dtype=dtype) if wanted[0] else None
         self.weight_gradient_vd = weight_vd.new_zeros(weight_vd.shape, dtype=sum_dtype) if wanted[1] else None
-        # Kept from chunk to chunk: to a CPU, touching new memory costs as much as the product that goes there.
+        # Reused for each chunk: on a CPU, touching new memory takes as long as the product that is written to it.
         is_apart = wanted[1] and sum_dtype is not dtype
         self.product_vd = weight_vd.new_empty(weight_vd.shape, dtype=dtype) if is_apart else None
         self.bias_gradient_v = weight_vd.new_zeros(num_classes, dtype=self.exact) if wanted[2] else None
-        # fp16: probabilities as with a loss scale, and the mean over a chunk instead of its sum. Powers of two: exact.
+        # In fp16 gradients of logits are scaled up, against underflow, and hidden states down by about the chunk's
+        # size, against overflow of sums. Both factors are powers of two, so scaling is exact.
         is_narrow = dtype is torch.float16
         self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** size.bit_length()) if is_narrow else (1.0, 1.0)
 
@@ -216,7 +219,7 @@ class Chunks:
         return gradients, [1 / self.logit_scale, 1 / self.logit_scale / self.hidden_scale, 1.0]
 
     def loss(self, rows: slice, targets_n: Tensor) -> Tensor:
-        """The sum over some rows (0-dim); adds their gradients to the others."""
+        """The loss of one chunk (0-dim); adds its gradients to those of the other chunks."""
         targets_c1 = targets_n[rows, None]
         counts_c1 = targets_c1 != IGNORE
         targets_c1 = targets_c1.where(counts_c1, 0)
@@ -233,7 +236,7 @@ class Chunks:
         return loss
 
     def _softmax(self, logits_sv: Tensor, targets_s1: Tensor, counts_s1: Tensor) -> Tensor:
-        """The sum over some rows of a chunk. Of their logits it leaves the gradient: p - 1 at the target, else p."""
+        """The loss of some rows of a chunk. Overwrites their logits with the gradient: p - 1 at the target, else p."""
         log_p_sv = self.log_p_sv[: len(logits_sv)]
         torch.log_softmax(logits_sv, -1, dtype=self.exact, out=log_p_sv)
         loss = -log_p_sv.gather(1, targets_s1).where(counts_s1, 0).sum()
@@ -246,8 +249,8 @@ class Chunks:
         return loss
 
     def _add_gradients(self, rows: slice, hidden_cd: Tensor, gradient_cv: Tensor, counts_c1: Tensor) -> None:
-        """Add to the gradients, given that of the logits. Rows that don't count have zero hidden states, so they add
-        nothing to the weight's."""
+        """Add the gradients of a chunk, given that of its logits. Ignored rows have hidden states of zero, so they add
+        nothing to the weight's gradient."""
         if self.hidden_gradient_nd is not None:
             torch.mm(gradient_cv, self.weight_vd, out=self.hidden_gradient_nd[rows]).mul_(counts_c1)
         if self.weight_gradient_vd is not None:

@@ -1,8 +1,8 @@
-"""A weight that embeddings share with the last layer (Press and Wolf, 2017): its gradient lies in memory once.
+"""A weight that embeddings share with the last layer (Press and Wolf, 2017) has only one gradient in memory.
 
-Autograd would make a second gradient of the same size, zero but for the tokens of the batch, and add the two. Here the
-last layer, which comes first in the backward pass, hands its gradient to the embedding, which adds its rows to it, one
-slice of the vocabulary at a time. On a CPU the numbers are the same to the bit; a card may add up in another order.
+Autograd would make a second gradient of the same size, zero except for the tokens of the batch, and add the two. Here
+the last layer, which comes first in the backward pass, hands its gradient to the embedding, which adds its rows to it,
+one slice of the vocabulary at a time. On a CPU results are equal to the bit; a card may add in another order.
 
 Shapes: v classes, d width.
 """
@@ -28,14 +28,14 @@ dense_backward: Any = torch.ops.aten.embedding_dense_backward
 @final
 @dataclass(eq=False)
 class Handover:
-    """Hands the gradient of the last layer's weight to the embeddings, in one pass through the model."""
+    """Hands the gradient of the last layer's weight to the embeddings. One object per forward pass of the model."""
 
-    nodes: list[Callable[[], Any]] = field(default_factory=list)  # weak: the embeddings' in the graph
-    gradient_vd: Tensor | None = None  # what the last layer has left
+    nodes: list[Callable[[], Any]] = field(default_factory=list)  # weak references to the embeddings' autograd nodes
+    gradient_vd: Tensor | None = None  # what the last layer has left for an embedding
 
     def leave(self, gradient_vd: Tensor | None) -> Tensor | None:
-        """Leave a gradient for an embedding that this backward pass has yet to reach, and return None. Returns the
-        gradient if there is no such embedding, or one was left already."""
+        """Leave a gradient for an embedding that this backward pass will still reach, and return None. Return the
+        gradient itself if there is no such embedding, or if another gradient waits already."""
         is_awaited = any((node := weak()) is not None and will_run(node) for weak in self.nodes)
         if self.gradient_vd is not None or not is_awaited:
             return gradient_vd
@@ -45,11 +45,11 @@ class Handover:
 
 @final
 class Tie:
-    """Connects the embeddings of a model with a last layer that has the same weight."""
+    """Replaces the forward pass of those embeddings of a model that share the weight of the last layer."""
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
-        self.handover: Handover | None = None
-        self.is_on_the_way: bool | None = None  # whether the last layer's input comes from them; None: not known yet
+        self.handover: Handover | None = None  # of the forward pass that is running
+        self.is_connected: bool | None = None  # whether autograd gets from the last layer to them; None: not known yet
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.weight is head.weight and is_plain(module):
                 module.forward = partial(self.look_up, module)
@@ -65,19 +65,19 @@ class Tie:
         return output
 
     def handover_for(self, hidden: Tensor) -> Handover | None:
-        """Where the last layer may leave its gradient; None if no embedding would come to take it.
+        """The handover in which the last layer may leave its gradient; None if no embedding would take it.
 
         Args:
             hidden: the input of the last layer, just computed.
         """
         handover, self.handover = self.handover, None
-        if handover is not None and self.is_on_the_way is None:
-            self.is_on_the_way = comes_from(hidden, handover)
-        return handover if self.is_on_the_way else None
+        if handover is not None and self.is_connected is None:
+            self.is_connected = comes_from(hidden, handover)
+        return handover if self.is_connected else None
 
 
 def is_plain(embedding: nn.Embedding) -> bool:
-    """Whether it only looks rows up, and nobody has changed how."""
+    """Whether it is an nn.Embedding that only looks rows up, with its original forward pass."""
     has_more = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
     return type(embedding) is nn.Embedding and not has_more and "forward" not in vars(embedding)
 
@@ -97,7 +97,7 @@ def comes_from(tensor: Tensor, handover: Handover) -> bool:
 
 @final
 class LookedUp(torch.autograd.Function):
-    """An embedding whose backward pass adds to the gradient that the last layer left."""
+    """An embedding look-up whose backward pass adds to the gradient that the last layer has left."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight_vd: Tensor, padding: int | None, handover: Handover) -> Tensor:
@@ -118,11 +118,11 @@ class LookedUp(torch.autograd.Function):
 
 
 def add_rows(whole_vd: Tensor, gradient: Tensor, indices: Tensor, padding: int) -> None:
-    """Add the gradient (..., d) of the rows at `indices` (...) to that of all; of `padding` there is none."""
+    """Add the gradient (..., d) of the rows `indices` (...) to `whole_vd`, except those of the index `padding`."""
     first = 0
     for rows in whole_vd.split(max(1, NUMEL_AT_A_TIME // whole_vd.shape[1])):
         places = indices - first
         is_here = (places >= 0) & (places < len(rows)) & (indices != padding)
-        places = places.where(is_here, len(rows))  # all others go to a row behind these
+        places = places.where(is_here, len(rows))  # all others go to one more row, which is dropped
         rows.add_(dense_backward(gradient, places, len(rows) + 1, len(rows), False)[:-1])
         first += len(rows)

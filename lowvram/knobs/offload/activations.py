@@ -74,8 +74,8 @@ def require_sizes(min_bytes: int, in_flight: int) -> None:
 
 
 def offload(rig: Rig, pool: Pool, min_bytes: int, in_flight: int) -> Rig:
-    """The rig whose forward and criterion save tensors outside the device. The hooks aren't active in the backward
-    pass, so recomputation keeps its tensors on the device."""
+    """The rig whose forward pass and criterion save their tensors outside the device. The hooks aren't active in the
+    backward pass, so what checkpointing recomputes there stays on the device."""
     hooks = Hooks(rig.model, rig.device, min_bytes, pool, transfer_for(rig.device, in_flight))
 
     def forward(part: Part) -> Any:
@@ -90,14 +90,14 @@ def offload(rig: Rig, pool: Pool, min_bytes: int, in_flight: int) -> Rig:
 
 
 class Kept:
-    """A saved tensor that stays: a weight, an input, a small one."""
+    """A saved tensor that stays on the device: a weight, an input, or a small one."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # the tensor itself would hold the graph, and the graph it
+        self.tensor = tensor.detach()  # the tensor itself would make a reference cycle with the graph
         self.version = version_of(tensor)
 
     def read(self) -> Tensor:
-        """The tensor. Autograd's own check for changes doesn't act under hooks, so it is made here."""
+        """The tensor. Under hooks autograd doesn't check whether it was changed in place, so that is checked here."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor that the backward pass needs was changed in place after it was saved: "
@@ -117,13 +117,14 @@ class Hooks:
         self._model, self._device, self._min_bytes = model, device, min_bytes
         self._pool, self._transfer = pool, transfer
         self._staying: set[int] = set()  # ids of storages
-        # The compiler would trace them where it meets them, and find what it can't compile.
+        # Disabled for torch.compile, which would try to trace the hooks and fail.
         self._pack_and_read: list[Any] = [torch.compiler.disable(hook) for hook in (self._pack, read)]
         self._away: weakref.WeakValueDictionary[tuple[int, int], Away] = weakref.WeakValueDictionary()
 
     @contextmanager
     def active(self, part: Part) -> Iterator[None]:
-        """Tensors that are saved inside the block leave the device. `part` stays: it lives through the step anyway."""
+        """Tensors saved inside the block leave the device, except those of the model and of `part`, which live through
+        the step anyway."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -148,10 +149,10 @@ class Hooks:
         return storage.nbytes() >= self._min_bytes and not is_needed
 
     def _send_away(self, tensor: Tensor) -> Away:
-        """Each storage travels once, however many views of it are saved; again after a change in place."""
+        """Copy the tensor's storage out, unless that was done for another view of it and it hasn't changed since."""
         storage, key = tensor.untyped_storage(), (id(tensor.untyped_storage()), version_of(tensor))
         away = self._away.get(key)
-        if away is None or away.source() is not storage:  # an id is used again
+        if away is None or away.source() is not storage:  # a new storage may have the id of one that is gone
             num_elements = storage.nbytes() // tensor.dtype.itemsize
             buffer = self._pool.take(storage.nbytes())
             away = Away(self._transfer, self._pool, buffer, weakref.ref(storage), tensor.dtype, num_elements)

@@ -1,4 +1,4 @@
-"""Buffers outside the device, in host memory or in a file: made once, then reused by size."""
+"""Buffers outside the device, in host memory or in a file. They are kept and reused for tensors of similar size."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from lowvram.core import host
 
 CPU = torch.device("cpu")
 LARGEST_PIECE_BYTES = 2**30  # of a file
-LARGEST_RATIO = 2  # of a free buffer to what is put into it
+LARGEST_RATIO = 2  # of the size of a free buffer to that of what is put into it
 
 
 def nothing() -> None:
-    """After a copy to host memory: its pages stay."""
+    """The `settle` of a buffer in host memory, whose pages stay."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """A stretch of bytes outside the device."""
+    """Memory outside the device."""
 
     bytes: Tensor  # uint8 (bytes,)
-    settle: Callable[[], None] = nothing  # after a copy: the process needs its pages no longer
+    settle: Callable[[], None] = nothing  # called after a copy: lets the system take back the pages of a file
 
     def like(self, dtype: torch.dtype, num_elements: int) -> Tensor:
-        """Its beginning as numbers: (num_elements,)."""
+        """A view of its beginning: (num_elements,) in `dtype`."""
         return self.bytes[: num_elements * dtype.itemsize].view(dtype)
 
 
 class Pool:
-    """Keeps free buffers, sorted by size. It grows in the first step, and a little later on if steps differ."""
+    """Makes buffers and keeps those that are free again. It grows in the first step, and later a little if steps
+    differ."""
 
     def __init__(self, make: Callable[[int], Buffer]) -> None:
         self._make = make
         self._free: list[Buffer] = []  # the smallest first
 
     def take(self, num_bytes: int) -> Buffer:
-        """The smallest free buffer that has the room and isn't far too large; else a new one."""
+        """The smallest free buffer that is large enough, unless it is far too large; else a new one."""
         place = bisect_left(self._free, num_bytes, key=_num_bytes)
         if place < len(self._free) and _num_bytes(self._free[place]) <= LARGEST_RATIO * num_bytes:
             return self._free.pop(place)
@@ -90,11 +91,11 @@ class File:
         Raises:
             OSError: the disk is full.
         """
-        if is_fake(torch.empty(0)):  # a step that is only planned
+        if is_fake(torch.empty(0)):  # in a plan, tensors have no memory
             return Buffer(host.empty((num_bytes,), torch.uint8, CPU))
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._pages is None or self._used_bytes + length > len(self._pages):
-            # By as much as there is, up to a limit: every piece takes a file descriptor, of which there are few.
+            # The file doubles, up to a limit: each mapped piece takes a file descriptor, of which there are few.
             self._pages, self._used_bytes = self._grown(max(length, min(self._num_bytes, LARGEST_PIECE_BYTES))), 0
         start, self._used_bytes = self._used_bytes, self._used_bytes + length
         whole = torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=num_bytes)
@@ -105,7 +106,7 @@ class File:
             self._file = nameless_file(self._folder)
             weakref.finalize(self, self._file.close)
         try:
-            # Reserved, because a write to mapped pages without room would end in SIGBUS.
+            # Reserve the space: writing to mapped pages of a full disk would raise SIGBUS.
             os.posix_fallocate(self._file.fileno(), self._num_bytes, length)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._folder) from None

@@ -1,7 +1,7 @@
-"""offload=parameters: weights live in host memory and visit the device block by block.
+"""offload=parameters: weights are kept in host memory and copied to the device block by block.
 
-FSDP2 over a single rank: torch.distributed.fsdp.fully_shard with its CPUOffloadPolicy. Gradients land on the host, so
-the optimizer's state is born there and its updates run on the CPU.
+FSDP2 over a single rank: torch.distributed.fsdp.fully_shard with its CPUOffloadPolicy. Gradients go to the host, so the
+optimizer's state is there, too, and the CPU computes its updates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-from lowvram.compat.torch_fake import fake_mode_lifted
+from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.core import host
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
@@ -34,7 +34,7 @@ class Parameters(Knob):
 
     stage = Stage.SHARD
     moves_to_host = True
-    band = 2e-6  # AdamW differs by not a bit; torch 2.13 can't fuse SGD over shards, and its updates round elsewhere
+    band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
@@ -53,7 +53,7 @@ class Parameters(Knob):
         for module in [*rig.task.blocks(rig.model), rig.model]:
             arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
             fully_shard(module, mesh=mesh, offload_policy=policy)
-            num_visits = 1 if module is rig.model else 2  # the others come again for the backward pass
+            num_visits = 1 if module is rig.model else 2  # blocks are copied again for the backward pass
             module.register_forward_pre_hook(partial(count_arrival, bytes_of(arriving), num_visits))
             for parameter in module.parameters():
                 host.assign(parameter)
@@ -64,8 +64,8 @@ class Parameters(Knob):
 
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:
-    """FSDP2 wants a group of processes; this one is alone in it."""
-    with fake_mode_lifted():  # a mesh reads its own tensors, also where a step is made on tensors without memory
+    """The mesh that FSDP2 needs, over a process group of this process alone."""
+    with without_fake_mode():  # a mesh reads the values of its tensors, so they must be real in a plan, too
         if not dist.is_initialized():
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -78,6 +78,7 @@ def bytes_of(tensors: list[nn.Parameter]) -> int:
 
 
 def count_arrival(num_bytes: int, num_visits: int, *_: Any) -> None:
+    """A forward pre-hook that counts a module's copies to the device, those for the backward pass included."""
     host.traffic.to_device_bytes += num_bytes * (num_visits if torch.is_grad_enabled() else 1)
 
 
@@ -85,7 +86,7 @@ def count_arrival(num_bytes: int, num_visits: int, *_: Any) -> None:
 def gradients_to_host(rig: Rig, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one part: its gradients go to the host as autograd computes them."""
     trainable = rig.trainable
-    # Where the device is the CPU, FSDP2 leaves them where they are. (Elsewhere a hook would keep it from overlapping.)
+    # If the device is the CPU, FSDP2 doesn't move gradients, so hooks do. On a card they would prevent its overlapping.
     watched = trainable if host.is_device(rig.device) else []
     handles = [parameter.register_post_accumulate_grad_hook(to_host) for parameter in watched]
     try:
@@ -98,7 +99,7 @@ def gradients_to_host(rig: Rig, is_last: bool) -> Iterator[None]:
 
 
 def to_host(parameter: Tensor) -> None:
-    """Move a gradient into host memory, unless it was used up already or is there."""
+    """Move a gradient into host memory, unless a stepper has already used it or it is there."""
     gradient = None if parameter.grad is None else local(parameter.grad)
     if gradient is None or host.is_marked(gradient.untyped_storage()):
         return

@@ -1,13 +1,14 @@
-"""How storages leave the device and come back: at once, or on streams of their own while the device computes.
+"""How storages leave the device and come back: in order with the computation, or on streams of their own beside it.
 
-The order of streams is what makes this right on a card; getting it wrong corrupts gradients silently
-(torchtitan#2581). The rules:
+On a card the order between streams must be right; an error corrupts gradients silently (torchtitan#2581). The rules:
 
-1. A copy starts after all that was asked of the computing stream before.
-2. What leaves keeps its memory until the computing stream has waited for the copy. So what comes back, which starts
-   after the computing stream, finds its buffer filled. A buffer that is used again is filled in the order of leaving.
-3. What comes back does so into memory of the computing stream, which waits for the copy before it reads.
-4. If what came back is never read, `record_stream` tells the allocator, which then waits for the copy.
+1. A copy waits for all work queued on the computing stream before it.
+2. A storage that leaves keeps its device memory until the computing stream has waited for the copy. The copy back waits
+   for the computing stream, so the buffer is filled by then. All copies out run on one stream, so a reused buffer is
+   overwritten only after its earlier copy.
+3. The copy back goes into memory allocated on the computing stream, which waits for the copy before it reads.
+4. If a storage that came back is never read, `record_stream` makes the allocator wait for the copy before it reuses
+   the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lowvram.knobs.offload.buffers import Buffer, Pool
 
 @dataclass(eq=False)
 class Away:
-    """The content of one storage outside the device. It lives as long as the graph; then its buffer is free again."""
+    """A copy of one storage outside the device. It lives as long as the graph; then its buffer is free again."""
 
     transfer: Transfer
     pool: Pool
@@ -38,17 +39,17 @@ class Away:
     dtype: torch.dtype
     num_elements: int
     readers: weakref.WeakSet[Saved] = field(default_factory=weakref.WeakSet)
-    here: Tensor | None = None  # it is on the device too: not gone yet, or back; (num_elements,)
-    version: int = 0  # of `here` when it left
-    num_passes: int = 0  # backward passes that are done with it
-    is_spoiled: bool = False  # it was changed while it left
-    leaving: torch.cuda.Event | None = None  # the copy out of `here`, until computing has waited for it
-    coming: torch.cuda.Event | None = None  # the copy into `here`, until computing has waited for it
-    index: int = 0  # place in the order of leaving
+    here: Tensor | None = None  # (num_elements,) the storage on the device, while it hasn't left or is back
+    version: int = 0  # of `here` when the copy out began
+    num_passes: int = 0  # backward passes that have read all views of it
+    is_spoiled: bool = False  # it was changed in place during the copy out
+    leaving: torch.cuda.Event | None = None  # the end of the copy out, until the computing stream has waited for it
+    coming: torch.cuda.Event | None = None  # the end of the copy back, until the computing stream has waited for it
+    index: int = 0  # its number in the order of leaving
 
     @property
     def outside(self) -> Tensor:
-        """(num_elements,), not on the device."""
+        """(num_elements,) in the buffer."""
         return self.buffer.like(self.dtype, self.num_elements)
 
     @property
@@ -56,15 +57,15 @@ class Away:
         return self.num_elements * self.dtype.itemsize
 
     def read_by(self, reader: Saved) -> Tensor:
-        """The storage on the device (num_elements,). Once every view of it was read, the device may have its memory:
-        until then it would have to travel again."""
+        """The storage on the device (num_elements,). When every saved view of it has been read, its device memory may
+        be freed; freed earlier it would have to be copied again."""
         flat = self.transfer.come_back(self)
         reader.is_read = True
         if all(each.is_read for each in self.readers):
             self.transfer.let_go(self)
             self.num_passes += 1
             for each in self.readers:
-                each.is_read = False  # by the next backward pass over the same graph
+                each.is_read = False  # for the next backward pass over the same graph
         return flat
 
     def __del__(self) -> None:
@@ -74,7 +75,7 @@ class Away:
 
 @final
 class Saved:
-    """A saved tensor: a view of a storage that is away."""
+    """A saved tensor: a view of a storage that was copied out."""
 
     def __init__(self, away: Away, tensor: Tensor) -> None:
         self.away, self.dtype, self.is_read = away, tensor.dtype, False
@@ -91,18 +92,18 @@ class Transfer(ABC):
 
     @abstractmethod
     def leave(self, away: Away, flat: Tensor) -> None:
-        """Copy `flat`, a whole storage, into the buffer; soon the device may have its memory."""
+        """Copy `flat`, a whole storage, into the buffer, and drop it when the copy is done."""
 
     @abstractmethod
     def come_back(self, away: Away) -> Tensor:
-        """The storage on the device, ready to be read by what is computed next. It stays until `let_go`."""
+        """The storage on the device, ready to be read by work that is queued from now on. It stays until `let_go`."""
 
     @abstractmethod
     def let_go(self, away: Away) -> None:
-        """The device may have the memory as soon as the last reader is done with it."""
+        """Drop the storage on the device; its memory is freed with the last view."""
 
     def forget(self, away: Away) -> None:
-        """The graph is gone: nobody will read it any more."""
+        """Called when the graph is gone, so that nobody will read it any more."""
         del away
 
 
@@ -134,14 +135,14 @@ class Direct(Transfer):
 
 @final
 class Streams(Transfer):
-    """Copies beside the computation, on a card. At most `in_flight` storages leave at once, so that memory doesn't
-    depend on how far the CPU is ahead of the card; as many come back before they are asked for."""
+    """Copies on two streams beside the computation, on a card. At most `in_flight` storages leave at a time, so that
+    memory doesn't depend on how far the CPU runs ahead of the card; as many are prefetched in the backward pass."""
 
     def __init__(self, device: torch.device, in_flight: int) -> None:
         self._device, self._in_flight = device, in_flight
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._queue: deque[weakref.ref[Away]] = deque()  # what leaves, the oldest first
-        self._order: list[weakref.ref[Away]] = []  # all that left; the backward pass wants it from the end
+        self._order: list[weakref.ref[Away]] = []  # all that left, in order; the backward pass reads from the end
         self._num_alive = 0
 
     def leave(self, away: Away, flat: Tensor) -> None:
@@ -174,7 +175,8 @@ class Streams(Transfer):
         return away.here
 
     def _wanted_next(self, away: Away) -> Iterator[Away]:
-        """Those that left just before and aren't here. One that was read in this pass already isn't wanted again."""
+        """The storages that left just before this one and aren't on the device, without those that this backward pass
+        has already read."""
         for reference in self._order[max(0, away.index - self._in_flight) : away.index]:
             earlier = reference()
             if earlier is not None and earlier.here is None and earlier.num_passes <= away.num_passes:
@@ -182,7 +184,7 @@ class Streams(Transfer):
 
     def _fetch(self, away: Away) -> None:
         away.here = torch.empty(away.num_elements, dtype=away.dtype, device=self._device)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))  # which may still read that memory's past
+        self._back.wait_stream(torch.cuda.current_stream(self._device))  # it may still use that memory's last tensor
         away.coming = self._copy(self._back, away, away.here, away.outside)
         host.traffic.to_device_bytes += away.num_bytes
 
@@ -196,7 +198,8 @@ class Streams(Transfer):
         return away.leaving is not None and away.here is not None and version_of(away.here) != away.version
 
     def let_go(self, away: Away) -> None:
-        """What is still leaving stays: to wait for its copy would cost time, and it is among the last few."""
+        """Drop the storage on the device, unless its copy out may still be running: waiting for that would take time,
+        and only the last `in_flight` storages are concerned."""
         if away.leaving is None:
             away.here = None
 

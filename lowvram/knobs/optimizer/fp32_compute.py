@@ -1,4 +1,4 @@
-"""Any optimizer over weights or states of fewer bits than it computes in."""
+"""Runs any optimizer in fp32 although its weights or its states are kept in fewer bits."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from lowvram.core.rounding import noise_of, stochastically
 from lowvram.core.shards import is_off_mesh, local, on_mesh
 
 Rounding = Callable[[Tensor, Tensor], None]
-PIECE_ELEMENTS = 2**22  # of a parameter that are widened at a time: 16 MiB for each copy in fp32
-STEP = "step"  # torch's name for the count of updates: no average, so it is never rounded
+PIECE_ELEMENTS = 2**22  # of a parameter that are converted at a time: 16 MiB for each copy in fp32
+STEP = "step"  # torch's name of the count of updates in a state; it must stay exact, so it is never rounded
 
 
 @dataclass(frozen=True)
 class RoundingPolicy:
-    """How the optimizers of one rig round their updates, each with a noise of its own."""
+    """How the optimizers of one rig round their updates. Each draws noise of its own, by its number."""
 
-    rounding: Rounding | None = None  # how an fp32 weight lands in one of fewer bits; None: as the optimizer does
-    numbers: Iterator[int] = field(default_factory=count)  # of the optimizers, in the order in which they are made
+    rounding: Rounding | None = None  # writes an fp32 weight into one of fewer bits; None: the optimizer rounds itself
+    numbers: Iterator[int] = field(default_factory=count)  # for the optimizers, in the order in which they are made
 
 
-def widened(
+def with_fp32_compute(
     inner: torch.optim.Optimizer,
-    landing: RoundingPolicy,
+    policy: RoundingPolicy,
     state_dtype: torch.dtype = torch.float32,
     piece_elements: int | None = None,
 ) -> torch.optim.Optimizer:
-    """`inner`, run in fp32 where its weights or its states have fewer bits; itself where there is nothing to widen.
+    """`inner`, run in fp32 if its weights or its states have fewer bits; else `inner` itself.
 
     Args:
-        state_dtype: in which states are kept in between the steps.
-        piece_elements: for an update that looks at each element alone: how many may be widened at a time. None: it
-            looks at whole parameters, and ranks that share one bring their shards.
+        state_dtype: the dtype in which states are kept between steps.
+        piece_elements: for an element-wise update, how many elements may be converted at a time. None: the update needs
+            whole parameters, and sharded ones are converted shard by shard as DTensors.
     """
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     is_narrow = state_dtype is not torch.float32 or (
-        landing.rounding is not None and any(parameter.dtype.itemsize < 4 for parameter in parameters)
+        policy.rounding is not None and any(parameter.dtype.itemsize < 4 for parameter in parameters)
     )
     must_move = piece_elements is None and any(map(is_off_mesh, parameters))
-    return FP32ComputeOptimizer(inner, landing, state_dtype, piece_elements) if is_narrow or must_move else inner
+    return FP32ComputeOptimizer(inner, policy, state_dtype, piece_elements) if is_narrow or must_move else inner
 
 
 @contextmanager
 def noise_of_step(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """The noise of an optimizer's next step: a function of the optimizer's number and of how many steps it has made,
-    both of which its first group holds and its state_dict keeps."""
+    """Inside it rounding draws the noise of an optimizer's next step, which depends on the optimizer's number and on
+    its count of steps. Both are in its first parameter group, so its state_dict keeps them."""
     first = groups[0]
     first["noise_step"] += 1
     with noise_of(local(first["params"][0]).device, first["noise_of"], first["noise_step"]):
@@ -61,20 +61,20 @@ def noise_of_step(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 @final
 class FP32ComputeOptimizer(torch.optim.Optimizer):
-    """One parameter after the other, and of a large one piece after piece, is widened to fp32, updated by `inner` and
-    rounded back stochastically: its states too. So what is wide at a time stays small."""
+    """Converts one parameter after the other (a large one in pieces) and its states to fp32, has `inner` update them,
+    and rounds them back. So only a small part exists in fp32 at a time."""
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        landing: RoundingPolicy,
+        policy: RoundingPolicy,
         state_dtype: torch.dtype,
         piece_elements: int | None,
     ) -> None:
         super().__init__(inner.param_groups, {})
-        self.param_groups[0] |= {"noise_of": next(landing.numbers), "noise_step": 0}
+        self.param_groups[0] |= {"noise_of": next(policy.numbers), "noise_step": 0}
         self.inner, self.state_dtype, self.piece_elements = inner, state_dtype, piece_elements
-        self.rounding: Callable[[Tensor, Tensor], Any] = landing.rounding or Tensor.copy_
+        self.rounding: Callable[[Tensor, Tensor], Any] = policy.rounding or Tensor.copy_
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -102,7 +102,7 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
     def updated(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Update one piece in place; returns its new state, as wide as it was computed."""
+        """Update one piece of a weight in place; returns its new state in the dtype in which it was computed."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         stand_in = nn.Parameter(on_mesh(weight).to(dtype))
         stand_in.grad = on_mesh(gradient).to(dtype)
@@ -117,13 +117,13 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
         return {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
 
     def new_state(self, parameter: nn.Parameter, wide: Tensor) -> Tensor:
-        """Room for a state in the format that it is kept in. In pieces, it has the shape of its parameter."""
+        """An empty state in the dtype in which it is kept. With pieces, it has the shape of the parameter."""
         dtype = self.state_dtype if self.state_dtype.itemsize < wide.dtype.itemsize else wide.dtype
         like = wide if self.piece_elements is None else parameter
         return torch.empty_like(like, dtype=dtype, device=local(parameter).device)
 
     def put(self, kept: Tensor, wide: Tensor) -> None:
-        """Write a state back, unless it was updated where it is kept."""
+        """Write a state back, unless it was updated in place."""
         if kept.dtype is not wide.dtype:
             stochastically(kept, wide)
         elif not share_memory(kept, wide):
@@ -139,8 +139,8 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Ways to cut the same rows out of (this rank's shard of) a parameter, its gradient and its states; with None, to
-    take all of them."""
+    """Functions that cut the same rows out of a parameter, its gradient and its states (of this rank's shards); with
+    None, one function that returns the whole tensor."""
     if piece_elements is None:
         yield lambda tensor: tensor
         return
@@ -152,8 +152,8 @@ def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Call
 
 
 def keep_formats(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """After `load_state_dict`: give states the number format that they were saved in. torch gives them their
-    parameter's, which may have fewer bits."""
+    """After `load_state_dict`: give states the dtype in which they were saved. torch casts them to their parameter's,
+    which may have fewer bits."""
     numbers, parameters = (
         chain.from_iterable(group["params"] for group in groups)
         for groups in (saved["param_groups"], optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Groups of parameters, and the ranges of what optimizers have in common."""
+"""Parameter groups, and range checks of the fields that optimizers have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowvram.config.errors import require
 
 
 def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: weights of two dimensions or more decay, biases and norms don't."""
+    """Parameter groups: weight decay for weights of two or more dimensions, none for biases and norms."""
     decay = [parameter for parameter in parameters if parameter.ndim >= 2]
     keep = [parameter for parameter in parameters if parameter.ndim < 2]
     groups: list[dict[str, Any]] = [
@@ -26,7 +26,7 @@ def check_rates(lr: float, weight_decay: float) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """A share that stays from one step to the next: a beta, a momentum."""
+    """Check the decay of a running average: a beta or a momentum."""
     require(0 <= value < 1, f"optimizer.{name}", value, "at least 0 and below 1")
 
 

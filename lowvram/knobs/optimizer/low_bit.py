@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
-from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, modes_lifted
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
 from lowvram.compat.torchao import new_moment
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
@@ -64,16 +64,16 @@ class AdamW8bit(Knob):
         return {Kind.OPTIMIZER: 10}
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
-        landing = landing or RoundingPolicy()
+    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
+        policy = policy or RoundingPolicy()
         with quiet():
             kind = getattr(import_module("torchao.optim"), self.theirs)
         groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
-        inner = kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=landing.rounding is not None)
+        inner = kind(groups, self.lr, betas, self.eps, bf16_stochastic_round=policy.rounding is not None)
         compute_levels(inner)
-        return LowBit(inner, next(landing.numbers), self.scratch_itemsizes)
+        return LowBit(inner, next(policy.numbers), self.scratch_itemsizes)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class AdamW4bit(AdamW8bit):
 
 @final
 class LowBit(CompiledUpdate):
-    """torchao's optimizer as the rest of the program knows one: the learning rate is a plain number, states keep their
-    format when they are loaded, and an update neither minds a dispatch mode nor computes on tensors without memory.
+    """Adapts torchao's optimizer to the rest of the program: the learning rate is a plain number, states keep their
+    dtype when they are loaded, and an update works under a dispatch mode and does nothing on fake tensors.
 
     Args:
         scratch_itemsizes: the bytes per element of each temporary that an update makes.
@@ -116,8 +116,8 @@ class LowBit(CompiledUpdate):
             self.run(stand_ins)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """As torchao makes it for an fp32 weight, whatever the format of this one: what is too small for blocks of
-        codes stays fp32."""
+        """The state that torchao makes for an fp32 weight, whatever the dtype of this one: moments of tensors too small
+        for blocks of codes are then in fp32."""
         wide = parameter.detach().float()
         moments = {
             "exp_avg": new_moment(self.inner, wide, signed=True),
@@ -134,8 +134,8 @@ class LowBit(CompiledUpdate):
                 yield [moment.scale.nbytes] * 2 + [moment.numel() * itemsize for itemsize in self.scratch_itemsizes]
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
-        """The update itself. The learning rate goes in as a tensor: a number would be compiled in. Of what is spread
-        over ranks the shards go in: torch 2.13's cache of graphs mixes up those of different shapes."""
+        """Run the update. The learning rate is passed as a tensor, since a number would be compiled in. Of DTensors
+        only this rank's shards are passed: torch 2.13's cache of graphs mixes up DTensors of different shapes."""
         stand_ins = {parameter: shard_of(stand_in) for parameter, stand_in in stand_ins.items()}
         self.inner.param_groups = [
             {
@@ -157,22 +157,22 @@ class LowBit(CompiledUpdate):
 
 
 def compute_levels(optimizer: Any) -> None:
-    """torchao computes what its codes stand for once per process, when it makes the first moment. A plan must
-    not be the first: it computes on tensors without values, and every later optimizer would use what comes of that."""
-    with modes_lifted():
+    """Make torchao compute the levels that its codes stand for, which it does once per process, with the first moment.
+    In a plan that would happen on fake tensors, and every later optimizer in the process would use those."""
+    with without_dispatch_modes():
         for signed in (True, False):
             new_moment(optimizer, torch.zeros(LARGE_NUMEL, device="cpu"), signed)
 
 
 def compiled_step(optimizer: torch.optim.Optimizer) -> None:
-    """torchao's compiled updates raise under a dispatch mode (a ledger, a counter): it is lifted."""
-    with modes_lifted(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own
+    """Run torchao's compiled updates, which raise under a dispatch mode such as the ledger's."""
+    with without_dispatch_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the compiler
         optimizer.step()
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """This rank's part of a parameter that is spread over ranks, with its gradient; any other one itself."""
+    """This rank's shard of a sharded parameter, with its gradient; any other parameter itself."""
     if local(parameter) is parameter:
         return parameter
     assert parameter.grad is not None
@@ -182,8 +182,8 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def contiguous(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter, or a contiguous view of one that lies otherwise in memory (channels_last), with its gradient: a
-    block of a state is a run of memory."""
+    """The parameter; if it isn't contiguous (channels_last), a contiguous view of it, with its gradient. torchao's
+    blocks of a state are consecutive in memory."""
     assert parameter.grad is not None
     if parameter.is_contiguous() and parameter.grad.is_contiguous():
         return parameter

@@ -1,7 +1,8 @@
-"""Muon: the step of a weight matrix is its momentum made orthogonal, so that all its directions learn alike.
+"""Muon: the update of a weight matrix is its orthogonalized momentum, so that all directions change equally.
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); steps as large as AdamW's, so that both
-share a learning rate, as in Liu et al., "Muon is Scalable for LLM Training" (2025). The update is torch.optim's.
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). Updates are scaled to the size of
+AdamW's, so that both share a learning rate, as in Liu et al., "Muon is Scalable for LLM Training" (2025). The update is
+torch.optim's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowvram.config.errors import require
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Rig
-from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, widened
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, check_share, decayed
 
 
@@ -40,8 +41,8 @@ Rules = MutableMapping[Any, Rule]  # by parameter
 class Muon(Knob):
     """One momentum per hidden matrix; AdamW for all other parameters.
 
-    Hidden matrices are the weights of linear layers, but not those of the head nor what an embedding shares.
-    Embeddings, the head, norms, biases and convolutions are AdamW's.
+    Hidden matrices are the weights of linear layers, except that of the head and those shared with an embedding. AdamW
+    updates embeddings, the head, norms, biases and convolutions.
     """
 
     lr: float = 1e-3
@@ -66,25 +67,25 @@ class Muon(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         rules = rules_of(rig.model, rig.task.head(rig.model))
-        return replace(rig, make_optimizer=partial(self.make, rules=rules, landing=RoundingPolicy(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, rules=rules, policy=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], rules: Rules, landing: RoundingPolicy | None = None) -> Optimizer:
+    def make(self, parameters: list[nn.Parameter], rules: Rules, policy: RoundingPolicy | None = None) -> Optimizer:
         """The optimizer of some of the model's parameters, or of copies that stand for them.
 
         Raises:
-            KeyError: a parameter is no such thing.
+            KeyError: a parameter is neither one of the model nor a registered copy of one.
         """
-        landing = landing or RoundingPolicy()
+        policy = policy or RoundingPolicy()
         matrices, others = (
             [parameter for parameter in parameters if rules[original(parameter)] is rule] for rule in Rule
         )
         optimizers: dict[Rule, Optimizer] = {}
         if matrices:
-            optimizers[Rule.MUON] = widened(self.orthogonal(matrices), landing)
+            optimizers[Rule.MUON] = with_fp32_compute(self.orthogonal(matrices), policy)
         if others:
             betas = (self.beta1, self.beta2)
             adamw = torch.optim.AdamW(decayed(others, self.weight_decay), self.lr, betas, self.eps, fused=True)
-            optimizers[Rule.ADAMW] = widened(adamw, landing, piece_elements=PIECE_ELEMENTS)
+            optimizers[Rule.ADAMW] = with_fp32_compute(adamw, policy, piece_elements=PIECE_ELEMENTS)
         return ByRule(optimizers)
 
     def orthogonal(self, matrices: list[nn.Parameter]) -> Optimizer:
@@ -114,7 +115,8 @@ def rules_of(model: nn.Module, head: nn.Linear | None) -> Rules:
 
 @final
 class ByRule(Optimizer):
-    """Several optimizers as one: one list of groups, one state. Each group says what updates it."""
+    """Several optimizers as one, with one list of parameter groups and one state. Each group's "rule" names its
+    optimizer."""
 
     def __init__(self, optimizers: Mapping[Rule, Optimizer]) -> None:
         groups = [{**group, "rule": rule.value} for rule, inner in optimizers.items() for group in inner.param_groups]

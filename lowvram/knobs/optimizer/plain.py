@@ -1,5 +1,5 @@
-"""Optimizers as torch.optim has them. With fp32 weights and gradients, AdamW holds 16 bytes per parameter, SGD with
-momentum 12, plain SGD and Adafactor 8.
+"""torch.optim's optimizers. Weights, gradients and states in fp32 take 16 bytes per parameter with AdamW, 12 with SGD
+with momentum, 8 with plain SGD and Adafactor.
 
 AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
 Adafactor: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018).
@@ -18,15 +18,15 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
-from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, widened
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 
 
 class Moments(Enum):
-    """In which format AdamW's moments wait for the next step. The names are what a user types."""
+    """The dtype in which AdamW's moments are kept between steps. The names are what a user types."""
 
     fp32 = torch.float32
-    bf16 = torch.bfloat16  # rounded stochastically: a mean that moves by less than a bit still moves
+    bf16 = torch.bfloat16  # rounded stochastically, so that changes smaller than a bit aren't lost on average
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class AdamW(Knob):
         return replace(self, moments=Moments.fp32)
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
-        return widened(inner, landing or RoundingPolicy(), self.moments.value, PIECE_ELEMENTS)
+        return with_fp32_compute(inner, policy or RoundingPolicy(), self.moments.value, PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ class SGD(Knob):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
-        fused = not any(map(is_sharded, parameters))  # torch 2.13 fuses no SGD over shards
+        fused = not any(map(is_sharded, parameters))  # torch 2.13 has no fused SGD for DTensors
         inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=fused)
-        return widened(inner, landing or RoundingPolicy(), piece_elements=PIECE_ELEMENTS)
+        return with_fp32_compute(inner, policy or RoundingPolicy(), piece_elements=PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
 class Adafactor(Knob):
-    """The second moment of a matrix as the product of a row and a column: next to no state.
+    """Keeps the second moment of a matrix as the product of a row and a column: almost no state.
 
-    A step moves a weight matrix by at most `lr` of its own size (root mean square).
+    A step changes a weight matrix by at most `lr` times its own size (root mean square).
     """
 
     lr: float = 1e-2
@@ -117,9 +117,9 @@ class Adafactor(Knob):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, landing=RoundingPolicy(rig.rounding)))
+        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
 
-    def make(self, parameters: list[nn.Parameter], landing: RoundingPolicy | None = None) -> torch.optim.Optimizer:
+    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         groups = decayed(parameters, self.weight_decay)
         inner = torch.optim.Adafactor(groups, self.lr, self.beta2_decay, d=self.max_update)
-        return widened(inner, landing or RoundingPolicy())
+        return with_fp32_compute(inner, policy or RoundingPolicy())

@@ -1,4 +1,4 @@
-"""precision: in which number format the model computes."""
+"""precision: the number format in which the model computes."""
 
 from lowvram.knobs.precision.autocast import (
     SMALLEST_SCALE,

@@ -1,4 +1,4 @@
-"""Autocast: the model computes in fewer bits, its weights stay fp32.
+"""Mixed precision by autocast, with weights in fp32; and fp32 with and without TF32.
 
 Micikevicius et al., "Mixed Precision Training" (2018); PyTorch, torch.amp.
 """
@@ -16,7 +16,7 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
 
-SMALLEST_SCALE = 2.0**-14  # below it no scale can help: the gradients themselves are not finite
+SMALLEST_SCALE = 2.0**-14  # of the loss: if gradients overflow even here, no scale can help
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Fp32(Knob):
 
 @dataclass(frozen=True)
 class Tf32(Knob):
-    """fp32 tensors, products with 10 bits of mantissa on tensor cores. Saves time, no memory."""
+    """fp32 tensors, but matrix products and convolutions on tensor cores with 10 bits of mantissa. Saves time, no
+    memory."""
 
     stage = Stage.NUMERICS
     product_format = "tf32"
@@ -50,7 +51,7 @@ class Tf32(Knob):
 
 @dataclass(frozen=True)
 class Bf16(Knob):
-    """autocast to bfloat16: activations take about 60 %, the range of fp32, no loss scale."""
+    """autocast to bfloat16: activations take about 60 %. It has the range of fp32, so it needs no loss scale."""
 
     stage = Stage.NUMERICS
     product_format = "bf16"
@@ -65,7 +66,7 @@ class Bf16(Knob):
         return {Kind.ACTIVATIONS: 40}
 
     def improves_on(self, in_use: Knob) -> bool:
-        """Not fp8, which is autocast to bf16 already."""
+        """Not on fp8, whose other operators run under autocast to bf16 already."""
         return in_use.product_format in ("fp32", "tf32")
 
     def apply(self, rig: Rig) -> Rig:
@@ -96,7 +97,7 @@ class Fp16(Knob):
 
 
 def set_fp32_products(precision: str) -> None:
-    """How CUDA multiplies fp32 matrices and convolutions: "ieee" or "tf32"."""
+    """Set how CUDA computes fp32 matrix products and convolutions: "ieee" or "tf32"."""
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -120,7 +121,7 @@ class ScaledStepper(StepperAround):
     it.
 
     An update that overflowed changes nothing; the scale halves. After `growth_interval` good updates it doubles.
-    (torch's GradScaler wants one optimizer with its gradients on the device.)
+    (torch's GradScaler can't be used with every stepper: it needs one optimizer with all gradients on the device.)
     """
 
     def __init__(self, inner: Stepper, scale: float, growth_interval: int) -> None:

@@ -1,6 +1,7 @@
-"""bf16_pure: weights, gradients and activations in bf16, and no fp32 copy of the weights anywhere.
+"""bf16_pure: weights, gradients and activations in bf16, without an fp32 copy of the weights.
 
-What makes it train is that updates are rounded stochastically: Zamirai et al., "Revisiting BFloat16 Training" (2020).
+Updates are rounded stochastically, without which training stalls: Zamirai et al., "Revisiting BFloat16 Training"
+(2020).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowvram.core.values import own_tensors
 
 @dataclass(frozen=True)
 class Bf16Pure(Knob):
-    """The model in bf16. Optimizers compute their updates in fp32 and round them into it stochastically."""
+    """The model in bf16. Optimizers compute their updates in fp32 and round the new weights stochastically."""
 
     stage = Stage.BUILD
     product_format = "bf16"
@@ -42,16 +43,16 @@ class Bf16Pure(Knob):
         return in_use.exactness is not Exactness.LOSSY
 
     def apply(self, rig: Rig) -> Rig:
-        narrow(rig.model)
-        rig.model.register_forward_pre_hook(with_narrow_inputs, with_kwargs=True)
+        to_bf16(rig.model)
+        rig.model.register_forward_pre_hook(with_bf16_inputs, with_kwargs=True)
         return replace(rig, rounding=stochastically)
 
 
-def narrow(model: nn.Module) -> None:
-    """Turn floating-point parameters and buffers into bf16; tied ones stay tied.
+def to_bf16(model: nn.Module) -> None:
+    """Cast floating-point parameters and buffers to bf16; tied ones stay tied.
 
-    Running statistics stay fp32: bf16 would stop averaging. So do buffers that aren't saved: what they hold is computed
-    from numbers, such as the frequencies of rotary positions, and their model widens what it multiplies them with.
+    Running statistics stay in fp32, since a running average in bf16 would stop changing. So do buffers that aren't
+    saved: they hold constants, such as the frequencies of rotary positions, which models use in fp32.
     """
     done: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -60,19 +61,19 @@ def narrow(model: nn.Module) -> None:
         for name, tensor in own_tensors(module):
             if name not in staying and tensor.is_floating_point():
                 if tensor not in done:
-                    done[tensor] = narrowed(tensor)
+                    done[tensor] = in_bf16(tensor)
                 setattr(module, name, done[tensor])
         if isinstance(module, BatchNorm):
             module.forward = partial(batch_norm, module)
 
 
-def narrowed(tensor: Tensor) -> Tensor:
+def in_bf16(tensor: Tensor) -> Tensor:
     values = tensor.detach().to(torch.bfloat16)
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
-def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """A hook before the model's forward pass: images and the like become bf16, numbers of tokens stay."""
+def with_bf16_inputs(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A hook before the model's forward pass: casts floating-point inputs, such as images, to bf16."""
     del model
     return tree_map(
         lambda value: value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value,
@@ -81,7 +82,7 @@ def with_narrow_inputs(model: nn.Module, inputs: tuple[Any, ...], named: dict[st
 
 
 def batch_norm(norm: BatchNorm, input: Tensor) -> Tensor:
-    """nn.BatchNorm's forward pass, its weights widened: kernels want them in the format of the statistics."""
+    """nn.BatchNorm's forward pass, with weight and bias cast to fp32: kernels need them in the statistics' dtype."""
     share = norm.momentum
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

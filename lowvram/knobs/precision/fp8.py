@@ -1,7 +1,7 @@
-"""fp8: the products of linear layers in 8 bits, everything else as under autocast to bf16. It saves time, no memory.
+"""fp8: matrix products of linear layers in 8 bits, everything else under autocast to bf16. It saves time, no memory.
 
-Micikevicius et al., "FP8 Formats for Deep Learning" (2022); torchao.float8, with one scale per tensor, found anew for
-each product.
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022); torchao.float8 with dynamic scaling: one scale per tensor,
+computed anew for each product.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 
-MULTIPLE = 16  # of both dimensions of a matrix: what the tensor cores take
+MULTIPLE = 16  # tensor cores need both dimensions of a weight to be multiples of it
 
 
 @dataclass(frozen=True)
 class Fp8(Knob):
-    """Linear layers multiply in fp8, but for the head and those whose dimensions don't divide by 16."""
+    """Linear layers multiply in fp8, except the head and those with a dimension that isn't a multiple of 16."""
 
     stage = Stage.BUILD
     product_format = "fp8"
@@ -42,7 +42,7 @@ class Fp8(Knob):
 
 
 def under_autocast(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """`forward` in bf16. A model without memory has it too, though there is no autocast for what it can't compute."""
+    """`forward` under autocast to bf16."""
 
     @wraps(forward)
     def autocast_forward(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def convert(model: nn.Module, head: nn.Linear | None, emulate: bool = False) -> 
 
     Args:
         head: stays as it is.
-        emulate: compute with the numbers of fp8 in the device's own formats, for devices without.
+        emulate: round to fp8 but multiply in another format, for devices without fp8.
     """
 
     def is_fit(module: nn.Module, name: str) -> bool:
@@ -67,5 +67,6 @@ def convert(model: nn.Module, head: nn.Linear | None, emulate: bool = False) -> 
 
     with quiet():
         float8 = import_module("torchao.float8")
-    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # the count of tokens may be any
+    # Padded, as the number of tokens is the inner dimension of the weight's gradient and needn't be a multiple.
+    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_fit)

@@ -1,4 +1,4 @@
-"""stepping: when gradients are used and freed."""
+"""stepping: when gradients are used and freed, and where updates are computed."""
 
 from lowvram.knobs.stepping.after_backward import AfterBackward, AfterBackwardStepper
 from lowvram.knobs.stepping.cpu_offload import CpuOffload, CpuOffloadStepper

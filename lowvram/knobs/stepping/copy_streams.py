@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowvram.core import host
 
-IN_FLIGHT_BYTES = 2**28  # that may be on their way to the host at once, and so still lie on the device
+IN_FLIGHT_BYTES = 2**28  # that may be copied to the host at a time, and are still held on the device
 
 
 class Link(ABC):
@@ -20,24 +20,24 @@ class Link(ABC):
 
     @abstractmethod
     def fetch(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
-        """Copy `source` to the host. Nobody else may write into it; it is freed when it has been copied. Returns a
-        function that waits until the copy has arrived."""
+        """Copy `source` to the host. The link holds `source` until it is copied; nobody may write into it meanwhile.
+        Returns a function that waits until the copy has arrived."""
 
     @abstractmethod
     def add(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
-        """Like `fetch`, but add to what is at `destination`, in its number format."""
+        """Like `fetch`, but add to `destination`, in its dtype."""
 
     @abstractmethod
     def send(self, destination: Tensor, source: Tensor) -> None:
-        """Copy `source` to the device. It may be written into again after `join` and `rest`."""
+        """Copy `source` to the device. `source` must not be written into before `rest` has returned."""
 
     @abstractmethod
     def join(self) -> None:
-        """Make what the device computes from now on wait for all that was sent."""
+        """Make work that is queued on the device from now on wait for all copies of `send`."""
 
     @abstractmethod
     def rest(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all copies of `send` have arrived."""
 
 
 def link_to(device: torch.device) -> Link:
@@ -73,78 +73,78 @@ def nothing() -> None:
     pass
 
 
-class Flight(NamedTuple):
-    """A copy under way."""
+class PendingCopy(NamedTuple):
+    """An asynchronous copy."""
 
-    landed: torch.cuda.Event
-    source: Tensor  # held until the copy has left it: its memory must not be used again before
-    unload: Callable[[], None]  # what the host does when it is there
+    finished: torch.cuda.Event
+    source: Tensor  # held until the copy is finished, so that its memory isn't reused before
+    then: Callable[[], None]  # what the host does when the copy is finished
 
 
 @final
 class CudaLink(Link):
-    """Asynchronous while the host memory is pinned. Each direction has a stream, which first waits for the stream that
-    is current at the call: that one has made, or still reads, what is copied."""
+    """Copies on a stream for each direction, asynchronous if the host memory is pinned. A copy first waits for the
+    stream that is current at the call, which has written the source or still reads the destination."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.to_host: deque[Flight] = deque()
-        self.to_device: deque[Flight] = deque()
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # pinned memory, to be used again
+        self.to_host: deque[PendingCopy] = deque()
+        self.to_device: deque[PendingCopy] = deque()
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # free pinned staging buffers
 
     def fetch(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
-        return self._bring(destination, source, nothing)
+        return self._to_host(destination, source, nothing)
 
     def add(self, destination: Tensor, source: Tensor) -> Callable[[], None]:
         staged = self._staging(source.shape, source.dtype)
 
-        def unload() -> None:
+        def then() -> None:
             destination.add_(staged)
             self._give_back(staged)
 
-        return self._bring(staged, source, unload)
+        return self._to_host(staged, source, then)
 
-    def _bring(self, destination: Tensor, source: Tensor, unload: Callable[[], None]) -> Callable[[], None]:
+    def _to_host(self, destination: Tensor, source: Tensor, then: Callable[[], None]) -> Callable[[], None]:
         host.traffic.to_host_bytes += source.nbytes
-        flight = self._start(self.down, destination, source, unload)
-        self.to_host.append(flight)
-        while len(self.to_host) > 1 and self.to_host[0].landed.query():
-            self._land()
+        pending = self._start(self.down, destination, source, then)
+        self.to_host.append(pending)
+        while len(self.to_host) > 1 and self.to_host[0].finished.query():
+            self._finish_oldest()
         while sum(other.source.nbytes for other in self.to_host) > max(IN_FLIGHT_BYTES, source.nbytes):
-            self._land()
-        landed = flight.landed  # whoever keeps what is returned must not keep the source on the device
-        return lambda: self._land_through(landed)
+            self._finish_oldest()
+        finished = pending.finished  # the function that is returned must not hold the source on the device
+        return lambda: self._finish_through(finished)
 
     def _start(
-        self, stream: torch.cuda.Stream, destination: Tensor, source: Tensor, unload: Callable[[], None]
-    ) -> Flight:
+        self, stream: torch.cuda.Stream, destination: Tensor, source: Tensor, then: Callable[[], None]
+    ) -> PendingCopy:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
-            landed = torch.cuda.Event()
-            landed.record(stream)
-        return Flight(landed, source, unload)
+            finished = torch.cuda.Event()
+            finished.record(stream)
+        return PendingCopy(finished, source, then)
 
-    def _land_through(self, landed: torch.cuda.Event) -> None:
-        """Land all up to the copy that `landed` is of: they arrive in order."""
-        while any(other.landed is landed for other in self.to_host):
-            self._land()
+    def _finish_through(self, finished: torch.cuda.Event) -> None:
+        """Finish all copies to the host up to the one with this event; they arrive in order."""
+        while any(other.finished is finished for other in self.to_host):
+            self._finish_oldest()
 
-    def _land(self) -> None:
-        flight = self.to_host.popleft()
-        if not flight.landed.query():
+    def _finish_oldest(self) -> None:
+        pending = self.to_host.popleft()
+        if not pending.finished.query():
             with host.traffic.waiting(self.device):
-                flight.landed.synchronize()
-        flight.unload()
+                pending.finished.synchronize()
+        pending.then()
 
     def send(self, destination: Tensor, source: Tensor) -> None:
         host.traffic.to_device_bytes += destination.nbytes
-        while self.to_device and self.to_device[0].landed.query():
-            self.to_device.popleft().unload()
+        while self.to_device and self.to_device[0].finished.query():
+            self.to_device.popleft().then()
         if destination.dtype == source.dtype:
             self.to_device.append(self._start(self.up, destination, source, nothing))
-        else:  # torch would round into memory that isn't pinned
+        else:  # torch would convert the dtype through memory that isn't pinned
             rounded = self._staging(source.shape, destination.dtype).copy_(source)
             self.to_device.append(self._start(self.up, destination, rounded, lambda: self._give_back(rounded)))
 
@@ -155,7 +155,7 @@ class CudaLink(Link):
     def rest(self) -> None:
         self.up.synchronize()
         while self.to_device:
-            self.to_device.popleft().unload()
+            self.to_device.popleft().then()
 
     def _staging(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         spares = self.spare.setdefault((shape, dtype), [])

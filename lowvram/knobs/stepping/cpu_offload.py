@@ -1,6 +1,7 @@
-"""stepping=cpu_offload: weights in fp32, optimizer state and gradients wait in host memory, and the CPU updates.
+"""stepping=cpu_offload: fp32 master weights, optimizer state and gradients are kept in host memory, where the CPU
+computes the updates.
 
-Ren et al., "ZeRO-Offload" (2021). torchao's CPUOffloadOptimizer is the same idea without clipping, accumulation and
+Ren et al., "ZeRO-Offload" (2021). torchao's CPUOffloadOptimizer does the same without clipping, accumulation and
 schedules.
 """
 
@@ -26,12 +27,12 @@ from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
-BUCKET_BYTES = 2**24  # of master weights that one optimizer updates; their copies back overlap with the next bucket
+BUCKET_BYTES = 2**24  # of master weights that one optimizer updates; copying them back overlaps with the next bucket
 
 
 @dataclass(frozen=True)
 class CpuOffload(Knob):
-    """fp32 master weights, the optimizer's state and the gradients live on the host, which does the updates."""
+    """fp32 master weights, optimizer state and gradients are kept on the host, which computes the updates."""
 
     clip: float | None = None
     offload_fraction: float = 1.0
@@ -64,10 +65,10 @@ class CpuOffload(Knob):
 
 @final
 class CpuOffloadStepper(Stepper):
-    """Two halves with one norm: parameters that the host updates, and those that the device keeps.
+    """The host updates some parameters ("offloaded"), the device the others ("kept"); the gradient norm is over all.
 
-    A weight on the device is its master's value, rounded to the nearest: the master keeps what rounding would lose,
-    so no stochastic rounding is needed for weights of few bits.
+    An offloaded weight on the device is its fp32 master rounded to nearest. The master keeps what rounding loses, so
+    weights of few bits need no stochastic rounding.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class CpuOffloadStepper(Stepper):
         self.buckets = [
             Bucket(self.masters, bucket, make_optimizer, self.sums) for bucket in in_buckets(list(self.masters))
         ]
-        self.kept_optimizers = [make_optimizer(self.kept)] if self.kept else []  # one, or none where all is offloaded
+        self.kept_optimizers = [make_optimizer(self.kept)] if self.kept else []  # one; none if all are offloaded
         self.versions = {parameter: version_of(local(parameter)) for parameter in self.masters}
         for parameter in self.masters:
             when_accumulated(parameter, self.sums.take)
@@ -94,8 +95,7 @@ class CpuOffloadStepper(Stepper):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Masters of weights that were written by somebody else since the last step, such as loaded ones, are these
-        weights again."""
+        """Copy weights that others have written since the last step, such as loaded ones, into their masters."""
         for parameter, master in self.masters.items():
             if version_of(local(parameter)) != self.versions[parameter]:
                 local(master).copy_(local(parameter))
@@ -126,10 +126,10 @@ class CpuOffloadStepper(Stepper):
         return Update(norm, applied)
 
     def update_on_host(self, by: Tensor | None) -> None:
-        """One bucket after the other; while the CPU updates one, the gradients of the next ones still arrive and the
-        weights of the ones before travel back."""
+        """Update one bucket after the other. Meanwhile gradients of the next buckets arrive, and weights of the
+        previous ones are copied back."""
         for link in self.sums.links.values():
-            link.rest()  # the masters that were sent by the step before are written into now
+            link.rest()  # masters are written into from here on, and the last step's copies may still read them
         for bucket in self.buckets:
             bucket.update(by)
         for link in self.sums.links.values():
@@ -146,8 +146,8 @@ class CpuOffloadStepper(Stepper):
         yield from self.kept_optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is copied. Masters and state of the host half are CPU tensors, state of the kept half is the
-        device's."""
+        """Masters and optimizer states; copies nothing. Those of offloaded parameters are CPU tensors, the others are
+        on the device."""
         return {
             "masters": [master.detach() for master in self.masters.values()],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers()],
@@ -155,7 +155,7 @@ class CpuOffloadStepper(Stepper):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To be called when the weights are loaded: those that are loaded later become the masters' values."""
+        """Call it after the weights are loaded: weights loaded later would overwrite the masters (see `follow`)."""
         masters = list(self.masters.values())
         is_same = [master.shape for master in masters] == [saved.shape for saved in state["masters"]]
         require(is_same, "stepping.offload_fraction", self.fraction, "what it was when this state was saved")
@@ -186,7 +186,7 @@ class Bucket:
         self.sums, self.num_marked = sums, 0
 
     def update(self, by: Tensor | None) -> None:
-        """Use the gradients, multiplied by `by`, and send the new weights on their way."""
+        """Update the masters with the gradients multiplied by `by`, and start copying the new weights to the device."""
         gradients = {parameter: self.sums.wait_for(parameter) for parameter in self.masters if parameter in self.sums}
         rescale(list(gradients.values()), by)
         for parameter, gradient in gradients.items():
@@ -210,7 +210,7 @@ class Bucket:
 
 @torch.no_grad()
 def master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter's value in host memory, in fp32 (fp64 where it is that), spread over ranks as the parameter is."""
+    """A copy of the parameter in host memory, in fp32 (fp64 if the parameter is), sharded as the parameter is."""
     weight = local(parameter)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     master = host.empty(weight.shape, dtype, weight.device).copy_(weight)
@@ -229,7 +229,7 @@ def largest_within(parameters: list[nn.Parameter], fraction: float) -> set[nn.Pa
 
 
 def in_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """In the order of the backward pass, so that the first gradients to arrive are used first."""
+    """The parameters in buckets of `BUCKET_BYTES`, the last ones first: their gradients arrive first."""
     buckets: list[list[nn.Parameter]] = []
     filled_bytes = BUCKET_BYTES
     for parameter in reversed(parameters):

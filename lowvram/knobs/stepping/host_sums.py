@@ -1,4 +1,4 @@
-"""Gradients that wait in host memory: fp32 sums over the parts of a step."""
+"""Gradients in host memory: fp32 sums over the parts of a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lowvram.knobs.stepping.copy_streams import Link, link_to
 
 @final
 class HostSums:
-    """The gradients of one step after another, each summed over the step's parts in fp32 (fp64 where it is that).
+    """The gradients of the current step, each summed over the step's parts in fp32 (fp64 if it is fp64).
 
-    A gradient leaves the device as soon as it is computed. The host memory is taken once and kept: 4 bytes per element,
-    pinned for CUDA. Where ranks share a parameter, this rank's shard is kept.
+    A gradient leaves the device as soon as it is computed. The host memory is allocated once and kept: 4 bytes per
+    element, pinned for CUDA. Of a sharded parameter only this rank's shard is kept.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -27,27 +27,27 @@ class HostSums:
             device = local(parameter).device
             self.links.setdefault(device, link_to(device))
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._arrivals: dict[nn.Parameter, Callable[[], None]] = {}  # of the gradients of this step
+        self._arrivals: dict[nn.Parameter, Callable[[], None]] = {}  # waits for the gradient of this step to arrive
         self._is_single = True
         self._squares = SquareSum()
 
     def begin(self, num_parts: int) -> None:
-        """A step of so many parts starts: forget the one before."""
-        for wait in self._arrivals.values():  # of a step that was skipped
+        """Forget the last step and begin one of `num_parts` parts."""
+        for wait in self._arrivals.values():  # copies of a skipped step may still be running
             wait()
         self._arrivals.clear()
         self._is_single, self._squares = num_parts == 1, SquareSum()
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to its sum; afterwards it has none."""
+        """Add the parameter's gradient to its sum, and set it to None."""
         assert parameter.grad is not None
         gradient, parameter.grad = local(parameter.grad), None
         if self._is_single:
             self._squares.add(gradient, parameter)
         link, total = self.links[gradient.device], self._sum_of(parameter, gradient)
-        way = link.add if parameter in self._arrivals else link.fetch
-        self._arrivals[parameter] = way(total, gradient)
+        copy = link.add if parameter in self._arrivals else link.fetch
+        self._arrivals[parameter] = copy(total, gradient)
 
     def _sum_of(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         if parameter not in self._sums:
@@ -63,13 +63,13 @@ class HostSums:
         return parameter in self._arrivals
 
     def wait_for(self, parameter: nn.Parameter) -> Tensor:
-        """The sum of a parameter's gradients, once it is whole: this rank's shard, in host memory."""
+        """Wait for the sum of a parameter's gradients and return it: in host memory, of this rank's shard."""
         self._arrivals[parameter]()
         return self._sums[parameter]
 
     def squares(self) -> SquareSum:
-        """The sum of squares of this step's gradients. For a single part it was computed on the device, and needs no
-        copy."""
+        """The sum of squares of this step's gradients. For a single part it was computed on the device, without waiting
+        for copies."""
         if not self._is_single:
             for parameter in self.with_gradient():
                 self._squares.add(self.wait_for(parameter), parameter)

@@ -31,9 +31,9 @@ Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
 class Norm(Enum):
     """Where the global norm comes from when it must be known before the first update: to clip, or to skip a step."""
 
-    host = auto()  # the gradients wait in host memory until all are computed
-    two_passes = auto()  # the graph is walked twice: for the norm, then for the updates
-    last_step = auto()  # clip by the step before's
+    host = auto()  # the gradients are kept in host memory until all are computed
+    two_passes = auto()  # two backward passes over the graph: for the norm, then for the updates
+    last_step = auto()  # clip by the norm of the step before
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class InBackward(Knob):
 
 @final
 class InBackwardStepper(Stepper):
-    """One optimizer per parameter. How a step goes is chosen when it begins.
+    """One optimizer per parameter. The strategy of a step is chosen when it begins.
 
-    Where nothing must be known beforehand, gradients are used at once. If a gradient isn't finite, `applied` is False,
-    but parameters have already been updated, with that gradient too: the state is lost, and only an earlier snapshot
-    can go on. With clipping or a loss scale such a step changes nothing. (norm=last_step without a loss scale clips
-    without knowing, so there it is as without clipping.)
+    Without clipping or a loss scale, gradients are used at once. If one of them isn't finite, `applied` is False, but
+    parameters have already been updated, with that gradient too: only an earlier snapshot can be continued. With
+    clipping or a loss scale such a step changes nothing; only norm=last_step without a loss scale can't detect it in
+    time either.
     """
 
     def __init__(
@@ -88,22 +88,23 @@ class InBackwardStepper(Stepper):
         self.clip, self.norm = clip, norm
         self.sums = HostSums(parameters)
         self.last_norm: Tensor | None = None
-        self.way: Way = AtOnce(self.optimizers, None)
+        self.strategy: Strategy = AtOnce(self.optimizers, None)
         for parameter in parameters:
             when_accumulated(parameter, self.use)
 
     def use(self, parameter: nn.Parameter) -> None:
-        """Called when autograd has computed the parameter's gradient; afterwards it has none."""
+        """Called when autograd has computed the parameter's gradient; sets it to None afterwards."""
         assert parameter.grad is not None
         announce(parameter.grad, Kind.GRADIENTS)
-        self.way.use(parameter)
+        self.strategy.use(parameter)
         parameter.grad = None
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        self.way = self.choose(num_parts, divisor)
+        self.strategy = self.choose(num_parts, divisor)
 
-    def choose(self, num_parts: int, divisor: Tensor | float) -> Way:
-        """The way of one step. Several parts must be summed somewhere, and a loss scale must be able to skip."""
+    def choose(self, num_parts: int, divisor: Tensor | float) -> Strategy:
+        """The strategy of one step. Gradients of several parts must be summed somewhere, and with a loss scale a step
+        must be able to change nothing."""
         if num_parts == 1 and is_plain(divisor):
             if self.clip is None:
                 return AtOnce(self.optimizers, None)
@@ -115,10 +116,10 @@ class InBackwardStepper(Stepper):
         return OnHost(self.optimizers, self.sums, self.clip, divisor)
 
     def backward(self, loss: Tensor) -> None:
-        self.way.backward(loss)
+        self.strategy.backward(loss)
 
     def update(self) -> Update:
-        update = self.way.finish()
+        update = self.strategy.finish()
         if update.applied:
             self.last_norm = update.grad_norm.detach()
         return update
@@ -139,7 +140,7 @@ class InBackwardStepper(Stepper):
         self.last_norm = None if last_norm is None else last_norm.to(device)
 
 
-class Way(ABC):
+class Strategy(ABC):
     """How the gradients of one step are used."""
 
     @abstractmethod
@@ -156,8 +157,8 @@ class Way(ABC):
 
 
 @final
-class AtOnce(Way):
-    """One pass: every gradient is multiplied by `by` (None: by nothing), used, and freed."""
+class AtOnce(Strategy):
+    """One backward pass: every gradient is multiplied by `by` (None: not at all), used, and freed."""
 
     def __init__(self, optimizers: Optimizers, by: Tensor | None) -> None:
         self.optimizers, self.by = optimizers, by
@@ -176,8 +177,8 @@ class AtOnce(Way):
 
 
 @final
-class TwoPasses(Way):
-    """The first pass over the graph sums the squares, the second one updates. The graph lives until then."""
+class TwoPasses(Strategy):
+    """Two backward passes over the graph: the first sums the squares of gradients, the second updates."""
 
     def __init__(self, optimizers: Optimizers, clip: float | None, divisor: Tensor | float) -> None:
         self.optimizers, self.clip, self.divisor = optimizers, clip, divisor
@@ -204,8 +205,8 @@ class TwoPasses(Way):
 
 
 @final
-class OnHost(Way):
-    """The gradients wait on the host, summed over the parts; then they come back and are used, one by one."""
+class OnHost(Strategy):
+    """Gradients are summed over the parts on the host; then they are copied back and used, one by one."""
 
     def __init__(self, optimizers: Optimizers, sums: HostSums, clip: float | None, divisor: Tensor | float) -> None:
         self.optimizers, self.sums, self.clip, self.divisor = optimizers, sums, clip, divisor
@@ -243,7 +244,7 @@ def step_one(parameter: nn.Parameter, optimizers: Optimizers, by: Tensor | None)
 
 @torch.no_grad()
 def bring_back(parameter: nn.Parameter, sums: HostSums) -> None:
-    """Give a parameter its gradient, laid out as it is, from the host."""
+    """Copy a parameter's gradient back from the host, in the parameter's layout and dtype."""
     values = sums.wait_for(parameter)
     gradient = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False)
     link = sums.links[local(gradient).device]

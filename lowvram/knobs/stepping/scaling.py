@@ -1,4 +1,4 @@
-"""How gradients are clipped and freed of a loss scale, for every stepper alike.
+"""Clips gradients and divides them by the loss scale; used by every stepper.
 
 Pascanu et al., "On the difficulty of training recurrent neural networks" (2013).
 """
@@ -18,13 +18,17 @@ def check_clip(clip: float | None) -> None:
 
 
 def is_plain(divisor: Tensor | float) -> bool:
-    """Whether gradients arrive as they are. A tensor is a loss scale, whatever its value: it may skip the update."""
+    """Whether there is no loss scale. A tensor is one, whatever its value: with it an update may be skipped."""
     return isinstance(divisor, float) and divisor == 1.0
 
 
 def factor(norm: Tensor, clip: float | None, divisor: Tensor | float) -> Tensor | None:
-    """By what to multiply gradients, to divide them by `divisor` and to bring their global `norm` (given after that
-    division) down to `clip`: 0-dim, on the norm's device. None: they stay as they are."""
+    """The factor (0-dim, on the norm's device) that divides gradients by `divisor` and clips their global norm to
+    `clip`; None if they stay as they are.
+
+    Args:
+        norm: the global norm after the division.
+    """
     if clip is not None:
         return torch.clamp(clip / (norm + 1e-6), max=1.0) / divisor
     return None if is_plain(divisor) else torch.ones_like(norm) / divisor

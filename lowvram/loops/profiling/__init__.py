@@ -1,1 +1,3 @@
-"""What a loop measures with: times, and a last step under the ledger. Begin with clock.py."""
+"""What a loop measures: times, disturbances, and memory in a last step under the ledger. Begin with clock.py and
+post_run.py.
+"""

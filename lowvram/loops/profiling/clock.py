@@ -1,4 +1,4 @@
-"""Measures time between marks: on CUDA with events, so that marking doesn't wait for the device."""
+"""Measures time between marks. On CUDA marks are events, so marking doesn't wait for the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clock(ABC):
         self.mark(BETWEEN)
 
     def laps_ms(self, label: str) -> list[float]:
-        """Every interval with this label, in order. Waits for the device."""
+        """The length of each interval with this label, in order. Waits for the device."""
         return [ms for name, ms in zip(self._labels, self._intervals_ms(), strict=False) if name == label]
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The time that torch.compile takes: a figure of its own, which the time of steps leaves out."""
+"""The time that torch.compile takes, reported as a figure of its own; the time of steps doesn't include it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lowvram.core.knob import is_compiled
 from lowvram.loops.session import Session
 
 T = TypeVar("T")
-NO_KINDS = "compiled code would run eagerly under the ledger, which follows every operation"
+NO_KINDS = "compiled code would run eagerly under the ledger, which follows every operator"
 
 
 def compile_fields(session: Session) -> dict[str, Any]:
     """The row's fields about compilation, after everything has run.
 
     Raises:
-        RuntimeError: the model was to be compiled, and nothing was.
+        RuntimeError: the model should have been compiled, but nothing was.
     """
     compile_s, is_wanted = compile_seconds(), is_compiled(session.knobs.values())
     if is_wanted and not compile_s:
@@ -35,7 +35,7 @@ class CompileTimes:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the next step in this block."""
+        """Measure the next step, which is run inside the block."""
         before = compile_seconds()
         yield
         self.seconds.append(compile_seconds() - before)

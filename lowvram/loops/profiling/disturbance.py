@@ -1,6 +1,7 @@
-"""Whether a measurement was disturbed: by other processes, by a lowered clock, or so that times of steps spread.
+"""Whether a measurement was disturbed: by other processes, by a lowered clock, or by something that made the times of
+steps spread.
 
-Checked only before and after the timed steps, so it costs no step anything.
+Checked only before and after the timed steps, so it slows none of them.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from lowvram.compat.torch_cuda import nvml_handle
 from lowvram.core.ranks import num_ranks
 from lowvram.loops.fields import Fields, percentiles
 
-ALLOWED = 0.1  # of a time: less waiting or spread than this is no disturbance
-# NVML's reasons for a lower clock, without its power limit (0x04), which large matrix products reach regularly.
+ALLOWED = 0.1  # relative: up to this much waiting or spread is no disturbance
+# NVML's reasons for a lowered clock, without its power limit (0x04), which large matrix products reach regularly.
 THROTTLES = {0x08: "the hardware", 0x20: "heat, by software", 0x40: "heat, by hardware", 0x80: "its power supply"}
 
 
 class DisturbanceWatch(ABC):
-    """Watches a device from its construction on."""
+    """Watches a device from the time when this object is made."""
 
     @abstractmethod
     def reasons(self) -> Iterator[str]:
-        """What has disturbed the device since."""
+        """What has disturbed the device since then."""
 
 
 @final
 class ProcessorWatch(DisturbanceWatch):
-    """How long this process waited for a processor while others ran, by the kernel's schedstat, if it keeps one."""
+    """How long this process's threads waited for a processor while other processes ran, from Linux's schedstat. No
+    reasons if the kernel doesn't keep it."""
 
     def __init__(self) -> None:
         self._before = self._waited_and_ran()
@@ -48,7 +50,7 @@ class ProcessorWatch(DisturbanceWatch):
 
     @staticmethod
     def _waited_and_ran() -> tuple[int, int]:
-        """Nanoseconds that all threads waited and ran: Documentation/scheduler/sched-stats.rst of Linux."""
+        """Nanoseconds that all threads waited, and that they ran (Linux, Documentation/scheduler/sched-stats.rst)."""
         waited_ns = ran_ns = 0
         for thread in Path("/proc/self/task").iterdir():
             with suppress(OSError, ValueError):  # the thread has just ended, or the kernel keeps no schedstat
@@ -59,7 +61,7 @@ class ProcessorWatch(DisturbanceWatch):
 
 @final
 class CardWatch(DisturbanceWatch):
-    """Other processes and lowered clocks, as NVML reports them; nothing without nvidia-ml-py."""
+    """Other processes and lowered clocks, as NVML reports them. No reasons without the package nvidia-ml-py."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -77,9 +79,8 @@ class CardWatch(DisturbanceWatch):
             return []
         reasons = list[str]()
         with suppress(pynvml.NVMLError):
-            others = (
-                len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1
-            )  # itself; its pid isn't known in a container
+            # Minus this process, which can't be found by its pid: NVML has pids of the host, not of a container.
+            others = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1
             reasons += [f"{others} other processes computed on the device"] if others > 0 else []
         with suppress(pynvml.NVMLError):
             mask = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -92,7 +93,7 @@ def watch_for(device: torch.device) -> DisturbanceWatch:
 
 
 def has_company() -> bool:
-    """Whether processes of the point itself share the processor: other ranks, or a loader's workers."""
+    """Whether other processes of the same point share the processors: other ranks, or a data loader's workers."""
     return num_ranks() > 1 or bool(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
@@ -107,7 +108,7 @@ def disturbance(watch: DisturbanceWatch, step_ms: Sequence[float], token_counts:
 
 
 def spreads(step_ms: Sequence[float]) -> Iterator[str]:
-    """A reason if the 5th or 95th percentile of times that should be alike is too far from their median."""
+    """A reason if the 5th or the 95th percentile of the times is too far from their median."""
     if len(step_ms) < 2:
         return
     p05_ms, p50_ms, p95_ms = percentiles(step_ms)
@@ -117,5 +118,5 @@ def spreads(step_ms: Sequence[float]) -> Iterator[str]:
 
 
 def are_alike(token_counts: Sequence[Tensor]) -> bool:
-    """Whether all steps computed the same number of tokens, padding included, so that their times should be alike."""
+    """Whether all steps computed the same number of tokens, padding included, and so should take the same time."""
     return len({counts[1].item() for counts in token_counts}) <= 1

@@ -1,7 +1,7 @@
-"""What the C library's malloc has handed out, sampled while a step runs on a CPU.
+"""The bytes that the C library's malloc has allocated, sampled while a step runs on a CPU.
 
-The ledger counts tensors. This also counts what kernels, libraries and other threads allocate meanwhile, so the
-difference of the two tells what no tensor explains. Python's own small objects don't come from malloc.
+The ledger counts only tensors. This also counts what kernels, libraries and other threads allocate, so the difference
+is memory that belongs to no tensor. Python's own small objects don't come from malloc.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import final
 
-INTERVAL_S = 1e-3  # shorter allocations may be missed; large ones are used for longer
+INTERVAL_S = 1e-3  # shorter allocations may be missed; large ones usually live longer
 STACK_BYTES = 2**18  # of the thread that samples: `vram` counts stacks too
 
 
@@ -24,8 +24,8 @@ class MallocInfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
-def handed_out_bytes() -> int | None:
-    """The bytes that malloc has handed out and not got back; None with another C library."""
+def allocated_bytes() -> int | None:
+    """The bytes that malloc has allocated and that weren't freed; None with another C library than glibc."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return None
@@ -36,15 +36,15 @@ def handed_out_bytes() -> int | None:
 
 @final
 class MallocWatch:
-    """Samples `handed_out_bytes` inside its block."""
+    """Samples `allocated_bytes` inside its block, every `INTERVAL_S`. `peak_bytes` is the largest value so far."""
 
     def __init__(self) -> None:
-        self.peak_bytes = handed_out_bytes()
+        self.peak_bytes = allocated_bytes()
         self._is_over, self._thread = threading.Event(), threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> MallocWatch:
         usual_bytes = threading.stack_size(STACK_BYTES)
-        with suppress(RuntimeError):  # no memory for a thread: then only the first and the last sample count
+        with suppress(RuntimeError):  # no memory for a thread: then only the first and the last sample are taken
             self._thread.start()
         threading.stack_size(usual_bytes)
         return self
@@ -61,4 +61,4 @@ class MallocWatch:
 
     def _note(self) -> None:
         if self.peak_bytes is not None:
-            self.peak_bytes = max(self.peak_bytes, handed_out_bytes() or 0)
+            self.peak_bytes = max(self.peak_bytes, allocated_bytes() or 0)

@@ -1,6 +1,6 @@
-"""Measures last what disturbs a run: the phases of a step, traffic to the host, and memory by kind.
+"""Measures after the run what would disturb it: the phases of a step, traffic to the host, and memory by kind.
 
-The ledger comes at the very end: it is a dispatch mode, after which compiled code would run eagerly.
+The ledger comes last, because it is a dispatch mode: once one was active, compiled code would run eagerly.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one s
 
 
 def post_run(session: Session, batches: TimedBatches) -> Fields:
-    """Measure the phases of a step, then the memory of a step on the largest batch so far. The run's own peaks are read
-    first, so that these steps don't count in them."""
-    before, batch = headline(session), next(batches)
+    """The row's fields from extra steps: the phases of a step, then the memory of a step on the largest batch so far.
+    The peaks of the run itself are read first, so that they don't include these steps."""
+    before, batch = run_peaks(session), next(batches)
     batches.close()
     traffic_before = host.traffic.so_far()
     phases, num_steps = phase_times(session.rig, batch)
@@ -43,8 +43,8 @@ def post_run(session: Session, batches: TimedBatches) -> Fields:
     return {"time": phases, "traffic": traffic, "memory": {**before, **memory(session, largest, before)}}
 
 
-def headline(session: Session) -> dict[str, Any]:
-    """The peaks of the whole run."""
+def run_peaks(session: Session) -> dict[str, Any]:
+    """The peaks of the run so far, in bytes."""
     resident = status_bytes("VmHWM")
     process = {"process_peak_bytes": max(0, resident - session.resident_bytes), "host_peak_bytes": resident}
     if session.rig.device.type != "cuda":
@@ -64,20 +64,20 @@ def headline(session: Session) -> dict[str, Any]:
 
 
 def per_step(before: dict[str, float], after: dict[str, float], num_steps: int) -> dict[str, float]:
-    """Bytes copied between host and device per step, and how long the device waited for them; empty if none were."""
+    """Bytes copied between host and device per step, and how long the device waited for them; empty without copies."""
     moved = {name: (after[name] - before[name]) / num_steps for name in after}
     return moved if moved["to_host_bytes"] or moved["to_device_bytes"] else {}
 
 
 def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
-    """Run one more step under the ledger. On the CPU its peak is the row's `peak_bytes`."""
+    """Run one more step under the ledger: memory by kind. On the CPU the ledger's peak is the row's `peak_bytes`."""
     rig = session.rig
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     report, malloc = report_for(session), MallocWatch()
     with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak, malloc:
         step(rig, batch)
-    report.tell(peak)
+    report.write(peak)
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
     if rig.device.type == "cuda":
         steady_bytes = torch.cuda.max_memory_allocated()
@@ -87,15 +87,15 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
 
 
 def beyond_tensors(session: Session, malloc: MallocWatch, peak: Peak) -> int | None:
-    """The most that malloc had handed out in the step since the model was made, less the most that tensors took of it,
-    on the device and the host; None if that isn't known."""
+    """The peak of malloc's bytes in the step, without those allocated before the model was made, and without the peak
+    of tensors (those that knobs keep on the host included); None if malloc's bytes aren't known."""
     if malloc.peak_bytes is None or session.malloc_bytes is None:
         return None
     return max(0, malloc.peak_bytes - session.malloc_bytes - peak.peak_bytes - peak.by_kind_max[Kind.HOST])
 
 
 def report_for(session: Session) -> TensorReport:
-    """The report that `measure.largest_tensors` asks for; of several ranks only rank 0 writes it."""
+    """The report of the largest tensors if `measure.largest_tensors` is set. Only rank 0 writes one."""
     is_wanted = session.settings.measure.largest_tensors and rank() == 0
     return LargestTensors(session.rig.model, session.rig.device, session.folder) if is_wanted else NoReport()
 
@@ -117,7 +117,7 @@ def named(by_kind: dict[Any, int]) -> dict[str, int]:
 
 
 def phase_times(rig: Rig, batch: Part) -> tuple[dict[str, float], int]:
-    """Median milliseconds of forward, backward and update in a few extra steps, and the number of these steps."""
+    """Run a few extra steps; returns median milliseconds of forward, backward and update, and the number of steps."""
     sums: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
     end = time.monotonic() + PHASE_SECONDS
     while len(sums["update"]) < PHASE_STEPS and not agree(bool(sums["update"]) and time.monotonic() > end):

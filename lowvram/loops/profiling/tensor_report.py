@@ -1,6 +1,6 @@
 """`debug=memory`: the largest tensors at the peak and where they were made; on CUDA also a snapshot of the allocator.
 
-Uses the ledger's own lines, so that the table adds up to `by_kind`. Costs nothing when it is off.
+Uses the ledger's own records, so that the table adds up to `by_kind`. Costs nothing when it is off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NOT_THE_MAKER = (TORCH, ledger_module.__file__, __file__)
 
 
 class TensorReport(ABC):
-    """Reports the memory of one step: enter it, run the step under a ledger with its `origin_of`, leave it, `tell`."""
+    """Reports the memory of one step: run the step inside its block, under a ledger with its `origin_of`; then call
+    `write`."""
 
     origin_of: OriginOf | None = None
 
@@ -44,8 +45,8 @@ class TensorReport(ABC):
     def __exit__(self, *_: object) -> None: ...
 
     @abstractmethod
-    def tell(self, peak: Peak) -> None:
-        """Print and write the report."""
+    def write(self, peak: Peak) -> None:
+        """Print the report and write its files."""
 
 
 @final
@@ -58,7 +59,7 @@ class NoReport(TensorReport):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def tell(self, peak: Peak) -> None:
+    def write(self, peak: Peak) -> None:
         pass
 
 
@@ -72,7 +73,7 @@ class Birth:
     place: str  # the module and the line of the program; in a backward pass, its node
 
 
-UNSEEN = Birth((), "", "", "before the step")  # for a storage without a recorded birth, such as one that was empty
+UNSEEN = Birth((), "", "", "before the step")  # of a storage whose birth wasn't recorded, such as one without bytes
 
 
 @final
@@ -117,7 +118,7 @@ class LargestTensors(TensorReport):
         node = current_node()
         return f"backward of {node.name().removesuffix('Backward0')}" if node is not None else line_of_program()
 
-    def tell(self, peak: Peak) -> None:
+    def write(self, peak: Peak) -> None:
         pages = [FILE_NAME]
         write_text(self._folder / FILE_NAME, in_markdown(peak))
         print(f"the largest tensors at the peak of {size_text(peak.peak_bytes)}:")
@@ -125,11 +126,11 @@ class LargestTensors(TensorReport):
             print("  " + "  ".join(word for word in words(holding) if word))
         if self._device.type == "cuda":
             pages += [SNAPSHOT, PAGE]
-        print(f"all of them: {', '.join(shown(self._folder / page) for page in pages)}")
+        print(f"more in {', '.join(shown(self._folder / page) for page in pages)}")
 
 
 def words(holding: Holding) -> tuple[str, ...]:
-    """Size, shape, type, kind, maker, place."""
+    """A row of the table: size, shape, dtype, kind, maker, place."""
     birth: Birth = holding.origin or UNSEEN
     shape = "x".join(map(str, birth.shape)) or "-"
     return size_text(holding.num_bytes), shape, birth.dtype, holding.kind.value, birth.maker, birth.place

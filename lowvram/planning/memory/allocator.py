@@ -1,10 +1,10 @@
-"""torch's CUDA caching allocator, simulated without CUDA: what it would reserve for a sequence of allocations.
+"""Simulates torch's CUDA caching allocator without CUDA: what it would reserve for a sequence of allocations.
 
 After c10/cuda/CUDACachingAllocator.cpp (class DeviceCachingAllocator) and c10/core/AllocatorConfig.h of
-github.com/pytorch/pytorch. The rules were read in two states of the .cpp, before and after pull request 172056 (January
-2026, which made the size of large segments a setting); they say the same. The constants stand in the header that torch
-2.13.0 installs. docs/results holds what the allocator did in some steps of training, and a test replays
-that to the byte (scripts/benchmarks/recorded.py): so far on the emulated device (tests/emulated_cuda).
+github.com/pytorch/pytorch. The rules are the same in the .cpp before and after pull request 172056 (January 2026, which
+made the size of large segments a setting). The constants are in a header that torch 2.13.0 installs. docs/results has
+recordings of what the real allocator did in some training steps, and a test compares this one with them byte by byte
+(scripts/benchmarks/recorded.py): so far recordings of the emulated device (tests/emulated_cuda).
 
 It simulates the default settings: max_split_size unlimited, no roundup_power2_divisions, no garbage collection, no
 private pools (of CUDA graphs). Expandable segments are on from the start or never. Imports no torch.
@@ -38,12 +38,13 @@ class CachingAllocator:
 
     Args:
         expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
-        limit_bytes: of `torch.cuda.set_per_process_memory_fraction`. As in torch it is compared with the reserved bytes
-            plus the segment that an allocation would get, even if an expandable segment needs fewer pages, or more.
+        limit_bytes: what `torch.cuda.set_per_process_memory_fraction` allows; None: unlimited. As in torch it is
+            compared with the reserved bytes plus the segment that an allocation would get, although an expandable
+            segment may need fewer or more pages.
         device_bytes: the device's memory for this allocator; None: unlimited.
         address_of: returns the address of the next segment, given its size. Addresses decide between free blocks of
             equal size.
-        gives_back: at the limit, free the cache and try again, as torch does; False: raise at once, with the state
+        frees_cache: at the limit, free the cache and try again, as torch does. False: raise at once and leave the state
             unchanged.
     """
 
@@ -53,21 +54,19 @@ class CachingAllocator:
         limit_bytes: int | None = None,
         device_bytes: int | None = None,
         address_of: Callable[[int], int] | None = None,
-        gives_back: bool = True,
+        frees_cache: bool = True,
     ) -> None:
         self.expandable = expandable
         self.limit_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
         self.device_bytes = UNLIMITED_BYTES if device_bytes is None else device_bytes
         self.address_of = address_of
-        self.gives_back = gives_back
+        self.frees_cache = frees_cache
         self.large = Pools(is_small=False, expandable=expandable)
         self.small = Pools(is_small=True, expandable=expandable)
         self.allocated_bytes = self.allocated_peak_bytes = 0
         self.reserved_bytes = self.reserved_peak_bytes = 0
-        self.granted_bytes, self.refused_bytes = (
-            0,
-            UNLIMITED_BYTES,
-        )  # any limit between these two leads to the same state
+        # Any limit from `granted_bytes` on and below `refused_bytes` would have led to the same state.
+        self.granted_bytes, self.refused_bytes = 0, UNLIMITED_BYTES
         self.num_retries = 0
         self._next_address = 0
 
@@ -82,9 +81,8 @@ class CachingAllocator:
         if pool.freed:
             pool.settle()
         order = pool.free.in_order
-        index = bisect_left(
-            order, (num_bytes,)
-        )  # best fit: the smallest that is large enough, and of equal ones that with the lowest address
+        # Best fit: the smallest free block that is large enough; among equal ones, that with the lowest address.
+        index = bisect_left(order, (num_bytes,))
         if index == len(order):
             if not self._grow(pool, num_bytes):
                 self._retry(pool, num_bytes)
@@ -98,7 +96,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, stream: int = 0) -> None:
-        """Free a block, at once available again to its stream.
+        """Free a block, which its stream can use again at once.
 
         Args:
             stream: the stream of the block's `malloc`.
@@ -115,7 +113,7 @@ class CachingAllocator:
         (self.small if block[0] <= SMALL_BYTES else self.large)[stream].freed.append(block)
 
     def empty_cache(self) -> None:
-        """Return free segments to the device; of expandable segments, their free pages."""
+        """Return all free segments to the device, and the free pages of expandable segments."""
         for pool in self.pools():
             for free in pool.free.in_order.copy():
                 if self.expandable:
@@ -139,8 +137,8 @@ class CachingAllocator:
         return pools
 
     def copied(self, limit_bytes: int | None) -> CachingAllocator:
-        """A copy with another limit, valid if no limit has changed the state so far. Blocks of this one are blocks of
-        it."""
+        """A copy with another limit; only valid if neither limit would have changed the state so far. Blocks of this
+        allocator can be freed in the copy."""
         other = CachingAllocator(self.expandable, limit_bytes, self.device_bytes)
         other.allocated_bytes, other.allocated_peak_bytes = self.allocated_bytes, self.allocated_peak_bytes
         other.reserved_bytes, other.reserved_peak_bytes = self.reserved_bytes, self.reserved_peak_bytes
@@ -155,7 +153,7 @@ class CachingAllocator:
         return address
 
     def _grow(self, pool: Pool, num_bytes: int) -> bool:
-        """Get new memory as a free block; False if there is none left."""
+        """Get new memory from the device as a free block of the pool; False if the limit or the device refuses."""
         new_bytes = segment_bytes(num_bytes)
         asked_bytes = self.reserved_bytes + new_bytes
         if asked_bytes > self.limit_bytes:
@@ -171,7 +169,8 @@ class CachingAllocator:
         return True
 
     def _retry(self, pool: Pool, num_bytes: int) -> None:
-        if not self.gives_back:  # with a limit below this, even freeing the cache wouldn't be enough
+        """Free the cache and try again to get new memory. Raises OutOfMemory if that isn't enough."""
+        if not self.frees_cache:  # with a limit below this, even freeing the cache wouldn't be enough
             self.refused_bytes = self.reserved_bytes - self.kept_bytes() + segment_bytes(num_bytes)
             raise OutOfMemory
         self.num_retries += 1

@@ -1,7 +1,7 @@
 """The memory that a trace doesn't show: what libraries, kernels and CUDA take beside the tensors. Imports no torch.
 
-A table by version of torch and compute capability of the device. Every row has its source; unknown sizes are None, and
-no factor makes up for them. The CUDA context of a card on which none was measured is assumed.
+Sizes depend on the version of torch and on the device's compute capability. Every size has its source. Unknown sizes
+are None and aren't estimated, with one exception: the CUDA context of cards on which none was measured.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Overhead:
     """Memory of a device that belongs to no tensor."""
 
     name: str
-    num_bytes: int | None  # stays until the process ends, once it was needed; None: not known
+    num_bytes: int | None  # once allocated, kept until the process ends; None: not known
     is_in_allocator: bool  # whether torch.cuda.memory_reserved() counts it
     source: str
-    is_capped: bool = True  # whether `vram` counts it
-    is_resident: bool = True  # whether resident memory grows by it: untouched memory doesn't, but counts in `vram`
-    margin_bytes: int | None = None  # how much more it was seen to take; None: nobody has looked
+    is_capped: bool = True  # whether the limit `vram` counts it
+    is_resident: bool = True  # whether resident memory grows by it; memory never touched counts for `vram` only
+    margin_bytes: int | None = None  # the most by which a measurement exceeded `num_bytes`; None: not measured
 
 
 class Span(NamedTuple):
@@ -53,7 +53,7 @@ UNIFIED = (
     "takes cuBLAS's workspace, unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0 "
     "(the docstring of torch.backends.cuda.blas_workspace_size, torch 2.13.0)"
 )
-# The one assumption here: a context of unknown size can't count for nothing, as `vram` counts it.
+# The one assumption here. `vram` counts the context, so a size of 0 would be wrong for certain.
 CONTEXT_BYTES = 426 * MIB
 CONTEXT = (
     "measured on an RTX 6000 Ada with torch 2.10.0+cu130, before any kernel was loaded, "
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     torch: Span = ANY
     capability: Span = ANY
     least_ranks: int = 1
-    least_threads: int = 0  # that multiply
+    least_threads: int = 0  # that multiply matrices
 
 
 def _cublas(thread: str, number: int) -> list[Row]:
@@ -100,7 +100,7 @@ ROWS: list[Row] = [
             "cuDNN workspace",
             None,
             True,
-            f"unknown: for the while of a convolution, whatever its algorithm takes ({PYTORCH}/issues/49207)",
+            f"unknown: depends on the algorithm; taken only while a convolution runs ({PYTORCH}/issues/49207)",
         )
     ),
     Row(
@@ -108,7 +108,8 @@ ROWS: list[Row] = [
             "temporaries inside operators",
             None,
             True,
-            "unknown where lowvram/planning/trace/scratch.py has no rule: it has rules for sums, norms, indices, copies of convolutions, and attention",
+            "unknown where lowvram/planning/trace/scratch.py has no rule: it has rules for sums, norms, indices, "
+            "copies of convolutions, and attention",
         )
     ),
     Row(Overhead("CUDA context", CONTEXT_BYTES, False, CONTEXT), capability=ADA),
@@ -187,16 +188,16 @@ ON_CPU: list[Row] = [
 
 
 SHAPE_BYTES, SHAPE_MARGIN_BYTES, CONVOLVING_BYTES = 13 * MIB // 4, MIB // 2, 12 * MIB
-NARROW_BYTES, NARROW_MARGIN_BYTES = 14 * MIB, 3 * MIB
+SIXTEEN_BIT_BYTES, SIXTEEN_BIT_MARGIN_BYTES = 14 * MIB, 3 * MIB
 ONEDNN_OF = Span((2, 13), (2, 14))  # the versions of torch in which these were measured
 
 
-def onednn_overheads(num_shapes: int, has_narrow: bool, torch_version: str) -> list[Overhead]:
+def onednn_overheads(num_shapes: int, has_16_bit: bool, torch_version: str) -> list[Overhead]:
     """The memory that oneDNN takes on a CPU.
 
     Args:
-        num_shapes: of convolutions, forward and backward.
-        has_narrow: whether matrices in 16 bits are multiplied.
+        num_shapes: the number of different convolutions; forward and backward ones count separately.
+        has_16_bit: whether matrices in bf16 or fp16 are multiplied.
     """
     is_known = ONEDNN_OF.has(parsed(torch_version))
     where = UNDER_CAPS if is_known else f"unknown for this version of torch; {UNDER_CAPS}"
@@ -214,9 +215,9 @@ def onednn_overheads(num_shapes: int, has_narrow: bool, torch_version: str) -> l
     ]
     narrow = f"{where} for Muon, by malloc's count for bf16: 14 to 16 MiB, without instructions for bf16"
     lines = lines if num_shapes else []
-    if has_narrow:
+    if has_16_bit:
         name = "oneDNN's products in 16 bits: code and buffers"
-        lines.append(Overhead(name, NARROW_BYTES, False, narrow, margin_bytes=NARROW_MARGIN_BYTES))
+        lines.append(Overhead(name, SIXTEEN_BIT_BYTES, False, narrow, margin_bytes=SIXTEEN_BIT_MARGIN_BYTES))
     return lines if is_known else [replace(line, num_bytes=None, margin_bytes=None) for line in lines]
 
 
@@ -243,7 +244,7 @@ def process_overheads(
     Args:
         torch_version: such as "2.13.0+cu130".
         num_ranks: processes with a device each.
-        num_threads: that multiply matrices: that of the forward pass, and that of the backward pass.
+        num_threads: threads that multiply matrices, such as that of the forward and that of the backward pass.
     """
     rows = ON_CPU if device.capability is None else ROWS
     rows = [row for row in rows if num_ranks >= row.least_ranks and num_threads >= row.least_threads]

@@ -17,11 +17,11 @@ FREE = -1  # `num_bytes` of an event that frees
 
 
 class Event(NamedTuple):
-    """A block is allocated or freed. A plain tuple of the three works as well, and is faster to make."""
+    """An allocation or a free. A plain tuple of the three works as well, and is faster to make."""
 
     allocation: int  # identifies the allocation until it is freed
-    num_bytes: int  # as requested; FREE, or any negative number, frees. 0 never reaches the allocator
-    stream: int = 0  # the same when freed: a stream reuses only its own blocks
+    num_bytes: int  # as requested; FREE, or any negative number: a free. Events of 0 bytes are skipped
+    stream: int = 0  # a free must name the stream of its allocation: a stream reuses only its own blocks
 
 
 Events = Sequence[Event | tuple[int, int, int]]
@@ -44,8 +44,8 @@ class Replay:
     reserved_bytes: int  # torch.cuda.memory_reserved()
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    granted_bytes: int  # any limit from this one on,
-    refused_bytes: int  # and below this one, gives the same figures
+    granted_bytes: int  # any limit from this one on
+    refused_bytes: int  # and below this one would have given the same figures
     num_retries: int  # how often all free segments had to be returned first, which waits for the device
     oom: Oom | None
 
@@ -59,7 +59,7 @@ class Run:
         self.num_played = 0
 
     def play(self, events: Events) -> Replay:
-        """Replay the events that weren't yet, to the end or to where memory runs out."""
+        """Replay the events after the first `num_played`, to the end or to where memory runs out."""
         allocator, living, oom = self.allocator, self.living, None
         malloc, free = allocator.malloc, allocator.free
         rest = iter(events[self.num_played :])
@@ -128,18 +128,19 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
     the events fit. It is a multiple of 2 MiB, as all segments are.
 
     Searches by bisection. A trial's result holds for all limits that lead to the same figures, so a few trials are
-    enough. Best fit rarely lets events fit under a limit but not under a larger one, so an even lower limit may exist;
-    under the one returned the events do fit.
+    enough. With best fit, events may in rare cases fit under a limit but not under a larger one. So an even lower limit
+    may exist; under the one returned the events do fit.
 
-    Up to the event that the lowest limit in question refuses, all limits in question lead to the same state. `common`
-    replays these events once, and continues as the lowest limit rises; each trial continues from a copy. Where `common`
-    stops, the size of its cache gives a limit below which even freeing the cache wouldn't be enough.
+    The search narrows an interval from `lowest` to `highest`. Up to the first event that `lowest` refuses, all limits
+    in the interval lead to the same state. `common` replays these events once and continues as `lowest` rises; each
+    trial continues from a copy of it. Where `common` stops, the size of its cache gives a limit below which even
+    freeing the cache wouldn't be enough.
 
     Args:
-        live_peak_bytes: the largest sum of live allocations; a smaller number is right too, but slower.
-        tolerance: the share of the limit by which it may be larger than the least.
+        live_peak_bytes: a lower bound of the largest sum of live allocations; the closer, the faster.
+        tolerance: by how much the result may exceed the least limit, relative to the result.
     """
-    common = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), gives_back=False))
+    common = Run(CachingAllocator(expandable, lowest_limit_bytes(live_peak_bytes), frees_cache=False))
     common.play(events)
     free = common.copied(None).play(events)
     lowest, highest = lowest_limit_bytes(free.allocated_peak_bytes), free.granted_bytes
@@ -160,10 +161,11 @@ def needs_of(events: Events, *, expandable: bool = False, live_peak_bytes: int =
 
 
 def further_steps(events: Events, start: int, num_steps: int) -> list[tuple[int, int, int]]:
-    """More steps like the one from event `start` to the end. What a step frees of the step before it and what it leaves
-    to the next one are matched by age; no steps if the two differ, so that there is no steady state."""
+    """`num_steps` repetitions of the step from event `start` to the end, under new allocation numbers. A step frees
+    allocations of the step before it and leaves some to the next one; these are matched by age. Empty if their sizes
+    differ, as the step then isn't a steady state."""
     step, sizes = events[start:], {allocation: size for allocation, size, _ in events if size > 0}
-    lives_on: dict[int, bool] = {}  # what the step touches
+    lives_on: dict[int, bool] = {}  # whether an allocation that the step makes or frees is alive at its end
     inherited = []
     for allocation, size, _ in step:
         if size < 0 and allocation not in lives_on:
@@ -184,5 +186,6 @@ def further_steps(events: Events, start: int, num_steps: int) -> list[tuple[int,
 
 
 def lowest_limit_bytes(allocated_peak_bytes: int) -> int:
-    """The lowest limit that could be enough: the last pages of an expandable segment may reach beyond the limit."""
+    """The lowest limit that could be enough: less than the peak, as the last pages of an expandable segment may reach
+    beyond the limit."""
     return max(0, allocated_peak_bytes - LARGE_SEGMENT_BYTES) // ROUND_LARGE_BYTES * ROUND_LARGE_BYTES

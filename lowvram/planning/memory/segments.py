@@ -26,17 +26,17 @@ Segments = dict[int, int]  # bytes, by the first address
 @final
 @dataclass(eq=False)
 class BlockSet:
-    """Blocks of some segments, all free or all unmapped. Neighbours in the same segment are joined."""
+    """The free blocks of a pool, or its unmapped ones. Neighbours in the same segment are merged."""
 
     segments: Segments
-    in_order: list[Block] = field(default_factory=list)
+    in_order: list[Block] = field(default_factory=list)  # sorted by bytes, then address
     beginning: dict[int, Block] = field(default_factory=dict)  # by the first address
     ending: dict[int, Block] = field(default_factory=dict)  # by the address behind the last
 
     def put(self, blocks: Iterable[Block]) -> Iterable[Block]:
-        """Add blocks, joined with their neighbours; returns the joined blocks."""
+        """Add blocks, merged with their neighbours; returns the merged blocks."""
         order, beginning, ending = self.in_order, self.beginning, self.ending
-        joined: dict[int, Block] = {}  # by address; put into the order last, since many are joined again
+        joined: dict[int, Block] = {}  # by address; sorted into `in_order` last, since many are merged again
         for num_bytes, address in blocks:
             end = address + num_bytes
             after, before = beginning.get(end), ending.get(address)
@@ -62,7 +62,7 @@ class BlockSet:
         self.beginning[address] = self.ending[address + num_bytes] = block
 
     def cut(self, index: int, num_bytes: int, least_rest_bytes: int) -> Block:
-        """Take the first `num_bytes` of the block at `index` in the order, or all of it if fewer than
+        """Remove and return the first `num_bytes` of the block `in_order[index]`; the whole block if fewer than
         `least_rest_bytes` would be left."""
         order, beginning, ending = self.in_order, self.beginning, self.ending
         block = all_bytes, address = order[index]
@@ -80,6 +80,7 @@ class BlockSet:
         return num_bytes, address
 
     def take(self, block: Block) -> None:
+        """Remove a block."""
         num_bytes, address = block
         del self.in_order[bisect_left(self.in_order, block)]
         del self.beginning[address], self.ending[address + num_bytes]
@@ -97,7 +98,7 @@ class BlockSet:
 
 
 class Pool:
-    """The segments of one stream, either for blocks up to 1 MiB or for larger ones."""
+    """The segments of one stream for blocks of up to 1 MiB (`is_small`), or for larger ones."""
 
     def __init__(self, is_small: bool, expandable: bool) -> None:
         self.is_small, self.expandable = is_small, expandable
@@ -106,17 +107,17 @@ class Pool:
         self.least_rest_bytes = MIN_BLOCK_BYTES if is_small or expandable else SMALL_BYTES + 1
         self.segments: Segments = {}
         self.free = BlockSet(self.segments)
-        self.freed: list[Block] = []  # not yet joined into `free`
-        self.unmapped = BlockSet(self.segments)  # addresses of expandable segments with no memory behind them
+        self.freed: list[Block] = []  # not yet merged into `free`
+        self.unmapped = BlockSet(self.segments)  # address ranges of expandable segments without memory
 
     def settle(self) -> None:
-        """Join freed blocks into `free`. Done only before the next allocation, since neighbours are often freed
-        together."""
+        """Merge freed blocks into `free`. Called only before the next allocation: neighbours are often freed one after
+        another, and merging them together is faster."""
         self.free.put(self.freed)
         self.freed.clear()
 
     def copied(self) -> Pool:
-        other = Pool(self.is_small, self.expandable)  # attributes of what copy() makes are slower to read
+        other = Pool(self.is_small, self.expandable)  # not copy.copy(): attributes of its result are slower to read
         other.segments = self.segments.copy()
         other.free, other.unmapped = self.free.copied(other.segments), self.unmapped.copied(other.segments)
         other.freed = self.freed.copy()
@@ -130,22 +131,20 @@ class Pool:
     def pages(self, free: Block) -> tuple[int, int]:
         """The addresses at which a free block's whole pages begin and end; equal if it has none."""
         num_bytes, address = free
-        start = max(
-            start for start in self.segments if start <= address
-        )  # of its segment; pages are counted from there
+        start = max(start for start in self.segments if start <= address)  # its segment's, where pages begin
         begin = start + rounded_up(address - start, self.page_bytes)
         end = start + (address + num_bytes - start) // self.page_bytes * self.page_bytes
         return begin, max(begin, end)
 
     def room_bytes(self, free: Block) -> int:
-        """The size that a free block could grow to, over unmapped addresses after it."""
+        """The size that a free block could grow to, by mapping the addresses after it."""
         num_bytes, address = free
         unmapped = self.unmapped.after(address + num_bytes)
         return num_bytes if unmapped is None else num_bytes + unmapped[0]
 
     def least_room(self, index: int) -> int:
-        """The index of the free block to take instead of the one at `index`: with the least room, where a block at the
-        end of an expandable segment counts with the size that it could grow to."""
+        """The index of the free block to use, from `index` on: the one with the least `room_bytes`, so that a block at
+        the growing end of an expandable segment is kept for larger allocations."""
         order = self.free.in_order
         room_bytes = self.room_bytes(order[index])
         while room_bytes > order[index][0] and index + 1 < len(order):
@@ -156,7 +155,8 @@ class Pool:
         return index
 
     def start_of_room(self, num_bytes: int) -> int | None:
-        """The lowest address at which a segment has `num_bytes` of unused addresses, some of them unmapped."""
+        """The lowest address at which a segment has `num_bytes` of unused addresses, at least some of them unmapped;
+        None if there is none."""
         for address, (unmapped_bytes, _) in sorted(self.unmapped.beginning.items()):
             before = self.free.before(address)
             start, end = address if before is None else before[1], address + unmapped_bytes
@@ -188,7 +188,7 @@ def rounded_up(num_bytes: int, multiple: int) -> int:
 
 
 def segment_bytes(num_bytes: int) -> int:
-    """The size of a new segment for an allocation of `num_bytes` (get_allocation_size)."""
+    """The size of a new segment for an allocation of `num_bytes` (torch's get_allocation_size)."""
     if num_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if num_bytes < MIN_LARGE_BYTES:

@@ -1,8 +1,8 @@
 """The rates that microbench.py has measured on a device of this machine, and the files that keep them.
 
-A rate is no constant: small work doesn't fill a device, large work doesn't fit its caches. So each family of operators
-has, in each number format, a curve of rates over the size of the work: linear between the measured sizes on logarithmic
-axes, constant beyond them.
+A rate isn't constant: small operators don't fill a device, large ones don't fit its caches. So each family of operators
+has, in each number format, a curve of rates over the size of an operator's work: linear on logarithmic axes between the
+measured sizes, constant beyond them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lowvram.config.identity import device_name
-from lowvram.planning.cache import cache_folder, written_whole
-from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family
+from lowvram.planning.cache import cache_folder, write_if_possible
+from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family
 from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
-from lowvram.planning.time.roofline import Extra, Rates, known
+from lowvram.planning.time.roofline import Extra, Rates, rates_tensor
 
 SOURCE = "calibrated on this device"
-ANY_FORMAT = "fp32"  # whose rate is used for a format that wasn't measured, except in products
+ANY_FORMAT = "fp32"  # its rate is used for formats that weren't measured, except in `FLOP_FAMILIES`
 # Source files whose change makes kept rates invalid.
 MEASURED_BY = ("calibration.py", "op_class.py", "microbench.py", "op_cost.py")
 COPY_TOUCHES = 2  # a copy on a CPU reads each byte and writes it
@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 
     def at(self, amounts: Tensor) -> Tensor:
         """The rates for these amounts of work: float64 of the same shape."""
-        x, y = known(list(self.amounts)).log(), known(list(self.rates)).log()
+        x, y = rates_tensor(list(self.amounts)).log(), rates_tensor(list(self.rates)).log()
         wanted = amounts.double().clamp(self.amounts[0], self.amounts[-1]).log()
         above = torch.searchsorted(x, wanted).clamp(1, max(len(x) - 1, 1))
         if len(x) == 1:
@@ -53,10 +53,10 @@ class Calibration(Rates):
 
     Args:
         curves: by the value of a `Family`, then by a format of `FORMATS`.
-        overhead_s: per operator, the time of Python, torch and autograd, with views and modules around it.
-        copies: bytes/s by the value of a `Stream`, for work in parallel with a card; None for a CPU.
-        getting: bytes/s of getting a tensor's memory from the system, by its bytes; None if that takes no time, as
-            an allocator keeps freed memory.
+        overhead_s: per operator, the time of Python, torch and autograd, including views and modules.
+        copies: bytes/s by the value of a `Stream`, for copies and host work in parallel with a card; None for a CPU.
+        allocation: bytes/s of getting a new tensor's memory from the operating system, by the tensor's bytes; None if
+            that takes no time, as the allocator keeps freed memory.
     """
 
     source = SOURCE
@@ -66,9 +66,9 @@ class Calibration(Rates):
         curves: Mapping[str, Mapping[str, Curve]],
         overhead_s: float,
         copies: Mapping[str, float] | None = None,
-        getting: Curve | None = None,
+        allocation: Curve | None = None,
     ) -> None:
-        self.curves, self.overhead_s, self.copies, self.getting = curves, overhead_s, copies, getting
+        self.curves, self.overhead_s, self.copies, self.allocation = curves, overhead_s, copies, allocation
         is_own_host = copies is None
         self.extra = Extra(overhead_s, 0.0, is_own_host) if is_own_host else Extra(0.0, overhead_s, is_own_host)
 
@@ -79,30 +79,31 @@ class Calibration(Rates):
         for number, (stream, family, number_format) in enumerate(codes.tolist()):
             here = places == number
             if STREAMS[stream] is not Stream.DEVICE:
-                moving_s[here] = self.beside_s(STREAMS[stream], num_bytes[here])
+                moving_s[here] = self.parallel_s(STREAMS[stream], num_bytes[here])
                 continue
             name = FORMATS[number_format]
-            if FAMILIES[family] in PRODUCTS:
+            if FAMILIES[family] in FLOP_FAMILIES:
                 arithmetic_s[here] = seconds(self.curve(FAMILIES[family], name), flops[here])
             else:
                 moving_s[here] = seconds(self.curve(FAMILIES[family], name), num_bytes[here])
         return arithmetic_s, moving_s
 
-    def getting_s(self, work: Tensor) -> Tensor:
+    def allocation_s(self, work: Tensor) -> Tensor:
         new_bytes = work[:, Column.NEW].double()
-        return torch.zeros_like(new_bytes) if self.getting is None else seconds(self.getting, new_bytes)
+        return torch.zeros_like(new_bytes) if self.allocation is None else seconds(self.allocation, new_bytes)
 
-    def beside_s(self, stream: Stream, num_bytes: Tensor) -> Tensor:
-        """Seconds of copies, and of work on the host's processor."""
+    def parallel_s(self, stream: Stream, num_bytes: Tensor) -> Tensor:
+        """Seconds of copies between host and device, or of work on the host's processor."""
         if self.copies is not None:
             return num_bytes / self.copies[stream.value]
         touched = num_bytes * (1 if stream is Stream.HOST else COPY_TOUCHES)
         return seconds(self.curve(Family.MOVING, ANY_FORMAT), touched)
 
     def curve(self, family: Family, number_format: str) -> Curve | None:
-        """The curve of this family and format, or the nearest that was measured; for a product only its own."""
+        """The curve of this family and format. If it wasn't measured: None in `FLOP_FAMILIES`; else the family's curve
+        in fp32, or that of `Family.MOVING`."""
         own = self.curves.get(family.value, {})
-        if number_format in own or family in PRODUCTS:
+        if number_format in own or family in FLOP_FAMILIES:
             return own.get(number_format)
         moving = self.curves.get(Family.MOVING.value, {})
         return own.get(ANY_FORMAT) or moving.get(number_format) or moving.get(ANY_FORMAT)
@@ -133,14 +134,14 @@ class Calibrations:
         """The calibration on disk, or else one that is measured now, and written if possible.
 
         Args:
-            allocator: the option of `allocator` that applies in this process: some get new memory for each tensor,
-                which takes time.
+            allocator: the option of the group `allocator` that is in effect in this process: with some, each new tensor
+                gets its memory from the operating system, which takes time.
         """
         calibration = self.known(device, allocator)
         if calibration is None:
             calibration, key = measure(device), key_of(device, allocator)
             text = json.dumps({"key": key, "rates": to_plain(calibration)}, indent=1)
-            written_whole(self.path(key), lambda file: file.write(text.encode()))
+            write_if_possible(self.path(key), lambda file: file.write(text.encode()))
         return calibration
 
     def path(self, key: str) -> Path:
@@ -148,7 +149,8 @@ class Calibrations:
 
 
 def key_of(device: torch.device, allocator: str) -> str:
-    """Everything that rates depend on. A card's rates don't depend on the allocator: each keeps freed memory."""
+    """Everything that rates depend on. A card's rates don't depend on the option, as with each of them the CUDA
+    allocator keeps freed memory."""
     is_card = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_card else f"cpu of {device_name()}"
     digest = hashlib.blake2b(digest_size=8)
@@ -159,12 +161,12 @@ def key_of(device: torch.device, allocator: str) -> str:
 
 
 def num_threads() -> int:
-    """The threads that a point uses: one for each core that it may use."""
+    """The threads that a point computes with: one for each core that the process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def to_plain(calibration: Calibration) -> dict[str, Any]:
-    return {name: getattr(calibration, name) for name in ("curves", "overhead_s", "copies", "getting")}
+    return {name: getattr(calibration, name) for name in ("curves", "overhead_s", "copies", "allocation")}
 
 
 def from_plain(held: dict[str, Any]) -> Calibration:
@@ -174,8 +176,8 @@ def from_plain(held: dict[str, Any]) -> Calibration:
         for family, by_format in held["curves"].items()
     }
     copies = None if held["copies"] is None else {stream: float(rate) for stream, rate in held["copies"].items()}
-    getting = None if held["getting"] is None else checked(Curve(*held["getting"]))
-    return Calibration(curves, float(held["overhead_s"]), copies, getting)
+    allocation = None if held["allocation"] is None else checked(Curve(*held["allocation"]))
+    return Calibration(curves, float(held["overhead_s"]), copies, allocation)
 
 
 def checked(curve: Curve) -> Curve:

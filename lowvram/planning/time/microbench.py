@@ -1,7 +1,7 @@
 """Measures the rates of a device of this machine, in a second or two: one operator of each family, in each format, at a
-few sizes. FLOPs and bytes are counted by the same code as in a trace, so rates fit traces.
+few sizes. FLOPs and bytes are counted by the same code as in a trace, so that the rates can be applied to traces.
 
-Run it in a process that may compute: the fork server must not.
+Run it in a child, never in the fork server, which must not start threads or use CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.core.device import card_of
 from lowvram.planning.devices import AMPERE
 from lowvram.planning.time.calibration import Calibration, Curve, num_threads, seconds
-from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family
+from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family
 from lowvram.planning.time.op_cost import FORMATS, Column, OpCounter, Stream
 from lowvram.planning.trace.fake import settings_restored
 
@@ -32,11 +32,11 @@ FEATURES, CHANNELS, HEADS, KERNEL = 128, 32, 4, 3
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator that represents its family. Sizes are exponents of two, the smallest first."""
+    """An operator that represents its family."""
 
     family: Family
-    make: Callable[[int, torch.dtype, torch.device], Run]
-    on_cpu: tuple[int, ...]
+    make: Callable[[int, torch.dtype, torch.device], Run]  # given a size, makes the call to be measured
+    on_cpu: tuple[int, ...]  # log2 of the sizes to measure, the smallest first
     on_card: tuple[int, ...]
 
 
@@ -78,34 +78,34 @@ def product(width: int, dtype: torch.dtype, device: torch.device) -> Run:
 
 
 def convolution(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    inputs, weight = convolved(num_samples, dtype, device)
+    inputs, weight = convolution_inputs(num_samples, dtype, device)
     return lambda: F.conv2d(inputs, weight, padding=1)
 
 
 def convolution_backward(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    inputs, weight = (tensor.requires_grad_() for tensor in convolved(num_samples, dtype, device))
+    inputs, weight = (tensor.requires_grad_() for tensor in convolution_inputs(num_samples, dtype, device))
     return backward(F.conv2d(inputs, weight, padding=1), [inputs, weight])
 
 
-def convolved(num_samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A few channels on a CPU, as small models have; many on a card."""
+def convolution_inputs(num_samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and weight of a convolution: with few channels on a CPU, as small models have, and many on a card."""
     channels, side = (4 * CHANNELS, 28) if device.type == "cuda" else (CHANNELS, 16)
     inputs = torch.randn(num_samples, channels, side, side, device=device).to(dtype)
     return inputs, torch.randn(channels, channels, KERNEL, KERNEL, device=device).to(dtype)
 
 
 def attention(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    query, key, value = attended(num_samples, dtype, device)
+    query, key, value = attention_inputs(num_samples, dtype, device)
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def attention_backward(num_samples: int, dtype: torch.dtype, device: torch.device) -> Run:
-    query, key, value = (tensor.requires_grad_() for tensor in attended(num_samples, dtype, device))
+    query, key, value = (tensor.requires_grad_() for tensor in attention_inputs(num_samples, dtype, device))
     return backward(F.scaled_dot_product_attention(query, key, value, is_causal=True), [query, key, value])
 
 
-def attended(num_samples: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """(samples, heads, length, width): query, key and value."""
+def attention_inputs(num_samples: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Query, key and value, each (samples, heads, length, width)."""
     length, width = (1024, 64) if device.type == "cuda" else (128, 32)
     shape = (num_samples, HEADS, length, width)
     return [torch.randn(shape, device=device).to(dtype) for _ in range(3)]
@@ -131,13 +131,14 @@ SAMPLES = [
 
 Stopwatch = Callable[[Run], float]  # the seconds that one call takes
 
-NUM_ROUNDS = 3  # through all measurements; the fastest counts, as other processes disturb
-LEAST_MEASURING_S = 4e-3  # that one measurement takes at least, and at least two calls
+NUM_ROUNDS = 3  # through all measurements; the fastest counts, as other processes slow some down
+LEAST_MEASURING_S = 4e-3  # a measurement takes at least this long, and at least two calls
 SLOW_S = 0.03  # if a call takes longer, larger sizes aren't tried
 COPIED_BYTES = 2**25
-GOT_BYTES = (2**15, 3 * 2**14, 2**16, 2**20, 2**24, 2**25)  # glibc's thresholds are 64 KiB (tight), at most 32 MiB
-NUM_ALIVE = 4  # tensors alive at a time: the C library has 128 KiB ready, enough for one
-LEAST_S, LEAST_SHARE = 1e-8, 0.1  # lower bounds of a time from which the time to get memory is subtracted
+# Around the sizes from which glibc uses mmap: 64 KiB with allocator=tight, else up to 32 MiB.
+ALLOCATED_BYTES = (2**15, 3 * 2**14, 2**16, 2**20, 2**24, 2**25)
+NUM_ALIVE = 4  # tensors alive at a time: glibc keeps up to 128 KiB for reuse, enough for one
+LEAST_S, LEAST_SHARE = 1e-8, 0.1  # lower bounds of what remains after the time to get memory is subtracted
 MOST_WAIT_S = 5e-5  # that threads wait for each other at the end of an operator
 
 
@@ -149,7 +150,7 @@ class Measurement:
     format: str
     amount: float  # bytes or FLOPs of an operator
     num_operators: int  # in one call
-    new_bytes: Tensor  # (operators,) bytes of the tensors that each makes
+    new_bytes: Tensor  # (operators,): bytes of the tensors that each operator makes
     run: Run
     taken_s: float  # of one call
 
@@ -157,7 +158,7 @@ class Measurement:
 def calibrate(
     device: torch.device, samples: Sequence[Sample] | None = None, watch: Stopwatch | None = None
 ) -> Calibration:
-    """Measure the rates of `device`; by default with `SAMPLES` and the device's own clock."""
+    """Measure the rates of `device`; by default with `SAMPLES`, timed by `host_watch` or `card_watch`."""
     is_card = device.type == "cuda"
     watch = watch or (card_watch if is_card else host_watch)
     with settings_restored(), with_threads(num_threads()), torch.random.fork_rng([device] if is_card else []):
@@ -170,8 +171,8 @@ def calibrate(
                 if measurement.taken_s < SLOW_S:
                     measurement.taken_s = min(measurement.taken_s, watch(measurement.run))
             overheads.append(overhead_s(device))
-        copies, getting = (copies_of(device, watch), None) if is_card else (None, getting_of(watch))
-        return Calibration(curves_through(measurements, getting), min(overheads), copies, getting)
+        copies, allocation = (copies_of(device, watch), None) if is_card else (None, measure_allocation(watch))
+        return Calibration(curves_through(measurements, allocation), min(overheads), copies, allocation)
 
 
 @contextmanager
@@ -185,8 +186,8 @@ def with_threads(num: int) -> Iterator[None]:
 
 
 def measurements_of(sample: Sample, device: torch.device, watch: Stopwatch) -> Iterator[Measurement]:
-    """Measure a sample in each format, from the smallest size up to one that is slow; none where the device can't run
-    it."""
+    """Measure a sample in each format, from the smallest size up to the first slow one; a format that the device can't
+    run has no measurements."""
     for dtype, is_tf32 in formats_of(device, sample.family):
         for size in sample.on_card if device.type == "cuda" else sample.on_cpu:
             with suppress(RuntimeError):  # no such kernel, an unknown operator, or too little memory
@@ -202,7 +203,7 @@ def measurements_of(sample: Sample, device: torch.device, watch: Stopwatch) -> I
 def formats_of(device: torch.device, family: Family) -> list[tuple[torch.dtype, bool]]:
     """The number formats to measure, each with whether fp32 products use TF32."""
     plain = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    is_extra = device.type == "cuda" and family in PRODUCTS and card_of(device).capability >= AMPERE
+    is_extra = device.type == "cuda" and family in FLOP_FAMILIES and card_of(device).capability >= AMPERE
     return [*plain, (torch.float32, True)] if is_extra else plain
 
 
@@ -244,7 +245,7 @@ def counted(run: Run, family: Family) -> Counted:
     """Count the work of one call, as traces do.
 
     Raises:
-        RuntimeError: torch runs it with an operator that `MEMBERS` doesn't know, as a new version may.
+        RuntimeError: no operator that ran belongs to `family`, as may happen with a new version of torch.
     """
     with Counting() as counting:
         run()
@@ -252,42 +253,42 @@ def counted(run: Run, family: Family) -> Counted:
     work = work[work[:, Column.FAMILY] == FAMILIES.index(family)]
     if not len(work):
         raise RuntimeError(f"none of the operators that ran is known as {family.value}")
-    column = Column.FLOPS if family in PRODUCTS else Column.BYTES
+    column = Column.FLOPS if family in FLOP_FAMILIES else Column.BYTES
     amount = float(work[:, column].double().mean())
     return Counted(amount, len(work), FORMATS[int(work[-1, Column.FORMAT])], work[:, Column.NEW])
 
 
-def curves_through(measurements: Iterable[Measurement], getting: Curve | None) -> dict[str, dict[str, Curve]]:
-    """The curves of rates, without the time to get memory for new tensors."""
+def curves_through(measurements: Iterable[Measurement], allocation: Curve | None) -> dict[str, dict[str, Curve]]:
+    """The curves of rates by family and format. The time to get memory for new tensors is subtracted first."""
     curves: dict[str, dict[str, Curve]] = {}
     for measurement in measurements:
         curve = curves.setdefault(measurement.family.value, {}).setdefault(measurement.format, Curve([], []))
-        getting_s = float(seconds(getting, measurement.new_bytes.double()).sum()) if getting else 0.0
+        allocation_s = float(seconds(allocation, measurement.new_bytes.double()).sum()) if allocation else 0.0
         curve.amounts.append(measurement.amount)
-        working_s = max(measurement.taken_s - getting_s, LEAST_SHARE * measurement.taken_s)
+        working_s = max(measurement.taken_s - allocation_s, LEAST_SHARE * measurement.taken_s)
         curve.rates.append(measurement.amount * measurement.num_operators / working_s)
     return curves
 
 
-def getting_of(watch: Stopwatch) -> Curve:
+def measure_allocation(watch: Stopwatch) -> Curve:
     """Rates of getting a tensor's memory from the system: the time to fill a new tensor, less that to fill an existing
     one. The C library keeps small freed pieces and returns large ones at once, of which each page then causes a page
     fault when it is touched again. That can take ten times as long as the work on it."""
 
-    def got_s(num_bytes: int) -> float:
+    def allocating_s(num_bytes: int) -> float:
         existing = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(NUM_ALIVE)]
         new_s = watch(lambda: [torch.empty(num_bytes, dtype=torch.uint8).fill_(0) for _ in existing])
         return (new_s - watch(lambda: [(torch.empty(1), tensor.fill_(0)) for tensor in existing])) / NUM_ALIVE
 
-    taken_s = {num_bytes: median(got_s(num_bytes) for _ in range(NUM_ROUNDS)) for num_bytes in GOT_BYTES}
+    taken_s = {num_bytes: median(allocating_s(num_bytes) for _ in range(NUM_ROUNDS)) for num_bytes in ALLOCATED_BYTES}
     rates = [num_bytes / max(LEAST_S, seconds_taken) for num_bytes, seconds_taken in taken_s.items()]
-    return Curve([float(num_bytes) for num_bytes in GOT_BYTES], rates)
+    return Curve([float(num_bytes) for num_bytes in ALLOCATED_BYTES], rates)
 
 
 def host_watch(run: Run, most_wait_s: float = MOST_WAIT_S) -> float:
-    """Seconds of the fastest of some calls. If other processes use the cores, threads wait for each other much longer
-    than they work: at most `most_wait_s` of that wait counts. That needs threads that sleep while they wait, as in the
-    children of the fork server (OMP_WAIT_POLICY=passive)."""
+    """Seconds of the fastest of several calls. If other processes use the cores, threads wait for each other much
+    longer than they work, so at most `most_wait_s` of waiting counts. That assumes threads that sleep while they wait,
+    as in the children of the fork server (OMP_WAIT_POLICY=passive)."""
     end, least_s = time.perf_counter() + LEAST_MEASURING_S, float("inf")
     for num_calls in count(1):
         start, start_busy = time.perf_counter(), time.thread_time()
@@ -316,8 +317,8 @@ def card_watch(run: Run) -> float:
 
 
 def overhead_s(device: torch.device) -> float:
-    """Seconds of overhead per operator, counted as in traces: a network with almost no work, forward and backward, with
-    modules, views and gradients as real ones have."""
+    """Seconds of overhead per operator that a trace counts: the time of a network with modules, views and gradients but
+    almost no work, forward and backward, divided by its number of operators."""
     width, num_layers = 8, 12
     layers = [nn.ModuleList([nn.LayerNorm(width), nn.Linear(width, width)]).to(device) for _ in range(num_layers)]
     weights = [weight for layer in layers for weight in layer.parameters()]

@@ -1,4 +1,4 @@
-"""Families of operators: those of one family run at the same rate on a device."""
+"""Families of operators. On a device all operators of a family are assumed to run at the same rate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ATEN = torch.ops.aten
 class Family(Enum):
     """What an operator mostly does. Rates are in bytes/s for the first three, in FLOP/s for the others."""
 
-    MOVING = "moving"  # reads and writes, and little else
-    FUNCTION = "function"  # of each element, in more than a few operations, such as GELU
+    MOVING = "moving"  # bound by reading and writing, such as an addition or a copy
+    FUNCTION = "function"  # element-wise with many instructions per element, such as GELU
     NORM = "norm"  # several passes over the same numbers
-    PRODUCT = "product"  # of matrices
+    PRODUCT = "product"  # a matrix product
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution backward"
     ATTENTION = "attention"  # fused
@@ -28,7 +28,7 @@ class Family(Enum):
 FAMILIES = list(Family)
 CONVOLUTIONS = {Family.CONVOLUTION, Family.CONVOLUTION_BACKWARD}
 ATTENTIONS = {Family.ATTENTION, Family.ATTENTION_BACKWARD}
-PRODUCTS = {Family.PRODUCT, *CONVOLUTIONS, *ATTENTIONS}
+FLOP_FAMILIES = {Family.PRODUCT, *CONVOLUTIONS, *ATTENTIONS}  # whose rates are in FLOP/s
 
 MEMBERS = {
     Family.FUNCTION: {
@@ -65,6 +65,6 @@ def family_of(packet: Any, is_product: bool) -> Family:
     """The family of an operator, whatever its overload.
 
     Args:
-        is_product: whether FLOPs are counted for it.
+        is_product: whether torch has a formula for its FLOPs.
     """
     return BY_PACKET.get(packet, Family.PRODUCT if is_product else Family.MOVING)

@@ -1,7 +1,7 @@
-"""Counts what the operators of a step compute and move: one line of integers for each, while a step is traced.
+"""Counts the FLOPs and bytes of each operator of a step while it is traced: one line of integers per operator.
 
-Products are counted by torch's own formulas (torch.utils.flop_counter), fused attention by those of Dao et al.,
-"FlashAttention" (2022), appendix B. Everything else is bound by memory: what it reads and writes counts.
+FLOPs of matrix products and convolutions follow torch's formulas (torch.utils.flop_counter), those of fused attention
+Dao et al., "FlashAttention" (2022), appendix B. All other operators are bound by memory: only bytes are counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
-from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, PRODUCTS, Family, family_of
+from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, FLOP_FAMILIES, Family, family_of
 from lowvram.planning.trace.events import PHASES, Phase
 
 ATEN = torch.ops.aten
@@ -30,13 +30,13 @@ class Column(IntEnum):
     """The columns of `Trace.work`. The last three are affine in the samples of a part; the others don't depend on
     them."""
 
-    PART = 0  # of the batch, from 1 on; 0 before the first
+    PART = 0  # the part of the logical batch, counted from 1; 0 before the first
     PHASE = 1  # index into `PHASES`
     STREAM = 2  # index into `STREAMS`
     FAMILY = 3  # index into `FAMILIES`
-    FORMAT = 4  # of a product's factors, or of the narrowest numbers that are computed with; index into `FORMATS`
-    TIMES = 5  # how often this line runs
-    FLOPS = 6  # of a product, else 0
+    FORMAT = 4  # the narrowest floating-point format among the arguments; index into `FORMATS`
+    TIMES = 5  # how often the operator runs
+    FLOPS = 6  # 0 for operators that are bound by memory
     BYTES = 7  # read and written; for a copy between host and device, those copied
     NEW = 8  # bytes of the tensors that it makes
 
@@ -53,7 +53,7 @@ class Stream(Enum):
 STREAMS = list(Stream)
 NO_PRODUCT, UNKNOWN = "none", "other"
 FORMATS = [NO_PRODUCT, "fp32", "tf32", "bf16", "fp16", "fp8", UNKNOWN]
-CALLED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8_BYTES = 1
 
 # Operators that run no kernel.
@@ -68,7 +68,7 @@ FREE = {
     ATEN.resize_,
     ATEN.set_,
 }
-# Operators that read or write only the elements of their first tensor that the other arguments select.
+# Operators that read or write only those elements of their first tensor that the other arguments select.
 PICKING = {
     ATEN.embedding,
     ATEN.gather,
@@ -80,15 +80,10 @@ PICKING = {
     ATEN.scatter_,
     ATEN.scatter_add_,
 }
-OVERWRITING = {
-    ATEN.copy_,
-    CopyOps.COPY_MANY,
-    ATEN.fill_,
-    ATEN.zero_,
-    CopyOps.ZERO_MANY,
-}  # they don't read what they write to
-UNREAD = {ATEN.nll_loss_backward: "self"}  # the argument is used for its shape only
-SCALED = "grads"  # fused optimizers write into gradients only if they get a loss scale, and here they don't
+# Operators that don't read the tensors that they write to.
+OVERWRITING = {ATEN.copy_, CopyOps.COPY_MANY, ATEN.fill_, ATEN.zero_, CopyOps.ZERO_MANY}
+UNREAD = {ATEN.nll_loss_backward: "self"}  # arguments of which only the shape is used
+SCALED = "grads"  # fused optimizers write into this argument only if they get a loss scale, which lowvram never passes
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
 
 
@@ -101,7 +96,7 @@ class Recipe:
     written: int | None  # position of the first argument that it writes into
     makes: bool  # whether it makes tensors
     new: int  # how often each byte of the tensors that it makes is read or written
-    count_flops: Callable[..., int] | None  # None: no product
+    count_flops: Callable[..., int] | None  # None: bound by memory
     is_copy: bool
     family: Family
 
@@ -133,6 +128,7 @@ def recipe_of(operator: Any) -> Recipe | None:
 
 
 def flops_formula(packet: Any) -> Callable[..., int] | None:
+    """A function that counts an operator's FLOPs from its arguments and its result `out_val`; None if unknown."""
     family = family_of(packet, is_product=True)
     if family in ATTENTIONS:
         is_backward = family is Family.ATTENTION_BACKWARD
@@ -149,8 +145,9 @@ def flops_formula(packet: Any) -> Callable[..., int] | None:
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool, is_causal: bool) -> int:
-    """FLOPs of a fused attention kernel on (samples, heads, length, width): two products over all pairs of tokens, in
-    the backward pass five, one of which is recomputed. It skips the half that a causal mask hides."""
+    """FLOPs of a fused attention kernel on tensors (samples, heads, length, width): two products over all pairs of
+    tokens, and five in the backward pass, one of which is recomputed. With a causal mask half of the pairs are skipped.
+    """
     num_pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     widths = (3, 2) if is_backward else (1, 1)
     flops = 2 * num_pairs * (widths[0] * query.shape[-1] + widths[1] * value.shape[-1])
@@ -163,18 +160,18 @@ class OpCounter:
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, ...]] = []  # by `Column`
-        self.place = (0, PHASES.index(Phase.BETWEEN))  # part and phase
-        self.num_before_update = 0
-        self.traffic = (0, 0)  # that is recorded
+        self.part_and_phase = (0, PHASES.index(Phase.BETWEEN))
+        self.num_before_update = 0  # lines before the optimizer's update
+        self.traffic = (0, 0)  # bytes copied between host and device that are recorded already
 
     def begin(self) -> None:
-        """A step starts here."""
+        """Start counting."""
         self.traffic = traffic_so_far()
 
     def mark(self, phase: Phase) -> None:
         """Begin a phase; each forward pass begins another part of the batch."""
         self.note_traffic()
-        self.place = (self.place[0] + (phase is Phase.FORWARD), PHASES.index(phase))
+        self.part_and_phase = (self.part_and_phase[0] + (phase is Phase.FORWARD), PHASES.index(phase))
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         recipe = recipe_of(operator)
@@ -211,14 +208,14 @@ class OpCounter:
         new_bytes: int = 0,
     ) -> None:
         codes = (STREAMS.index(stream), FAMILIES.index(family), FORMATS.index(number_format))
-        self.lines.append((*self.place, *codes, 1, flops, num_bytes, new_bytes))
+        self.lines.append((*self.part_and_phase, *codes, 1, flops, num_bytes, new_bytes))
 
     def begin_update(self, *_: Any) -> None:
         self.num_before_update = len(self.lines)
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Record an update whose operators weren't seen, as it is a compiled kernel: it reads gradients, and reads and
-        writes weights and state, once."""
+        """Record an update whose operators weren't seen, as those of torchao's compiled kernel: it reads the gradients,
+        and reads and writes weights and state, once."""
         if len(self.lines) > self.num_before_update:
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
@@ -247,7 +244,7 @@ def size(value: Any) -> int:
 
 
 def inner_size(tensors: list[Tensor]) -> int:
-    """The bytes of tensors; for wrapper subclasses, of the tensors inside."""
+    """The bytes of tensors; for wrapper subclasses, those of the tensors inside."""
     return sum(storage.nbytes() for tensor in tensors for storage in host.storages(tensor))
 
 
@@ -261,8 +258,8 @@ def format_of(arguments: list[Any], family: Family) -> str:
     if narrowest.itemsize == FP8_BYTES:
         return "fp8"
     if narrowest is torch.float32:
-        return "tf32" if family in PRODUCTS and multiplies_in_tf32(family in CONVOLUTIONS) else "fp32"
-    return CALLED.get(narrowest, UNKNOWN)
+        return "tf32" if family in FLOP_FAMILIES and multiplies_in_tf32(family in CONVOLUTIONS) else "fp32"
+    return FORMAT_NAMES.get(narrowest, UNKNOWN)
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -285,8 +282,8 @@ def traffic_so_far() -> tuple[int, int]:
 
 
 def stream_of(recipe: Recipe, args: tuple[Any, ...]) -> Stream | None:
-    """The stream that runs an operator: the host inside `host.computing`, or if it writes into host memory. None for a
-    copy between host and device, which `host.traffic` counts."""
+    """The stream that runs an operator: that of the host inside `host.computing`, and for operators that write into
+    host memory. None for a copy between host and device, as `host.traffic` counts those."""
     if host.is_computing():
         return Stream.HOST
     if recipe.written is None or recipe.written >= len(args):

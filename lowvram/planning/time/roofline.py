@@ -35,10 +35,10 @@ class StepTime:
     """A step's time by cause, in ms."""
 
     products_ms: float  # operators bound by arithmetic
-    memory_ms: float  # operators bound by memory bandwidth, and getting memory
+    memory_ms: float  # operators bound by memory bandwidth, and allocation of memory
     launches_ms: float
     copies_ms: float  # that the device waits for
-    host_ms: float  # that the device waits for the host's processor, such as for updates there
+    host_ms: float  # that the device waits for work of the host's processor, such as updates there
 
     @property
     def step_ms(self) -> float:
@@ -50,7 +50,7 @@ class StepTime:
 
 
 class Extra(NamedTuple):
-    """The overhead of operators, and what runs in parallel with them."""
+    """The overhead of operators, and whether the host works in parallel with the device."""
 
     launch_s: float = 0.0  # per operator, on the device
     dispatch_s: float = 0.0  # per operator, on the host, in parallel with the device
@@ -65,11 +65,12 @@ class Rates(ABC):
 
     @abstractmethod
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
-        """(operators,) each: seconds for the arithmetic of `Trace.work` and for its bytes, each line run once; NaN
-        where a rate is not known."""
+        """Two tensors (operators,): for each line of `Trace.work` the seconds of its arithmetic and of moving its
+        bytes, if it runs once. NaN where a rate isn't known."""
 
-    def getting_s(self, work: Tensor) -> Tensor:
-        """(operators,) seconds to get memory for new tensors; 0 if an allocator keeps freed memory."""
+    def allocation_s(self, work: Tensor) -> Tensor:
+        """(operators,): seconds to get memory for the tensors that an operator makes; 0 if the allocator keeps freed
+        memory."""
         return torch.zeros(len(work), dtype=torch.float64)
 
 
@@ -82,11 +83,11 @@ class DataSheet(Rates):
     def __init__(self, device: DeviceSpec) -> None:
         self.extra = Extra(launch_s=LAUNCH_S)
         peaks = device.peak_flops_per_s
-        self.product_rates = PRODUCT_EFFICIENCY * known([peaks.get(name) for name in FORMATS])
+        self.product_rates = PRODUCT_EFFICIENCY * rates_tensor([peaks.get(name) for name in FORMATS])
         pcie = None if device.pcie_bytes_per_s is None else PCIE_EFFICIENCY * device.pcie_bytes_per_s
         memory = None if device.bandwidth_bytes_per_s is None else BANDWIDTH_EFFICIENCY * device.bandwidth_bytes_per_s
         rates = {Stream.DEVICE: memory, Stream.HOST: HOST_BYTES_PER_S}
-        self.bandwidths = known([rates.get(stream, pcie) for stream in STREAMS])
+        self.bandwidths = rates_tensor([rates.get(stream, pcie) for stream in STREAMS])
 
     def taken_s(self, work: Tensor) -> tuple[Tensor, Tensor]:
         flops = work[:, Column.FLOPS]
@@ -101,21 +102,22 @@ def step_time(work: Tensor, rates: Rates) -> StepTime | None:
     arithmetic_s, moving_s = rates.taken_s(work)
     if (arithmetic_s.isnan() | moving_s.isnan()).any():
         return None
-    is_product, getting_s = arithmetic_s > moving_s, rates.getting_s(work) * times
+    is_product, allocation_s = arithmetic_s > moving_s, rates.allocation_s(work) * times
     working_s = torch.maximum(arithmetic_s, moving_s) * times
-    taken_s = working_s + getting_s
+    taken_s = working_s + allocation_s
     waiting_s = excess_s(work, taken_s + extra.launch_s * times * is_device, extra.is_own_host)
     num_launches, busy_s = int(times[is_device].sum()), float(taken_s[is_device].sum())
     return StepTime(
         1e3 * float(working_s[is_device & is_product].sum()),
-        1e3 * float(working_s[is_device & ~is_product].sum() + getting_s[is_device].sum()),
+        1e3 * float(working_s[is_device & ~is_product].sum() + allocation_s[is_device].sum()),
         1e3 * (extra.launch_s * num_launches + max(0.0, extra.dispatch_s * num_launches - busy_s)),
         1e3 * waiting_s[Stream.TO_HOST],
         1e3 * waiting_s[Stream.HOST],
     )
 
 
-def known(rates: list[float | None]) -> Tensor:
+def rates_tensor(rates: list[float | None]) -> Tensor:
+    """(rates,) float64, with NaN for unknown ones."""
     return torch.tensor([float("nan") if rate is None else rate for rate in rates], dtype=torch.float64)
 
 

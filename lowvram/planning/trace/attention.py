@@ -1,7 +1,8 @@
-"""Which kernel scaled_dot_product_attention runs on a card, for fake CPU tensors.
+"""Runs scaled_dot_product_attention on fake CPU tensors with the kernel that torch would choose on a card.
 
-After PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13 (select_sdp_backend): the first in
-the card's order that takes the arguments. A test asks torch itself on emulated cards.
+The choice follows PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13 (select_sdp_backend):
+the first kernel in the card's order of preference that accepts the arguments. A test compares it with torch's own
+choice on emulated cards.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from lowvram.compat.torch_ops import AttentionOps
 from lowvram.core.device import Card
 
 ATEN = torch.ops.aten
-NARROW = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
-SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # where flash has no room for all gradients of wide heads
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # too small for flash's backward pass with wide heads
 
 
 @final
@@ -34,10 +35,11 @@ class Call:
     dropout: float
     is_causal: bool
     scale: float | None
-    is_grouped: bool  # whether keys and values may have fewer heads
+    is_grouped: bool  # enable_gqa: whether keys and values may have fewer heads
 
     @property
     def widths(self) -> tuple[int, int]:
+        """The width of a head, of queries and keys (c) and of values (d)."""
         return self.query.shape[-1], self.value.shape[-1]
 
     @property
@@ -45,8 +47,8 @@ class Call:
         return any(tensor.requires_grad for tensor in (self.query, self.key, self.value))
 
     @property
-    def is_narrow(self) -> bool:
-        return self.query.dtype in NARROW
+    def is_16_bit(self) -> bool:
+        return self.query.dtype in SIXTEEN_BIT
 
     @property
     def is_dense(self) -> bool:
@@ -69,19 +71,19 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As the kernel that the card runs would."""
+    """The output (b, n, s, d) of the kernel that torch would choose on `card`; arguments as in torch.nn.functional."""
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return kernel_for(card, call)(call)
 
 
 def kernel_for(card: Card, call: Call) -> Callable[[Call], Tensor]:
-    """The first that takes the call; the last one, which keeps a matrix of all pairs, takes any."""
+    """The first kernel that takes the call. The last one, which keeps the matrix of all pairs, takes any."""
     if not call.is_dense:
-        return products
+        return unfused
     order = [(flash, flash_can), (efficient, efficient_can)]
-    if card.capability in (HOPPER, BLACKWELL):  # elsewhere it comes after those, and after `products`
+    if card.capability in (HOPPER, BLACKWELL):  # elsewhere it comes after those, and after `unfused`
         order.insert(0, (cudnn, cudnn_can))
-    return next((kernel for kernel, can in order if can(card, call)), products)
+    return next((kernel for kernel, can in order if can(card, call)), unfused)
 
 
 def cudnn_can(card: Card, call: Call) -> bool:
@@ -89,11 +91,11 @@ def cudnn_can(card: Card, call: Call) -> bool:
     most = 256 if card.capability == HOPPER else 128
     is_mask_fixed = call.mask is None or not call.mask.requires_grad
     has_width = all(width <= most and width % 8 == 0 for width in call.widths)
-    return call.is_narrow and call.dropout == 0 and is_mask_fixed and has_width and call.key.shape[-2] > 1
+    return call.is_16_bit and call.dropout == 0 and is_mask_fixed and has_width and call.key.shape[-2] > 1
 
 
 def flash_can(card: Card, call: Call) -> bool:
-    if card.capability < AMPERE or not call.is_narrow or call.mask is not None:
+    if card.capability < AMPERE or not call.is_16_bit or call.mask is not None:
         return False
     width, value_width = call.widths
     is_even = not call.is_causal or call.query.shape[-2] == call.key.shape[-2]
@@ -106,7 +108,7 @@ def efficient_can(card: Card, call: Call) -> bool:
     is_known = call.query.dtype in (torch.float32, torch.float16)
     if not (is_known or (call.query.dtype is torch.bfloat16 and card.capability >= AMPERE)):
         return False
-    multiple = 8 if call.is_narrow else 4 if card.capability >= AMPERE else 1  # tensor cores want them
+    multiple = 8 if call.is_16_bit else 4 if card.capability >= AMPERE else 1  # the alignment for tensor cores
     return not call.is_grouped and call.has_same_heads and all(width % multiple == 0 for width in call.widths)
 
 
@@ -130,7 +132,7 @@ def efficient(call: Call) -> Tensor:
     return AttentionOps.EFFICIENT.default(*args, scale=call.scale)[0]
 
 
-def products(call: Call) -> Tensor:
+def unfused(call: Call) -> Tensor:
     args = (call.query, call.key, call.value, call.mask, call.dropout, call.is_causal)
     return AttentionOps.MATH.default(*args, scale=call.scale, enable_gqa=call.is_grouped)[0]
 
@@ -142,12 +144,13 @@ def to_multiple(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as numbers to add."""
+    """A mask as numbers to add to the scores: 0 or -inf for a boolean mask."""
     return torch.where(mask, 0.0, float("-inf")).to(dtype) if mask.dtype is torch.bool else mask
 
 
 def as_bias(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as the efficient kernel takes it: numbers to add, in rows padded to a multiple of 8, one for each head."""
+    """A mask as the memory-efficient kernel takes it: (b, n, s, t) numbers to add, whose rows are padded in memory to a
+    multiple of 8."""
     length = mask.shape[-1]
     bias = to_multiple(as_numbers(mask, query.dtype), 8)[..., :length]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], length)

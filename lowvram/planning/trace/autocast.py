@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-from lowvram.compat.torch_ops import autocast_ends_told, autocast_lifted, operators_with_kernel, schema_of
+from lowvram.compat.torch_ops import on_autocast_end, operators_with_kernel, schema_of, without_autocast
 from lowvram.compat.torch_trees import tree_leaves, tree_map
 
 
@@ -21,8 +21,8 @@ def words(text: str) -> list[str]:
 
 ATEN = torch.ops.aten
 
-# Autocast's lists for CUDA, torch 2.13; `cast_by_cuda` says what an older torch lacks. First the operators that cast
-# to fewer bits: on a CPU, too, ...
+# Autocast's lists for CUDA, of torch 2.13; an older torch may cast fewer of them (see `cast_by_cuda`). First the
+# operators that are cast to autocast's format on a CPU, too, ...
 LOWER_ON_BOTH = words("""_convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input addmm matmul mm linalg_vecdot linear addbmm baddbmm bmm scaled_dot_product_attention""")
 # ... and only on CUDA.
@@ -43,7 +43,7 @@ WIDEST = words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index
 
 
 def register_autocast(library: Library) -> None:
-    """Register kernels that cast as on a card. Operators that only the CPU's autocast casts fall through uncast."""
+    """Register kernels that cast as on a card. Operators that only the CPU's autocast would cast run without a cast."""
     policies = [(LOWER, lower), (FP32, fp32), (FP32_OUT, fp32_out), (WIDEST, widest)]
     named = [(name, policy) for names, policy in policies for name in names if name in cast_by_cuda()]
     kernels = {name: partial(policy, overload(name)) for name, policy in named}
@@ -63,11 +63,12 @@ def cast_by_cpu() -> list[str]:
 
 @cache
 def cast_by_cuda() -> frozenset[str]:
-    """What the card's autocast casts in the torch that runs: rms_norm, for one, isn't cast in 2.11."""
+    """The operators that CUDA's autocast casts in the installed torch: rms_norm, for example, isn't cast in 2.11."""
     return frozenset(operators_with_kernel("AutocastCUDA"))
 
 
 def overload(name: str) -> Callable[..., Any]:
+    """ATen's operator of a name such as "pow.Scalar"."""
     packet, _, which = name.partition(".")
     return getattr(getattr(ATEN, packet), which or "default")
 
@@ -84,7 +85,7 @@ def called(operator: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: 
     def cast(value: Any) -> Any:
         return value.to(dtype) if is_cast(value) else value
 
-    with autocast_lifted():
+    with without_autocast():
         return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
 
@@ -93,9 +94,9 @@ _cast_weights: dict[int, tuple[Tensor, Tensor]] = {}  # weights by id, and their
 
 @contextmanager
 def weights_cast_once() -> Iterator[None]:
-    """Inside it the kernels registered here cast each weight once within the outermost autocast, as torch's own do,
-    whose cache only they can use."""
-    with autocast_ends_told(_cast_weights.clear):
+    """Inside it the kernels registered here cast each weight once within the outermost autocast, as torch's own kernels
+    do. They need a cache of their own, as only torch's can use torch's."""
+    with on_autocast_end(_cast_weights.clear):
         yield
     _cast_weights.clear()
 
@@ -126,7 +127,7 @@ def fp32_out(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     named_args = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False)) | kwargs
     if is_cast(args[0]) and named_args.get("dtype") is None:
         named_args["dtype"] = torch.float32
-    with autocast_lifted():
+    with without_autocast():
         return operator(**named_args)
 
 

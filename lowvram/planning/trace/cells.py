@@ -1,9 +1,10 @@
-"""torch.nn.GRUCell and LSTMCell as on a card, for fake CPU tensors: one kernel computes all gates, and keeps them.
+"""torch.nn.GRUCell and LSTMCell as on a card, for fake CPU tensors: one kernel computes all gates, and keeps them for
+the backward pass. (On a CPU torch builds a cell from many operators.)
 
 After PyTorch's aten/src/ATen/native/RNN.cpp and cuda/RNN.cu (_thnn_fused_gru_cell, _thnn_fused_lstm_cell) and their
-formulas in tools/autograd/derivatives.yaml, torch 2.13. On a CPU a cell is made of many operators.
+formulas in tools/autograd/derivatives.yaml, torch 2.13.
 
-Shapes: b samples, c features of a state, g gates side by side (3 c or 4 c).
+Shapes: b samples, c features of a state, g all gates side by side (3 c in a GRU, 4 c in an LSTM).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Gates(torch.autograd.Function):
         num_kept: int,
         num_states: int,
     ) -> Any:
-        """Returns `num_states` new states; `num_kept` states' worth of gates are kept."""
+        """Returns `num_states` new states. Keeps a tensor (b, num_kept · c) for the backward pass."""
         states = tuple(torch.empty_like(state_bc) for _ in range(num_states))
         gates = state_bc.new_empty(len(state_bc), num_kept * state_bc.shape[-1])
         ctx.save_for_backward(from_input_bg, from_state_bg, state_bc, input_bias, state_bias, gates)

@@ -31,7 +31,7 @@ ATEN = torch.ops.aten
 
 
 class FakeStream:
-    """A stream or event that does nothing; copies count as finished whenever they are queried."""
+    """A stream or event that does nothing; `query` says that its work is finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -63,7 +63,7 @@ def acts_as_card(card: Card) -> Iterator[None]:
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
         undo.enter_context(streams_replaced(STREAMS))
         undo.enter_context(weights_cast_once())
-        warnings.simplefilter("ignore")  # of kernels that are replaced
+        warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
         register_autocast(library)
         replace = {
             "scaled_dot_product_attention": partial(attention, card),
@@ -80,8 +80,8 @@ def acts_as_card(card: Card) -> Iterator[None]:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch's own (native/Linear.cpp), which adds the bias in place unless a tensor is of a subclass, as fake ones
-    are."""
+    """torch's linear (native/Linear.cpp) as on real tensors. For subclasses, as fake tensors are, torch's own doesn't
+    add the bias in place."""
     if bias is None:
         return ATEN.matmul.default(input, weight.t())
     if input.dim() == 2:
@@ -93,8 +93,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def softmax(operator: Callable[..., Tensor], input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Softmax or log_softmax in `dtype`. From fp16 the kernel writes fp32 directly; bf16 is first copied to fp32 (torch
-    2.13)."""
+    """Softmax or log_softmax in `dtype`. From fp16 the kernel writes fp32 directly; bf16 is first copied to fp32, as in
+    torch 2.13 (SoftMax.cpp)."""
     if input.dtype is torch.float16 and dtype is torch.float32:
         return operator(input, dim, True)
     return operator(input if dtype is None else input.to(dtype), dim, False)

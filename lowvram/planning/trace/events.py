@@ -20,7 +20,7 @@ KINDS = list(Kind)
 
 
 class Phase(Enum):
-    """What the point is doing."""
+    """The part of a run in which an event happens."""
 
     BUILD = "build"  # weights get their initial values
     FORWARD = "forward"  # with the loss
@@ -41,7 +41,7 @@ class Sums:
     by_kind_max: dict[Kind, int]  # each kind's own largest moment
     by_phase: dict[Phase, int]  # the device's largest moment in each
     host_bytes: int  # the host's own largest moment
-    with_host_bytes: int  # the largest moment of device and host together
+    with_host_bytes: int  # the largest moment of the sum of device and host
 
 
 class Large(NamedTuple):
@@ -55,8 +55,8 @@ class Large(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Events in their order, one entry in each event column: from here on, a storage has `num_bytes`; 0 is its
-    death."""
+    """Events in order, one entry in each event column. An event says that a storage has `num_bytes` from now on: its
+    first event is its birth, one with 0 bytes its death, others are resizes."""
 
     storages: Tensor  # (events,) int64: the storage's serial number, by birth
     num_bytes: Tensor  # (events,) int64: its bytes from now on, as requested
@@ -64,8 +64,8 @@ class Trace:
     kinds: Tensor  # (storages,) int64: index into `KINDS`
     makers: list[str]  # (storages,): a parameter's name, or the operator that made it and where
     second_step: int  # the first event of the second step: by then the optimizer's state exists
-    products: list[int]  # the births after which cuBLAS takes its workspaces: one in each thread that multiplies
-    reductions: Tensor  # (reductions, 1 + columns) int64: the first of the births of its two buffers, and a `Reduction`
+    first_matmuls: list[int]  # births of the first matrix product in each thread; cuBLAS then allocates a workspace
+    reductions: Tensor  # (reductions, 1 + columns) int64: the birth of the first of its two buffers, then a `Reduction`
     work: Tensor  # (operators, columns) int64: of the second step, by lowvram.planning.time.op_cost.Column
 
     def sized(self, num_bytes: Tensor, work: Tensor) -> Trace:
@@ -75,8 +75,8 @@ class Trace:
         return other
 
     def sums(self, is_steady: bool = False) -> Sums:
-        """The sums over the whole trace, as for an allocator's peak that is never reset; or over the second step
-        alone."""
+        """The sums over the whole trace, like an allocator's peak that is never reset; with `is_steady`, over the
+        second step only."""
         first = self.second_step if is_steady else 0
         growth = self._growth
         on_device, live = growth * ~self._is_host, torch.zeros(len(KINDS), len(growth) + 1, dtype=torch.int64)
@@ -111,7 +111,7 @@ class Trace:
         return [Large(size, KINDS[self.kinds[serial]], self.makers[serial]) for size, serial in pairs if size]
 
     def num_requests(self, event: int) -> int:
-        """The number of requests to the device's allocator before an event."""
+        """The number of requests (allocations and frees) to the device's allocator before an event."""
         return int(self._num_asked()[event - 1]) if event else 0
 
     def _num_asked(self) -> Tensor:
@@ -125,8 +125,8 @@ class Trace:
         anew.
 
         Args:
-            more: allocations that stay: the index of the event before each, in falling order, what identifies it, and
-                its bytes.
+            more: further allocations, which are never freed: for each the index of the event before it (the largest
+                first), the number that identifies the allocation, and its bytes.
         """
         before = self._at_event_before(self.num_bytes)
         is_asked = ~self._is_host & (self.num_bytes != before)

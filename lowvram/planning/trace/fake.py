@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowvram.compat.torch_compiler import activation_budget_restored
-from lowvram.compat.torch_distributed import pretend_ranks, shapes_found_inside
+from lowvram.compat.torch_distributed import pretend_ranks, shape_propagation_inside
 from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
 from lowvram.compat.torch_modes import FastDispatchMode
 from lowvram.compat.torch_ops import CopyOps, schema_of
-from lowvram.compat.transformers import values_read
+from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
 from lowvram.core.rig import Part
@@ -30,7 +30,7 @@ from lowvram.planning.trace.fake_cache import FakeCache
 from lowvram.planning.trace.known_values import KnownValues, UnknownValue
 
 ROOT = Path(__file__).parents[2]
-# Code that runs a model: `reason` names a line outside of it.
+# Packages whose code runs a model; `reason` names the last line that is neither theirs nor torch's.
 OWN = ("compat", "core", "planning", "loops", "worker")
 MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in OWN))
 
@@ -49,8 +49,8 @@ class CantPlan(Exception):
 
 @contextmanager
 def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = None) -> Iterator[KnownValues]:
-    """Inside it CPU tensors are made without memory. torch treats them as tensors on `target`; None: as tensors on this
-    CPU, with its ranks. Yields the values that are known all the same.
+    """Inside it CPU tensors have no memory, and torch treats them as tensors on `target`; None: as tensors on this CPU,
+    with the ranks that there are. Yields the values that are known nevertheless.
 
     Args:
         on_operator: called after each operator, with its positional and named arguments and its result.
@@ -66,9 +66,9 @@ def fake_tensors(target: Target | None = None, on_operator: OnOperator | None = 
             undo.enter_context(acts_as_card(target.card))
         mode = undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         planning_mode = undo.enter_context(PlanningMode(FakeCache(mode), on_operator))
-        undo.enter_context(values_read(planning_mode.known.has))
-        # DTensor finds shapes by running operators on whole tensors, which no device would hold.
-        undo.enter_context(shapes_found_inside(Unrecorded(planning_mode)))
+        undo.enter_context(known_values_readable(planning_mode.known.has))
+        # To find shapes DTensor runs operators on whole tensors, which a real step never allocates.
+        undo.enter_context(shape_propagation_inside(Unrecorded(planning_mode)))
         try:
             yield planning_mode.known
         except (BadInput, Incompatible, KeyboardInterrupt):
@@ -90,16 +90,18 @@ def reason(error: Exception) -> str:
 
 
 class PlanningMode(FastDispatchMode):
-    """Runs operators on fake tensors. If an optimizer reads the value of a tensor, as Adafactor does, it gets 1, since
-    sizes don't depend on it; other code gets values that are known, and reading another one is an error. Frequent
-    queries for devices and number formats are answered here, for speed, and operators that only write values are
-    skipped."""
+    """Runs operators on fake tensors.
+
+    An optimizer that reads a value from a tensor, as Adafactor does, gets 1, since sizes don't depend on it. Other code
+    gets the value if it is known; else that is an error. For speed, frequent queries of devices and number formats are
+    answered here, and operators that only write values are skipped.
+    """
 
     def __init__(self, fake_cache: FakeCache, on_operator: OnOperator | None) -> None:
         super().__init__()
         self.fake_cache, self.on_operator = fake_cache, on_operator
         self.known = KnownValues()
-        self.num_updates = 0  # that are running
+        self.num_updates = 0  # calls of an optimizer's `step` that are running
         self.promoted: dict[Any, torch.dtype] = {}  # results of promote_types, by its arguments
 
     def __enter__(self) -> PlanningMode:
@@ -194,7 +196,7 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
 
 
 def example(spec: DataSpec, num_samples: int, known: KnownValues) -> Part:
-    """A batch of this many samples with the shapes of `spec`. Only of masks and positions the values are known: they
+    """A batch of this many samples with the shapes of `spec`. Only the values of masks and positions stay known, which
     say where rows and sequences end."""
     part = Part(*spec.example(num_samples))
     inputs = part.inputs if isinstance(part.inputs, Mapping) else {"": part.inputs}

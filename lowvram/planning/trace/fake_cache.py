@@ -1,7 +1,7 @@
 """Caches FakeTensor results by operator and input metadata.
 
-FakeTensorMode computes results on meta tensors, or finds them in a cache of its own, whose keys take several times as
-long to make as everything here. Hits are frequent, since models repeat blocks and steps.
+FakeTensorMode has such a cache, too, but making its keys takes several times as long as everything here. Hits are
+frequent, since models repeat blocks and steps.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lowvram.compat.torch_fake import (
     current_fake_mode,
     dispatch_keys,
     enter_fake_mode,
-    fake_mode_lifted,
     fake_tensor_of,
     leave_fake_mode,
+    without_fake_mode,
 )
 from lowvram.compat.torch_trees import tree_leaves
 
@@ -61,7 +61,7 @@ class FakeCache:
                 enter_fake_mode(self.mode)
         out = operator(*args, **named)
         if key not in self.remakes:
-            with fake_mode_lifted():
+            with without_fake_mode():
                 self.remakes[key] = self.remake_of(out, all_args)
         return out
 
@@ -87,7 +87,7 @@ class FakeCache:
         return tuple(metadata)
 
     def remake_of(self, out: Any, args: Args) -> Remake | None:
-        """A function that makes a result like `out` from arguments like `args`; None if there is none."""
+        """A function that makes a result like `out` from arguments like `args`; None if `out` can't be cached."""
         try:
             remake = self.remake_of_part(out, args)
         except CacheMiss:
@@ -121,6 +121,7 @@ class FakeCache:
         return self.fake(bare, device)
 
     def fake(self, bare: Tensor, device: torch.device) -> FakeTensor:
+        """The meta tensor `bare` as a fake tensor on `device`."""
         if device not in self.attributes:
             self.attributes[device] = vars(FakeTensor(self.mode, torch.empty(0, device=META), device))
         return fake_tensor_of(bare, device, self.attributes[device])
@@ -132,7 +133,8 @@ def metadata_of(tensor: FakeTensor) -> Args:
 
 
 def described(out: Any, args: Args) -> list[Any]:
-    """The metadata of all tensors of an operator, and which of them share a storage."""
+    """For each tensor among an operator's arguments and results: metadata, bytes of its storage, and the first tensor
+    that has the same storage."""
     tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, FakeTensor)]
     first: dict[int, int] = {}
     return [

@@ -1,8 +1,9 @@
-"""The values that a plan knows: those that follow from constants and shapes alone, such as positions and masks.
+"""The values of fake tensors that a plan knows: those that follow from constants and shapes alone, such as positions
+and masks.
 
-Models look at some of them. Those of the library transformers attend without a mask where all positions of a row count
-up and nothing is padded, which takes far less memory than a mask. A value is computed on real tensors, and only when it
-is asked for: most never are.
+Some models read such values. Those of the library transformers attend without a mask if the positions of each row count
+up and nothing is padded, which takes far less memory. While operators run, only what made each value is noted; it is
+computed on real tensors when code reads it, which is rare.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 from torch import Tensor
 
 from lowvram.compat.torch_fake import FakeTensor
-from lowvram.compat.torch_modes import modes_lifted
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_ops import schema_of
 from lowvram.compat.torch_trees import tree_leaves, tree_map
 
 ATEN = torch.ops.aten
 CONSTANT = ATEN.lift_fresh.default  # a real tensor becomes a fake one, with a storage of its own
 EMPTY = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.empty_permuted, ATEN.new_empty, ATEN.new_empty_strided}
-DEEPEST = 200  # operators one after another that make a value: more would be too deep for Python's stack
+DEEPEST = 200  # operators in the longest chain that makes a value: recursion over more could overflow Python's stack
 
 
 class UnknownValue(Exception):
-    """A value depends on weights, samples or chance."""
+    """A value depends on weights, samples or random numbers."""
 
 
 class Metadata(NamedTuple):
@@ -50,28 +51,28 @@ def metadata_of(tensor: Tensor) -> Metadata:
 @final
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operator read: its place in a storage, and what made the storage's content by then."""
+    """A tensor that an operator read: where it lies in its storage, and the storage's content at that time."""
 
     content: Content
-    place: Metadata
+    metadata: Metadata
 
     @property
     def value(self) -> Tensor:
-        return self.place.on(self.content.storage)
+        return self.metadata.on(self.content.storage)
 
 
 @final
 @dataclass(frozen=True)
 class Content:
-    """The content of a storage: what an operator has returned, or what it has left in the storage of its first
-    argument."""
+    """How to compute the content of a storage: the operator that has returned it or, if `is_in_place`, has changed the
+    storage of its first argument, and that operator's arguments."""
 
     operator: Any
     args: tuple[Any, ...]  # with an `Operand` for each fake tensor
     named: Mapping[str, Any]
-    place: Metadata  # of the result
+    metadata: Metadata  # of the result
     is_in_place: bool
-    depth: int
+    depth: int  # operators in the longest chain that leads here
 
     @cached_property
     def storage(self) -> torch.UntypedStorage:
@@ -79,10 +80,10 @@ class Content:
         if self.is_in_place:
             target: Operand = self.args[0]
             storage = target.content.storage.clone()
-            self.operator(target.place.on(storage), *args[1:], **named)
+            self.operator(target.metadata.on(storage), *args[1:], **named)
             return storage
         result = self.operator(*args, **named)
-        laid_out = torch.empty_strided(self.place.shape, self.place.stride, dtype=self.place.dtype)
+        laid_out = torch.empty_strided(self.metadata.shape, self.metadata.stride, dtype=self.metadata.dtype)
         return laid_out.copy_(result).untyped_storage()
 
 
@@ -98,9 +99,9 @@ class KnownValues:
         self.contents: WeakKeyDictionary[torch.UntypedStorage, Content] = WeakKeyDictionary()
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
-        """An operator has run on fake tensors: remember what it made, or forget what it has overwritten."""
+        """Note that an operator has run on fake tensors: keep how its result was made, or forget what it overwrote."""
         if type(out) is FakeTensor and args and type(args[0]) is FakeTensor and not named and not self.has(args[0]):
-            return  # as of most operators: the result is unknown, too
+            return  # the usual case: from an unknown tensor, so its result is unknown, too
         if type(out) is not FakeTensor:
             if writes(operator):
                 self.forget(tree_leaves((args, named)))
@@ -112,7 +113,7 @@ class KnownValues:
                     self.forget([out])
 
     def content(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Tensor) -> Content:
-        """Raises UnknownValue if the operator's result isn't known."""
+        """The content of the storage of `out`. Raises UnknownValue if it isn't known."""
         is_in_place = writes(operator)
         is_plain = not is_in_place or (bool(args) and out is args[0])  # and not an argument `out=`
         is_unknown = args and type(args[0]) is FakeTensor and not self.has(args[0])
@@ -148,13 +149,13 @@ class KnownValues:
     def number(self, tensor: Tensor) -> int | bool:
         """The value of a tensor of one element. Raises UnknownValue if it isn't known."""
         operand: Operand = self.operand(tensor)
-        with modes_lifted():
+        with without_dispatch_modes():
             return operand.value.item()  # pyright: ignore[reportReturnType]
 
 
 @cache
 def is_arbitrary(operator: Any) -> bool:
-    """Whether results of an operator follow from nothing: those of chance, and memory as it is found."""
+    """Whether an operator's result doesn't follow from its arguments: random numbers, or uninitialised memory."""
     return operator.overloadpacket in EMPTY or torch.Tag.nondeterministic_seeded in operator.tags
 
 

@@ -1,9 +1,9 @@
-"""The memory that a sum over many numbers takes on a card while it runs: the partial sums of its blocks of threads.
+"""The memory that a reduction, such as a sum, takes on a card while it runs: partial results of its thread blocks.
 
-torch splits a long sum over several blocks, which meet in a buffer of the caching allocator. For sums over rows, such
-as a bias's gradient, that buffer may be larger than the input: in torch 2.13 its size counts each thread's columns
-twice (aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and global_memory_size, which this file follows; the header
-comes with torch).
+torch splits a long reduction over several thread blocks, which exchange partial results through a buffer from the
+caching allocator. For sums over rows, such as a bias's gradient, that buffer may be larger than the input: in torch
+2.13 its size counts each thread's columns twice. This file follows aten/src/ATen/native/cuda/Reduce.cuh
+(setReduceConfig and global_memory_size), a header that comes with torch.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from torch import Tensor
 
 from lowvram.core.device import Card
 
-MOST_THREADS = 512  # of a block, mnt_wrapper
+MOST_THREADS = 512  # of a thread block, mnt_wrapper
 WARP = 32
 FEWEST_VALUES, MOST_VALUES = 16, 256  # that a thread sums, min_values_per_thread and max_values_per_thread
 FEWEST_VECTORISED = 128  # inputs from which on threads load several at a time
 VECTOR = 4  # of such a load
 MOST_BYTES = 2**31  # of an input; larger ones are split, as their offsets don't fit 32 bits
-# Threads of a multiprocessor by compute capability ("Technical Specifications per Compute Capability" of the CUDA
-# programming guide).
+# The most resident threads of a multiprocessor, by compute capability ("Technical Specifications per Compute
+# Capability" of the CUDA programming guide).
 THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 MOST_COMMON_THREADS = 2048
 
 
 class Reduction(NamedTuple):
-    """A reduction as its kernel sees it. A tuple of whole numbers, so that a trace can keep it."""
+    """A reduction, as its kernel is launched for it. A tuple of integers, so that a trace can keep it in a tensor."""
 
     num_inputs: int  # for each output
     num_outputs: int
     element_bytes: int  # of a partial result
-    is_inner: bool  # whether it runs along the dimension whose elements are neighbours in memory
+    is_inner: bool  # whether it reduces the dimension with the smallest stride
     is_vectorised: bool  # whether threads load neighbouring inputs at a time, where there are enough
     num_columns: int  # outputs of a thread
     input_bytes: int
 
 
-FIXED = ("element_bytes", "is_inner", "is_vectorised", "num_columns")  # whatever the number of samples
+FIXED = ("element_bytes", "is_inner", "is_vectorised", "num_columns")  # fields that don't depend on the batch size
 
 
 def reduction_of(tensor: Tensor, dims: Iterable[int] | None, element_bytes: int) -> Reduction:
-    """The reduction of a tensor over some dimensions; None: over all."""
+    """The reduction of a tensor over some dimensions; None: over all. `element_bytes` are those of a partial result."""
     shape, strides = tensor.shape, tensor.stride()
     reduced = {dim % max(1, len(shape)) for dim in dims} if dims else set(range(len(shape)))
     inner = joined([(strides[dim], shape[dim]) for dim in reduced if shape[dim] > 1])
@@ -62,7 +62,8 @@ def reduction_of(tensor: Tensor, dims: Iterable[int] | None, element_bytes: int)
 
 
 def joined(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Dimensions by (stride, size), the smallest stride first; neighbours that are one in memory become one."""
+    """Dimensions as (stride, size), the smallest stride first. Dimensions that are contiguous with each other are
+    merged."""
     merged: list[tuple[int, int]] = []
     for stride, size in sorted(dims):
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -90,7 +91,8 @@ def columns_of(numbers: Iterable[int]) -> int:
 
 @cache
 def buffers_of(card: Card, reduction: Reduction) -> tuple[int, int]:
-    """The bytes of the partial results and of the counters of a reduction: (0, 0) if one block does it all."""
+    """The bytes of a reduction's two buffers, for partial results and for counters: (0, 0) if it isn't split over
+    thread blocks, or if the card's number of multiprocessors isn't known."""
     if card.num_multiprocessors is None or not reduction.num_inputs * reduction.num_outputs:
         return 0, 0
     while reduction.input_bytes > MOST_BYTES:  # two halves, one after the other
@@ -109,7 +111,7 @@ def buffers_of(card: Card, reduction: Reduction) -> tuple[int, int]:
         step_output *= height
     grid = -(-(num_outputs // num_columns) // step_output)
     most_blocks = card.num_multiprocessors * (THREADS.get(card.capability, MOST_COMMON_THREADS) // (width * height))
-    num_values = -(-num_inputs // step_input)  # of a thread
+    num_values = -(-num_inputs // step_input)  # that a thread reduces
     if not is_split or num_values < MOST_VALUES or grid > most_blocks:
         return 0, 0
     wanted = min(-(-most_blocks // grid), -(-num_values // FEWEST_VALUES))
@@ -121,14 +123,14 @@ def buffers_of(card: Card, reduction: Reduction) -> tuple[int, int]:
 
 
 def block_of(across: int, along: int, most: int) -> tuple[int, int]:
-    """The width and height of a block of threads (set_block_dimension)."""
+    """The width and height of a thread block (set_block_dimension)."""
     across, along = (most if size >= most else power_of_two(size) for size in (across, along))
     height = min(along, most // min(across, WARP))
     return min(across, most // height), height
 
 
 def power_of_two(number: int) -> int:
-    """The largest that is no more than `number`, and at least 1 (last_pow2)."""
+    """The largest power of two up to `number`, at least 1 (last_pow2)."""
     return 1 << max(0, number.bit_length() - 1)
 
 

@@ -1,6 +1,6 @@
-"""The memory that operators take on a card for the while they run, which no tensor shows.
+"""Temporary memory that operators allocate inside their kernels on a card, and which a dispatch mode doesn't see.
 
-Each rule follows a kernel of torch 2.13; tests/planning/trace/test_scratch.py holds them against torch's own allocator
+Each rule follows a kernel of torch 2.13; tests/planning/trace/test_scratch.py compares them with torch's allocator
 on emulated cards. Workspaces of cuDNN's convolutions aren't known, so there is no rule for them.
 """
 
@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowvram.compat.torch_ops import AttentionOps, ProductOps
+from lowvram.compat.torch_ops import AttentionOps, CublasOps
 from lowvram.core import host
 from lowvram.core.device import Card
-from lowvram.planning.trace.attention import NARROW, SMALL_SHARED_MEMORY
+from lowvram.planning.trace.attention import SIXTEEN_BIT, SMALL_SHARED_MEMORY
 from lowvram.planning.trace.reductions import WARP, Reduction, columns_of, product, reduction_of
 
 ATEN = torch.ops.aten
-PRODUCTS = ProductOps.ALL  # they take the workspace of cuBLAS with them, once for each thread
+CUBLAS_OPS = CublasOps.ALL  # the first of them in each thread allocates cuBLAS's workspace
 FP32_BYTES, INDEX_BYTES = 4, 8
 MOST_ROWS = 64 * 1024  # that a norm's backward pass sums without partial sums
-# By the bytes of a partial result: a pair of value and place; mean, sum of squares and two counts.
+# Bytes of a partial result: a pair of value and index (argmax); mean, sum of squares and two counts (variance).
 PAIR_BYTES, MOMENTS_BYTES = 16, 16
 
-Group = Sequence[int | Reduction]  # allocated in this order after the results, freed in the opposite order
+Group = Sequence[int | Reduction]  # bytes; allocated in this order after the results, freed in the opposite order
 Rule = Callable[[Card, Sequence[Any], Mapping[str, Any]], Sequence[Group]]
 
 
 def scratch_of(card: Card, operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """What an operator takes while it runs, one group after another.
+    """What an operator allocates while it runs: groups of allocations, each freed before the next one is made.
 
     Args:
         args, named: as a dispatch mode gets them.
@@ -47,8 +47,8 @@ def reduction(bytes_of: Callable[[torch.dtype], int], place: int = 1) -> Rule:
     """The rule of an operator that reduces its first argument.
 
     Args:
-        bytes_of: a partial result, by the format of what is reduced.
-        place: of the dimensions among the arguments.
+        bytes_of: the bytes of a partial result, by the format of what is reduced.
+        place: the position of the dimensions among the arguments.
     """
 
     def rule(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
@@ -60,7 +60,7 @@ def reduction(bytes_of: Callable[[torch.dtype], int], place: int = 1) -> Rule:
 
 
 def sum_bytes(dtype: torch.dtype) -> int:
-    """Sums of few bits are added in fp32, whole numbers in int64."""
+    """The bytes of a partial sum: narrow floating-point numbers are summed in fp32, integers in int64."""
     return max(FP32_BYTES, dtype.itemsize) if dtype.is_floating_point else 8
 
 
@@ -69,15 +69,15 @@ def rounded(number: int, multiple: int) -> int:
 
 
 def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """With `out` a copy in the wanted format comes first, unless it goes from fp16 to fp32 (SoftMax.cpp). Without, a
-    trace sees that copy."""
+    """softmax with `out=` first copies its input to the wanted format, except from fp16 to fp32 (SoftMax.cpp). Without
+    `out=` the trace sees that copy itself."""
     source, dtype = args[0], argument(args, named, 2, "dtype") or args[0].dtype
     is_direct = dtype is source.dtype or (source.dtype is torch.float16 and dtype is torch.float32)
     return () if is_direct else [[source.numel() * dtype.itemsize]]
 
 
 def norm_of_copy(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """A norm reads its input in one piece (layer_norm_kernel.cu)."""
+    """A layer norm makes its input contiguous first (layer_norm_kernel.cu)."""
     return () if args[0].is_contiguous() else [[args[0].numel() * args[0].itemsize]]
 
 
@@ -135,7 +135,7 @@ def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequenc
 
 
 def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Few queries are computed in several parts of the keys, whose results are in fp32 (flash_api.cpp,
+    """With few queries, the keys are split into parts, whose results are kept in fp32 and then added (flash_api.cpp,
     set_params_splitkv)."""
     query, key, dropout = args[0], args[1], argument(args, named, 3, "dropout_p", 0.0)
     batch, heads, length, width = query.shape
@@ -152,7 +152,7 @@ def num_parts_of(card: Card, num_blocks: int, num_keys: int, width: int) -> int:
     Args:
         num_blocks: of 64 queries, over all heads.
     """
-    places = 2 * (card.num_multiprocessors or 0)
+    places = 2 * (card.num_multiprocessors or 0)  # thread blocks that run at a time
     if num_blocks >= 0.8 * places:
         return 1
     num_key_blocks = -(-num_keys // (256 if width <= 64 else 128 if width <= 128 else 64))
@@ -166,8 +166,8 @@ def num_parts_of(card: Card, num_blocks: int, num_keys: int, width: int) -> int:
 
 
 def flash_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Row sums and the query's gradient in fp32; gradients of each query's keys and values, where several queries share
-    them (flash_api.cpp, mha_bwd)."""
+    """Row sums and the query's gradient in fp32; with grouped-query attention, also gradients of keys and values for
+    each query head (flash_api.cpp, mha_bwd)."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * rounded(length, 128) * FP32_BYTES
@@ -176,31 +176,31 @@ def flash_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) ->
 
 
 def cudnn_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """The same in one piece (cudnn-frontend's SDPA_backward)."""
+    """Row sums and the query's gradient in fp32, in one allocation (cudnn-frontend's SDPA_backward)."""
     batch, heads, length, width = args[1].shape
     return [[batch * heads * length * (width + 1) * FP32_BYTES]]
 
 
 def efficient_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Wide outputs of few bits are summed in fp32."""
+    """16-bit outputs of wide heads are accumulated in fp32."""
     query, width = args[0], args[2].shape[-1]
-    is_summed = query.dtype in NARROW and width > 128
+    is_summed = query.dtype in SIXTEEN_BIT and width > 128
     return [[query[..., 0].numel() * width * FP32_BYTES]] if is_summed else ()
 
 
 def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Row sums, and sums in fp32 of the query's gradient and, of wide heads of few bits, of the others' too
-    (attention_backward.cu; workspace_elements_gq and its neighbours of kernel_backward.h). For fp32 the row sums are
-    made of a product."""
+    """Row sums, and an fp32 accumulator of the query's gradient; for 16-bit wide heads also of those of key and value
+    (attention_backward.cu; workspace_elements_gq and its neighbours in kernel_backward.h). For fp32 the row sums are
+    made from a product of output and gradient, which is a temporary tensor."""
     query, key, value = args[1:4]
     batch, heads, length, width = query.shape
     rows = batch * heads * length * FP32_BYTES
-    is_narrow = query.dtype in NARROW
+    is_16_bit = query.dtype in SIXTEEN_BIT
     width = rounded(width, 64) if width <= 64 or width > 128 else 128
     sums = batch * heads * rounded(length, 64) * width * FP32_BYTES
     is_wide = width > 128 or (width > 96 and args[1].shape[-1] > 96 and card.capability in SMALL_SHARED_MEMORY)
-    both = 2 * batch * heads * rounded(key.shape[2], 64) * width * FP32_BYTES if is_narrow and is_wide else 0
-    first = [] if is_narrow else [[rows * value.shape[-1], rows]]
+    both = 2 * batch * heads * rounded(key.shape[2], 64) * width * FP32_BYTES if is_16_bit and is_wide else 0
+    first = [] if is_16_bit else [[rows * value.shape[-1], rows]]
     return [*first, [rows, sums + both]]
 
 

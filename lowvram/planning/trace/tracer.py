@@ -34,14 +34,14 @@ from lowvram.planning.time.op_cost import OpCounter
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.planning.trace.reductions import Reduction, buffers_of
-from lowvram.planning.trace.scratch import PRODUCTS, scratch_of
+from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
 
 
 def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> Trace:
-    """Record the memory and work of a point's rank 0, from the first weight on.
+    """Record the memory and work of rank 0 of a point, from its first weight on.
 
     A compiled point is traced as its eager equivalent, and may hold less or more. Copies to the host and back are
     assumed to keep up with the computation.
@@ -108,16 +108,18 @@ class DeclarationsOnly(Knob):
 
 @final
 class TraceRecorder:
-    """Records a trace: births and deaths of storages in a ledger, who makes each, phases, and the work of operators.
+    """Records a trace: births and deaths of storages in a ledger, what made each, phases, and the work of operators.
 
     Args:
-        card: whose kernels take memory while they run; None: those of a CPU, which take none.
+        card: the card whose kernels' temporary memory is recorded; None: a CPU, whose kernels' isn't.
     """
 
     def __init__(self, card: Card | None) -> None:
         self.card = card
         self.reductions: list[tuple[int, ...]] = []
-        self.products: dict[bool, int] = {}  # the birth of the first product, by whether the backward pass makes it
+        self.first_matmuls: dict[
+            bool, int
+        ] = {}  # births of the first matrix product of the forward, of the backward pass
         self.ledger = Ledger(CPU.type, self.origin_of)
         self.op_counter = OpCounter()
         self.ledger.born = Kind.OTHER  # temporaries while weights get their initial values
@@ -163,11 +165,12 @@ class TraceRecorder:
             self.op_counter.note(operator, args, named, out)
 
     def note_scratch(self, card: Card, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Record what the operator takes beside its results: while it runs, or from its first product on."""
+        """Record what the operator allocates beside its results while it runs, and whether it is the first one for
+        which cuBLAS allocates a workspace."""
         if host.is_computing():
             return
-        if operator.overloadpacket in PRODUCTS:
-            self.products.setdefault(current_node() is not None, len(self.ledger.lines) - 1)
+        if operator.overloadpacket in CUBLAS_OPS:
+            self.first_matmuls.setdefault(current_node() is not None, len(self.ledger.lines) - 1)
         for group in scratch_of(card, operator, args, named):
             sizes: list[int] = []
             for item in group:
@@ -232,15 +235,15 @@ class TraceRecorder:
             torch.tensor(kinds),
             [self.ledger.origins.get(serial, "") for serial in range(len(kinds))],
             self.steps[1],
-            sorted(self.products.values()),
+            sorted(self.first_matmuls.values()),
             torch.tensor(self.reductions, dtype=torch.int64).view(-1, 1 + len(Reduction._fields)),
             self.op_counter.work(),
         )
 
 
 def deaths_in_order(lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The lines with consecutive deaths sorted by serial number: autocast frees its copies of weights in the order of
-    addresses, which varies from run to run and doesn't matter to an allocator."""
+    """The lines (serial number, bytes), with consecutive deaths sorted by serial number: autocast frees its copies of
+    weights in the order of addresses, which varies from run to run. Their order doesn't matter to an allocator."""
     ordered: list[tuple[int, int]] = []
     born: set[int] = set()
 

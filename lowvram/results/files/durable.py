@@ -1,8 +1,7 @@
-"""Files that are there as a whole or not at all, after a power cut too. Imports no torch.
+"""Writes files atomically: a reader sees the old file or the new one, also after a power cut. Imports no torch.
 
-A file is written beside its place under a name that is free, flushed to the disk, moved to its place in one step, and
-then the folder, which holds the name, is flushed. A process that dies in between leaves the old file, and at most a
-leftover beside it, whose name matches `LEFTOVER`.
+A file is written under a free name beside its final one, flushed to the disk, and renamed; then the folder is flushed.
+A process that dies in between leaves the old file, and at most a leftover beside it, whose name matches `LEFTOVER`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pathlib import Path
 from typing import IO
 
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.unfinished")
-NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of file systems that can't flush folders, or may not
+NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # errors of file systems that can't flush folders
 
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A new, empty file beside `path`, for `settle`; it is gone at the end if it wasn't moved."""
+    """A new, empty file beside `path`, for `settle`; removed at the end if it wasn't moved."""
     beside = unfinished_name(path)
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
@@ -35,7 +34,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """A new, empty folder beside `path`; it is gone at the end, with what is still in it."""
+    """A new, empty folder beside `path`; removed at the end, with what is still in it."""
     beside = unfinished_name(path)
     beside.mkdir()
     try:
@@ -50,7 +49,7 @@ def unfinished_name(path: Path) -> Path:
 
 
 def settle(beside: Path, path: Path) -> None:
-    """Move a written file to `path`, over an older one: a power cut leaves the older or the new one, whole."""
+    """Flush a written file and rename it to `path`, replacing an older one: a power cut leaves one of the two whole."""
     flush(beside)
     beside.replace(path)
     flush_folder(path.parent)
@@ -69,7 +68,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """In UTF-8. Half characters, which file names may have, are written as backslashes and digits."""
+    """Replace a file by text in UTF-8. Lone surrogates, which file names may have, are written as escapes."""
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
@@ -92,7 +91,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what died programs left in a folder. The caller must know that no program writes there now."""
+    """Remove what programs that died have left in a folder. The caller must know that no program writes there now."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
             if path.is_dir() and not path.is_symlink():

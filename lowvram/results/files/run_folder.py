@@ -1,9 +1,9 @@
-"""The folder of a run or of a sweep: which program writes in it, and what in it is ours. Imports no torch.
+"""The folder of a run or of a sweep: which program writes in it, and which files in it are ours. Imports no torch.
 
-`.lowvram` marks a folder whose results are ours. A program that runs a point holds a lock on that file (flock), and so
-do the point's processes, until the last of them has ended: the kernel releases the lock however they die, and
-network file systems pass it on to other machines. The file also names the process that holds it. On a file system
-without such locks the folder counts as held while that process runs on this machine, or if it is another machine's.
+`.lowvram` marks a folder with our results. A program that runs a point holds a lock on that file (flock), and so do the
+point's processes, until the last of them has ended. The kernel releases the lock however they die, and other machines
+see it on network file systems. The file also names the process that holds it. On a file system without such locks the
+folder counts as held as long as that process runs on this machine, and always if it is on another machine.
 
 A program removes only what it has made itself: folders that it has created, and files whose names it has found free.
 """
@@ -75,7 +75,7 @@ FOLDERS = (".hydra", "snapshots", "model", "fidelity", "experiment")  # of a run
 
 
 class Held(BadInput):
-    """Another program writes in the folder: `who`, as far as that is known."""
+    """Another program writes in the folder. `who` describes it, as far as it is known."""
 
     def __init__(self, key: str, folder: Path, owner: Owner | None) -> None:
         self.who = str(owner or "another program")
@@ -220,7 +220,7 @@ class Claim:
             raise BadInput(self._key, str(self.folder), f"{allowed} what is there")
 
     def _tidy_alone(self, fd: int) -> None:
-        """Remove what programs of this sweep left that died while they wrote, if none of them runs now."""
+        """Remove leftovers of programs of this sweep that died while they wrote, if none of them runs now."""
         if read_marker(self._before).get("kind") != self.kind.value:
             return
         with suppress(OSError):
@@ -230,7 +230,7 @@ class Claim:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
     def _tidy(self) -> None:
-        """Remove what programs left in a run's folder that died while they wrote. For a sweep's see `_tidy_alone`."""
+        """Remove leftovers of programs that died while they wrote in a run's folder (a sweep's: `_tidy_alone`)."""
         if self.kind is Kind.RUN:
             probes = [path for path in self.folder.iterdir() if POINT.fullmatch(path.name)]
             for folder in (self.folder, *(self.folder / name for name in FOLDERS), *probes):
@@ -244,7 +244,7 @@ class Claim:
         return named or (secrets.token_hex(8) if is_new else None)
 
     def _write_marker(self, owner: Owner | None, point: str | None) -> None:
-        """Write into the marker who holds the lock, in place: a new file would not be locked."""
+        """Write into the marker who holds the lock. In place, since a new file would not be locked."""
         fields = {
             "lowvram": __version__,
             "kind": self.kind.value,
@@ -259,7 +259,7 @@ class Claim:
         os.ftruncate(self.fd, len(text))
 
     def release(self) -> None:
-        """Give up the folder; its results stay, and other programs may resume them."""
+        """Unlock the folder; its results stay, and other programs may resume them."""
         if self.fd >= 0:
             with suppress(OSError):
                 text = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
@@ -268,7 +268,7 @@ class Claim:
             self.fd = -1
 
     def undo(self) -> None:
-        """The run was refused: leave the folder as it was before."""
+        """After a refused run: restore the folder to what it was before, and unlock it."""
         if self.fd >= 0:
             with suppress(OSError):
                 if self.is_new and self._is_alone():
@@ -288,7 +288,7 @@ class Claim:
         return True
 
     def _remove_ours(self) -> None:
-        """Files that a refused run leaves: their names were free when this program came."""
+        """Remove the files that a refused run leaves. Their names were free when this program took the folder."""
         logs = [*self.folder.glob("native.log"), *self.folder.glob("native.*.log")]
         remove_files([*(self.folder / name for name in (*NOTES, "multirun.yaml")), *logs])
         remove_empty([self.folder / ".hydra"])

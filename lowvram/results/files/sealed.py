@@ -1,7 +1,7 @@
-"""JSON files with their own checksum, so that damage anywhere is noticed. Imports no torch.
+"""JSON files with their own checksum, so that any damage is noticed. Imports no torch.
 
-The last field of the object is the CRC-32 of the bytes in front of it, as eight hex digits. A file without one is
-accepted unchecked: an early version wrote it, or somebody edited it and removed the field.
+The last field of the object is the CRC-32 of the bytes before it, as eight hex digits. A file without it is accepted
+unchecked: an early version wrote it, or somebody edited it and removed the field.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def write(folder: Path, points: Sequence[Entry]) -> Path:
 
 
 def page(shown: Evidence) -> str:
-    """The whole file."""
+    """The whole HTML file."""
     style = (PAGE / "report.css").read_text(encoding="utf-8")
     script = "".join((PAGE / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     return Template((PAGE / "report.html").read_text(encoding="utf-8")).substitute(
@@ -75,7 +75,7 @@ def _hash(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Makes report.html of one sweep, or one report of several; with --png also figures for papers. 3: none."""
+    """Makes report.html of one sweep, or one report of several; with --png also figures for papers. Exit 3: none."""
     parser = argparse.ArgumentParser("python -m lowvram.report", description=main.__doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="a sweep's folder, or that of a run")
     parser.add_argument("--png", action="store_true", help=f"also PNGs, in {FIGURES}/ beside the report")

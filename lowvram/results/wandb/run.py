@@ -1,6 +1,6 @@
 """Weights & Biases: one run per point, recorded by the parent. Needs no torch; imports wandb on first use.
 
-W&B is a view: whatever happens to it, the point goes on; `result.json` and `metrics.jsonl` have everything.
+W&B is only a view: if it fails, the point goes on, and `result.json` and `metrics.jsonl` have everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tables = Mapping[str, Mapping[str, Sequence[float | str | None]]]  # by name, ea
 RUN_ID_FILE = "wandb_run_id"
 _INIT_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S = 60.0
-_FLUSH_INTERVAL_S = 2.0  # what a kill may cost of an offline run; W&B's own default is 15
+_FLUSH_INTERVAL_S = 2.0  # a kill may lose this much of an offline run; W&B's default is 15
 
 
 class Recorder(ABC):

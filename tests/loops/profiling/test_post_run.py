@@ -17,7 +17,7 @@ from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.loops.profiling.clock import HostClock
-from lowvram.loops.profiling.post_run import headline, phase_times, post_run
+from lowvram.loops.profiling.post_run import phase_times, post_run, run_peaks
 from lowvram.loops.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error
 
@@ -122,7 +122,7 @@ def test_memory_that_no_tensor_of_the_step_explains_is_reported(make_session: Ca
 
 
 class Card:
-    """torch.cuda, as far as the headline asks it."""
+    """torch.cuda, as far as `run_peaks` asks it."""
 
     max_memory_allocated = staticmethod(lambda: 700)
     max_memory_reserved = staticmethod(lambda: 1000)
@@ -136,7 +136,7 @@ def test_a_card_tells_what_it_has_reserved_in_vain(
     session = make_session()
     on_card = replace(session, rig=replace(session.rig, device=torch.device("cuda")))
     monkeypatch.setattr(torch, "cuda", Card)
-    told = headline(on_card)
+    told = run_peaks(on_card)
     assert told["fragmentation_bytes"] == 300
     assert told["inactive_split_bytes"] == 250
     assert told["alloc_retries"] == 2

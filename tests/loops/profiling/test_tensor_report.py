@@ -28,7 +28,7 @@ def looked(folder: Path, choices: dict[str, str] | None = None, device: torch.de
     report = LargestTensors(rig.model, device, folder)
     with report, ledger(rig.model, rig.stepper, batch.tensors(), origin_of=report.origin_of) as peak:
         step(rig, batch)
-    report.tell(peak)
+    report.write(peak)
     return peak
 
 

@@ -15,7 +15,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.time import calibration
 from lowvram.planning.time.calibration import Calibration, Calibrations, Curve
 from lowvram.planning.time.microbench import (
-    GOT_BYTES,
+    ALLOCATED_BYTES,
     NUM_ALIVE,
     SAMPLES,
     Measurement,
@@ -24,10 +24,10 @@ from lowvram.planning.time.microbench import (
     calibrate,
     counted,
     curves_through,
-    getting_of,
     in_tf32,
+    measure_allocation,
 )
-from lowvram.planning.time.op_class import FAMILIES, PRODUCTS, Family, family_of
+from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family, family_of
 from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, OpCounter, Stream
 from lowvram.planning.time.roofline import step_time
 from lowvram.planning.trace.tracer import trace
@@ -37,7 +37,9 @@ from tests.laboratory import PROBLEMS, knobs_of, needs_gpu, needs_real_gpu
 from tests.planning.test_worker import planned
 
 CPU = torch.device("cpu")
-SMALL = [Sample(sample.family, sample.make, (12,) if sample.family not in PRODUCTS else (1,), ()) for sample in SAMPLES]
+SMALL = [
+    Sample(sample.family, sample.make, (12,) if sample.family not in FLOP_FAMILIES else (1,), ()) for sample in SAMPLES
+]
 CHOICES: list[dict[str, Any]] = [{}, {"ckpt": "every1"}, {"accum": "x4"}]
 CALL_S, OVERHEAD_S = 1e-3, 1e-5
 
@@ -53,7 +55,7 @@ def line(family: Family, amount: int, number_format: str = "fp32", stream: Strea
     work = torch.zeros(1, len(Column), dtype=torch.int64)
     work[0, Column.STREAM], work[0, Column.FAMILY] = STREAMS.index(stream), FAMILIES.index(family)
     work[0, Column.FORMAT], work[0, Column.TIMES] = FORMATS.index(number_format), 1
-    work[0, Column.FLOPS if family in PRODUCTS else Column.BYTES] = amount
+    work[0, Column.FLOPS if family in FLOP_FAMILIES else Column.BYTES] = amount
     return work
 
 
@@ -84,7 +86,9 @@ def test_a_rate_is_what_one_call_does_in_its_time() -> None:
 
 def test_samples_count_as_traces_do() -> None:
     """Three products of a layer; a convolution of the same size three times, two of them in the backward pass."""
-    amounts = {s.family: counted(s.make(2, torch.bfloat16, CPU), s.family) for s in SAMPLES if s.family in PRODUCTS}
+    amounts = {
+        s.family: counted(s.make(2, torch.bfloat16, CPU), s.family) for s in SAMPLES if s.family in FLOP_FAMILIES
+    }
     assert amounts[Family.PRODUCT][:3] == (2 * 32 * 2 * 8, 3, "bf16")
     assert amounts[Family.PRODUCT].new_bytes.tolist() == [2 * 32 * 8, 2 * 32 * 2, 2 * 8 * 2]  # bf16
     forward, backward = amounts[Family.CONVOLUTION], amounts[Family.CONVOLUTION_BACKWARD]
@@ -135,13 +139,13 @@ def test_memory_is_got_once_and_counted_apart_from_the_work_on_it() -> None:
     """Rates are those of the work alone; what an operator makes takes its time beside it, whatever it computes."""
     new_bytes = torch.tensor([10**6, 0])
     measurements = [Measurement(Family.MOVING, "fp32", 3e6, 2, new_bytes, lambda: None, 4e-3)]
-    getting = Curve([1.0], [1e9])
-    curves = curves_through(measurements, getting)
+    allocation = Curve([1.0], [1e9])
+    curves = curves_through(measurements, allocation)
     assert curves["moving"]["fp32"].rates == pytest.approx([6e6 / 3e-3])
     assert curves_through(measurements, None)["moving"]["fp32"].rates == pytest.approx([6e6 / 4e-3])
     slow = Curve([1.0], [1e3])  # more than there is: most of the time stays memory's, and some the work's
     assert curves_through(measurements, slow)["moving"]["fp32"].rates == pytest.approx([6e6 / 4e-4])
-    rates = Calibration(flat(1e9).curves, OVERHEAD_S, getting=getting)
+    rates = Calibration(flat(1e9).curves, OVERHEAD_S, allocation=allocation)
     work = torch.cat([line(Family.PRODUCT, 10**6), line(Family.MOVING, 10**6)])
     work[:, Column.NEW] = new_bytes
     assert seconds_of(work, rates) == pytest.approx(seconds_of(work, flat(1e9)) + 1e-3)
@@ -150,9 +154,9 @@ def test_memory_is_got_once_and_counted_apart_from_the_work_on_it() -> None:
 def test_new_memory_is_measured_beside_memory_that_is_there() -> None:
     """With a clock on which new memory takes twice the time."""
     calls = count()
-    curve = getting_of(lambda run: NUM_ALIVE * (CALL_S if next(calls) % 2 else 3 * CALL_S))
-    assert curve.amounts == [float(num_bytes) for num_bytes in GOT_BYTES]
-    assert curve.rates == pytest.approx([num_bytes / (2 * CALL_S) for num_bytes in GOT_BYTES])
+    curve = measure_allocation(lambda run: NUM_ALIVE * (CALL_S if next(calls) % 2 else 3 * CALL_S))
+    assert curve.amounts == [float(num_bytes) for num_bytes in ALLOCATED_BYTES]
+    assert curve.rates == pytest.approx([num_bytes / (2 * CALL_S) for num_bytes in ALLOCATED_BYTES])
 
 
 def test_what_is_slow_is_not_tried_larger_and_what_fails_not_at_all() -> None:
@@ -221,7 +225,7 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
 
     def measure(device: torch.device) -> Calibration:
         measured.append(device)
-        return Calibration(flat(1e9, product=2e9).curves, OVERHEAD_S, getting=Curve([1.0, 2.0], [3.0, 4.0]))
+        return Calibration(flat(1e9, product=2e9).curves, OVERHEAD_S, allocation=Curve([1.0, 2.0], [3.0, 4.0]))
 
     kept = Calibrations(tmp_path)
     assert kept.known(CPU) is None

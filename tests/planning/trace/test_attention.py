@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.core.device import Card, card_of
-from lowvram.planning.trace.attention import Call, cudnn, efficient, flash, kernel_for, products
+from lowvram.planning.trace.attention import Call, cudnn, efficient, flash, kernel_for, unfused
 from tests.laboratory import IS_EMULATED
 
 fused_choice: Any = torch.ops.aten._fused_sdp_choice  # returns the place in torch.nn.attention.SDPBackend
@@ -70,9 +70,9 @@ def mask_of(given: dict[str, Any], dtype: torch.dtype, device: str) -> Tensor | 
         (RTX3090, {"width": 200}, efficient),
         (RTX3090, {"width": 256}, flash),
         (RTX3090, {"width": 256, "dropout": 0.1}, efficient),
-        (RTX3090, {"grouped": True, "mask": "bool"}, products),
+        (RTX3090, {"grouped": True, "mask": "bool"}, unfused),
         (T4, {"dtype": FP16}, efficient),
-        (T4, {"dtype": FP16, "width": 60}, products),
+        (T4, {"dtype": FP16, "width": 60}, unfused),
     ],
 )
 def test_the_kernel_is_the_first_that_can(card: Card, changes: dict[str, Any], kernel: Any) -> None:
@@ -111,5 +111,5 @@ def test_torch_chooses_the_same_kernel(dtype: torch.dtype, needs_gradient: bool)
         asked = call(dtype, "cuda", needs_gradient=needs_gradient, **changes)
         tensors = (asked.query, asked.key, asked.value, asked.mask)
         chosen = fused_choice(*tensors, asked.dropout, asked.is_causal, enable_gqa=asked.is_grouped)
-        kernel = [products, flash, efficient, cudnn][chosen]
+        kernel = [unfused, flash, efficient, cudnn][chosen]
         assert kernel_for(card, asked) is kernel, (os.environ.get("EMULATED_CARD"), dtype, changes)
