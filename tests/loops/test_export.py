@@ -26,6 +26,7 @@ from lowvram.models.hf import HfConfig
 from lowvram.models.layout import target_of
 from lowvram.models.transformer import TransformerConfig
 from lowvram.results.files import manifest
+from tests.config.test_yaml import GIVEN
 from tests.hugging import tiny
 
 TOKENS = DataSpec(Modality.TOKENS, 11, (8,), 11)
@@ -127,15 +128,11 @@ def test_only_our_models_and_adapters_are_named_by_their_classes(tmp_path: Path)
             load(tmp_path / str(target))
 
 
-GIVEN = {"target": "torch.nn.Linear", "name": tiny("gpt2")}  # what a user has to say
-
-
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options_of(group)])
 def test_the_class_of_an_option_is_named(group: str, option: str) -> None:
     node = node_of(group, option)
     cls = find_target(group, node["_target_"])
-    given = {name: GIVEN[str(name)] for name in node if OmegaConf.is_missing(node, name)}
-    values = OmegaConf.to_container(OmegaConf.merge(node, given, {"_target_": target_of(cls)}))
+    values = OmegaConf.to_container(OmegaConf.merge(node, GIVEN.get((group, option), {}), {"_target_": target_of(cls)}))
     assert type(built({group: values}, group)) is cls
 
 
