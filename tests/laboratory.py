@@ -93,6 +93,14 @@ PROBLEMS: dict[str, Problem] = {
     "resnet_group": Auto().pose(replace(RESNET, norm=NormKind.group), IMAGES),
     "resnet_frozen": Auto().pose(replace(RESNET, norm=NormKind.frozen, channels_last=True), IMAGES),
 }
+# One of each model, in which law 4 sees each kind of memory go down. Enough classes: activations are at their largest
+# with the logits, or chunked ones have nothing to save. Wide enough: states of few bits take tensors of 4096 numbers.
+LARGER: dict[str, Problem] = {
+    "resnet": Auto().pose(replace(RESNET, width=24), replace(IMAGES, num_classes=509)),
+    "transformer": Auto().pose(replace(TRANSFORMER, width=64), replace(TOKENS, num_classes=509)),
+}
+MODELS = list(LARGER)
+WITH_DROPOUT = [f"{model}_dropout" if f"{model}_dropout" in PROBLEMS else model for model in MODELS]  # if there is such
 
 
 def fitting(problem: str, knobs: Mapping[str, Knob]) -> str:

@@ -14,7 +14,7 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, conflicts
 from lowvram.knobs.ckpt import RecomputeEvery
 from scripts.pages.pairs import all_pairs, covering_rows
-from tests.laboratory import CPU, KNOBS, NEUTRAL, OPTIONS, PROBLEMS, fitting, knobs_of, named, train
+from tests.laboratory import CPU, KNOBS, NEUTRAL, OPTIONS, PROBLEMS, WITH_DROPOUT, fitting, knobs_of, named, train
 from tests.test_laws import Pair, words
 from tests.tiers import first_of
 
@@ -41,7 +41,7 @@ def test_every_pair_of_options_is_in_a_row_or_refused() -> None:
     assert len(PAIRS) == sum(len(OPTIONS[one]) * len(OPTIONS[other]) for one, other in combinations(NEUTRAL, 2))
 
 
-@pytest.mark.parametrize("problem", first_of(["resnet", "transformer_dropout"]))
+@pytest.mark.parametrize("problem", first_of(WITH_DROPOUT))
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: words(row - NEUTRAL.items()))
 def test_options_that_say_nothing_train_together(row: frozenset[Pair], problem: str) -> None:
     train_together(row, problem)

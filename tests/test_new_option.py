@@ -24,7 +24,7 @@ from lowvram.core.knob import Fact, Knob
 from lowvram.knobs import ckpt
 from scripts.pages.pairs import all_pairs, covering_rows
 from tests import laboratory
-from tests.laboratory import KNOBS, OPTIONS, PROBLEMS
+from tests.laboratory import KNOBS, MODELS, OPTIONS, PROBLEMS, WITH_DROPOUT
 from tests.test_laws import comparable, error_of, keeps_the_names, keeps_the_numbers, saved_share
 from tests.test_laws_of_pairs import train_together, unshown, why_not
 
@@ -84,7 +84,7 @@ def test_law_1(knob: Knob, problem: str, dtype: torch.dtype) -> None:
     assert keeps_the_numbers(knob, error_of(GROUP, knob, problem, dtype), problem, dtype)
 
 
-@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize("problem", MODELS)
 def test_laws_2_to_4(knob: Knob, problem: str) -> None:
     """Every assembly holds it to law 3."""
     assert keeps_the_names(GROUP, knob, problem)
@@ -111,7 +111,7 @@ def test_law_5() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("knob")
 def test_law_5_with_a_compiler() -> None:
-    for problem in ("transformer_dropout", "resnet"):
+    for problem in WITH_DROPOUT:
         for row in rows(is_compiled=True):
             train_together(row, problem)
 

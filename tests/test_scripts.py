@@ -224,6 +224,19 @@ def test_checks_stop_at_the_first_that_fails(checkout: Checkout, tmp_path: Path,
     assert all(call.startswith(stage) for call, stage in zip(calls, STAGES, strict=False))
 
 
+@pytest.mark.parametrize("num_run", range(1, 4))
+def test_the_checks_without_tests_stop_at_the_first_that_fails(
+    checkout: Checkout, tmp_path: Path, num_run: int
+) -> None:
+    python = write_executable(tmp_path / "mine", FAKE_PYTHON)
+    code, _ = checkout.run("scripts/test", "lint", LOWVRAM_PYTHON=str(python), FAIL=STAGES[num_run - 1])
+    assert code == 1
+    assert len([call for call in checkout.calls() if call.startswith("-m")]) == num_run
+    code, _ = checkout.run("scripts/test", "lint", LOWVRAM_PYTHON=str(python))
+    assert code == 0
+    assert not any(call.startswith("-m pytest") for call in checkout.calls())
+
+
 def test_checks_with_arguments_run_pytest_alone(checkout: Checkout, tmp_path: Path) -> None:
     python = write_executable(tmp_path / "mine", FAKE_PYTHON)
     code, _ = checkout.run("scripts/test", "-k", "ledger", cwd=tmp_path, LOWVRAM_PYTHON=str(python))

@@ -163,7 +163,7 @@ class Task(ABC):
 
     def is_random(self, model: nn.Module) -> bool:
         """Whether the model draws random numbers while it trains."""
-        return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
+        return has_dropout(model)
 
 
 def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
@@ -180,6 +180,11 @@ def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
             rig.stepper.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a module of the model is a dropout that drops something."""
+    return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

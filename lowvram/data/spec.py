@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE
 
 IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
@@ -132,6 +133,12 @@ class DataSpec:
     def num_tokens(self) -> int:
         """Size of the vocabulary, of tokens."""
         return self.num_classes if self.vocab_size is None else self.vocab_size
+
+    def check_modality(self, wanted: Modality) -> None:
+        """Raises BadInput if these data are of another kind than the one that a model reads."""
+        if self.modality is not wanted:
+            allowed = f"a source of {wanted.value} for this model: data=auto follows the model"
+            raise BadInput("data", self.modality.value, allowed)
 
     def example(self, num_samples: int) -> tuple[Any, Tensor]:
         """Inputs and targets with the shapes of `num_samples` samples, all zero, with a mask of `mask_like`."""

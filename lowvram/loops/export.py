@@ -15,30 +15,20 @@ from safetensors.torch import load_model
 from torch import nn
 
 from lowvram.config.errors import BadInput, require
-from lowvram.config.schema import build
+from lowvram.config.registry import node_of, options_of
+from lowvram.config.schema import build, find_target
 from lowvram.config.secret import REFUSED
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality, layout_from
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.models.external import ExternalConfig, HandedOver
-from lowvram.models.layout import CONFIG, WEIGHTS, plain, write_json
+from lowvram.models.layout import CONFIG, WEIGHTS, plain, target_of, write_json
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.tasks import Auto, ModelConfig
 
 APART = "lowvram.json"  # beside an adapter's files: describes the model that it belongs to
 USUAL = (CONFIG, WEIGHTS, APART, "adapter_config.json", "adapter_model.safetensors")
-CLASSES = {  # the classes that an exported folder may name
-    "model": (
-        "lowvram.models.transformer.TransformerConfig",
-        "lowvram.models.resnet.ResNetConfig",
-        "lowvram.models.hf.HfConfig",
-        "lowvram.models.external.ExternalConfig",
-    ),
-    "adapter": tuple(
-        f"lowvram.knobs.adapter.{name}" for name in ("freeze.NoAdapter", "freeze.Freeze", "lora.Lora", "lora.QLora")
-    ),
-}
 
 
 class Origin(NamedTuple):
@@ -172,9 +162,13 @@ def described_problem(described: dict[str, Any], allowed: Allowed) -> tuple[Mode
 
 
 def built(described: dict[str, Any], part: str) -> Any:
-    """An object of one of the `CLASSES`. Raises BadInput for any other class."""
+    """The configuration of a model or an adapter. Raises BadInput for a class that is no option's."""
+    options = options_of(part)
+    targets = {str(node_of(part, option)["_target_"]) for option in options}
     named = described[part].get("_target_")
-    require(named in CLASSES[part], f"{part}._target_", named, f"one of {', '.join(CLASSES[part])}")
+    alike = [target for target in targets if target.rpartition(".")[2] == str(named).rpartition(".")[2]]
+    is_offered = named in [target_of(find_target(part, target)) for target in alike]  # the others aren't imported
+    require(is_offered, f"{part}._target_", named, f"the class of an option: {', '.join(options)}")
     return build(DictConfig(described[part]), part)
 
 

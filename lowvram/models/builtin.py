@@ -1,23 +1,66 @@
-"""The base of the configurations of lowvram's own models, which know their blocks and head."""
+"""The bases of lowvram's own models and of their configurations. A new model extends both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
+from lowvram.config.errors import BadInput
+from lowvram.core.rig import has_dropout
 from lowvram.core.seeds import generator_for
-from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality, TextRules
+from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 
 
-class OwnModel:
-    """The configuration of a model that names its repeated blocks and its head, and fills each tensor from a random
-    generator of its own."""
+class OwnModule(nn.Module, ABC):
+    """A model that names its repeated blocks and its head, and fills each of its tensors."""
 
-    dropout: float
+    head: nn.Linear  # makes the logits
+
+    @abstractmethod
+    def repeated_blocks(self) -> list[nn.Module]:
+        """The repeated units, in the order of the forward pass."""
+
+    @abstractmethod
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one tensor in place with its initial value.
+
+        Args:
+            name: the dotted name in `named_parameters()` or `named_buffers()`.
+            generator: on the device of `tensor`.
+
+        Raises:
+            KeyError: no tensor of this model has this name.
+        """
+
+
+class OwnModel(ABC):
+    """The configuration of an `OwnModule`: a frozen dataclass, whose fields are those of the model's YAML.
+
+    The model is made without values. Each tensor is filled later, from a random generator of its own.
+    """
+
+    @property
+    @abstractmethod
+    def modality(self) -> Modality:
+        """What kind of data the model reads."""
+
+    @abstractmethod
+    def natural_shape(self) -> tuple[int, ...]:
+        """The shape of a sample when the data does not say."""
+
+    @abstractmethod
+    def make(self, spec: DataSpec) -> OwnModule:
+        """The model for this data. Its tensors hold no values yet.
+
+        Raises:
+            BadInput: the data don't fit the configuration.
+        """
 
     @property
     def description(self) -> str:
@@ -30,14 +73,16 @@ class OwnModel:
         return TextRules()
 
     def check_packed(self) -> None:
-        """Raises nothing: these models keep packed sequences of a row apart."""
+        """Raises BadInput if the model doesn't keep the sequences of a row apart. One that does takes their positions
+        in `call`."""
+        raise BadInput("loader", "packed", "bucketed: this model doesn't keep the sequences of one row apart")
 
     def reading(self, modality: Modality) -> Self:
         """This configuration, as its kind of data is fixed."""
         return self
 
-    def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        return model(inputs[IDS], inputs[POSITIONS]) if isinstance(inputs, Mapping) else model(inputs)
+    def call(self, model: nn.Module, inputs: Any) -> Tensor:
+        return model(inputs)
 
     def blocks_of(self, model: Any, spec: DataSpec) -> list[nn.Module]:
         return model.repeated_blocks()
@@ -49,7 +94,7 @@ class OwnModel:
         return True
 
     def is_random(self, model: nn.Module) -> bool:
-        return self.dropout > 0
+        return has_dropout(model)
 
     @property
     def base(self) -> str | None:

@@ -30,4 +30,9 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def plain(config: Any) -> dict[str, Any]:
     """A frozen dataclass as plain values for JSON, with its class under `_target_`."""
     values = {name: value.name if isinstance(value, Enum) else value for name, value in asdict(config).items()}
-    return {"_target_": f"{type(config).__module__}.{type(config).__qualname__}", **values}
+    return {"_target_": target_of(type(config)), **values}
+
+
+def target_of(cls: type) -> str:
+    """The name under which `_target_` has a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -15,9 +15,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.config.errors import BadInput, require
+from lowvram.config.errors import require
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.models.builtin import OwnModel
+from lowvram.models.builtin import OwnModel, OwnModule
 
 GROUPS = 32  # of a group norm, or fewer where they would not divide the channels (Wu & He, 2018)
 EPSILON = 1e-5  # added to variances
@@ -102,9 +102,7 @@ class ResNetConfig(OwnModel):
         Raises:
             BadInput: the data are not images, or have more classes than the configuration pins.
         """
-        if spec.modality is not self.modality:
-            allowed = f"a source of {self.modality.value} for this model: data=auto follows the model"
-            raise BadInput("data", spec.modality.value, allowed)
+        spec.check_modality(self.modality)
         num_classes = self.num_classes or spec.num_classes
         holds = f"at least {spec.num_classes}, the data's classes: null follows the data"
         require(num_classes >= spec.num_classes, "model.num_classes", num_classes, holds)
@@ -112,7 +110,7 @@ class ResNetConfig(OwnModel):
 
 
 @final
-class ResNet(nn.Module):
+class ResNet(OwnModule):
     """A classifier of images (He et al., 2016). A bottleneck has its stride on its 3x3, as in torchvision."""
 
     def __init__(self, config: ResNetConfig, num_channels: int, num_classes: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.compat.torch_modules import Dropout
 from lowvram.config.errors import BadInput
+from lowvram.core.rig import has_dropout
 from lowvram.core.values import own_tensors
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
@@ -79,7 +79,7 @@ class ForeignModel(ABC):
         return self.find_blocks(model, spec).has_plain_blocks
 
     def is_random(self, model: nn.Module) -> bool:
-        return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
+        return has_dropout(model)
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
         """A fill that builds the model once and drops each of its tensors after use, so that little more than one model

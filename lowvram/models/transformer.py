@@ -7,6 +7,7 @@ head, n heads: those of queries, of keys, of values, or all of them side by side
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import cycle, islice
@@ -16,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowvram.config.errors import BadInput, require
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.config.errors import require
+from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Rotary, dtype_of_scores, grouped_attention, mask_of
-from lowvram.models.builtin import OwnModel
+from lowvram.models.builtin import OwnModel, OwnModule
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
 
@@ -95,9 +96,7 @@ class TransformerConfig(OwnModel):
             BadInput: the data are not tokens, its sequences are longer than the context, or its vocabulary is
                 larger than the one that the configuration pins.
         """
-        if spec.modality is not self.modality:
-            allowed = f"a source of {self.modality.value} for this model: data=auto follows the model"
-            raise BadInput("data", spec.modality.value, allowed)
+        spec.check_modality(self.modality)
         (length,) = spec.shape
         room = f"at most model.context={self.context}: shorten it, or raise model.context"
         require(length <= self.context, "data.sequence_length", length, room)
@@ -106,9 +105,15 @@ class TransformerConfig(OwnModel):
         require(vocab_size >= spec.num_classes, "model.vocab_size", vocab_size, holds)
         return Transformer(self, vocab_size)
 
+    def check_packed(self) -> None:
+        """Raises nothing: positions and an attention mask keep the sequences of a row apart."""
+
+    def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        return model(inputs[IDS], inputs[POSITIONS]) if isinstance(inputs, Mapping) else model(inputs)
+
 
 @final
-class Transformer(nn.Module):
+class Transformer(OwnModule):
     """Predicts the next token at every position (Radford et al., 2019, "GPT-2")."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:

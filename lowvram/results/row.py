@@ -114,7 +114,10 @@ def merge(row: Row, fragment: Mapping[str, Any]) -> Row:
     schema = empty_row()
     for key, value in fragment.items():
         if key not in schema:
-            raise KeyError(f"a row has no key {key!r}: use one of {', '.join(schema)}")
+            sections = ", ".join(schema)
+            raise KeyError(
+                f"a row has no key {key!r}: use one of {sections}, or list its figures in results/metrics.py"
+            )
         if isinstance(schema[key], dict) and not isinstance(value, Mapping):
             raise TypeError(f"row[{key!r}] is a mapping, it can't become {value!r}")
     return _merged(row, fragment)

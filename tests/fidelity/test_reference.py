@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lowvram.config.registry import all_options, knob_of, neutral_options, node_of
+from lowvram.config.registry import all_options, knob_of, neutral_options, node_of, options_of
 from lowvram.config.settings import KNOB_GROUPS, settings
 from lowvram.fidelity.reference import reference_of
 from lowvram.knobs.adapter import Lora
@@ -40,20 +40,26 @@ def neutral(compose: Compose) -> dict[str, Any]:
 
 @pytest.mark.parametrize("option", all_options(), ids="=".join)
 def test_of_every_option(neutral: dict[str, Any], option: tuple[str, str]) -> None:
-    """It can be built, stands for itself, and saves no memory but where it says what is learnt."""
+    """It can be built, stands for itself, and is neutral but where the option says what is learnt."""
     config = {**neutral, option[0]: OmegaConf.to_container(node_of(*option))}
     reference = reference_of(config, {**neutral_options(), option[0]: option[1]})
     choices, groups = reference["choices"], settings(reference["config"]).groups
-    expected = {**neutral_options(), "accum": "auto"}
-    if option[0] in ("optimizer", "adapter"):
-        stand_ins = {"adamw_8bit": "adamw", "adamw_4bit": "adamw", "qlora": "lora"}
-        expected[option[0]] = stand_ins.get(option[1], option[1])
-    assert choices == expected
+    neutral_choices = {**neutral_options(), "accum": "auto"}
+    assert {**choices, option[0]: None} == {**neutral_choices, option[0]: None}
+    stand_in = knob_of(option).reference() or knob_of((option[0], neutral_choices[option[0]]))
+    assert groups[option[0]] == stand_in
     for group in KNOB_GROUPS:
         assert type(groups[group]) is type(knob_of((group, choices[group])))
         again = groups[group].reference()
         assert again is None or again == groups[group]
     assert groups["accum"].parts == 1
+
+
+@pytest.mark.parametrize("group", neutral_options())
+def test_either_all_options_of_a_group_say_what_is_learnt_or_none(group: str) -> None:
+    others = [option for option in options_of(group) if option != neutral_options()[group]]
+    silent = [option for option in others if knob_of((group, option)).reference() is None]
+    assert silent in ([], others), f"{group}: {silent} need a reference(), as the others have (docs/adding_a_knob.md)"
 
 
 def test_what_is_learnt_stays(compose: Compose) -> None:
@@ -63,6 +69,8 @@ def test_what_is_learnt_stays(compose: Compose) -> None:
     assert groups["stepping"] == AfterBackward(clip=2.0)
     _, groups = referred(compose, "adapter=qlora", "adapter.rank=3", "adapter.train=[head]", "stepping=cpu_offload")
     assert groups["adapter"] == Lora(rank=3, train=["head"])
+    _, groups = referred(compose, "optimizer=adamw_8bit", "optimizer.beta1=0.5")
+    assert groups["optimizer"] == AdamW(beta1=0.5)
     _, groups = referred(compose, "optimizer=adamw_4bit", "optimizer.beta2=0.5", "sharding=fsdp", "sharding.ranks=2")
     assert groups["optimizer"] == AdamW(beta2=0.5)
     assert groups["sharding"].ranks == "auto"

@@ -76,14 +76,31 @@ def test_an_update_is_the_fp32_one_rounded(name: str, device: torch.device) -> N
                 torch.testing.assert_close(ours.state[weight][key].reshape(value.shape), value, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a number of Python's."""
+
+    def __init__(self, weights: list[nn.Parameter], lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["count"] = self.state[weight].get("count", 0) + 1
+                weight.sub_(weight.grad, alpha=group["lr"] / self.state[weight]["count"])
+
+
+MAKERS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.ASGD, Counting]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_pieces_make_the_whole(make: Any) -> None:
     results = []
     for piece_elements in (None, 1, 10, 50):
         weights = make_parameters()
         optimizer = with_fp32_compute(make(weights, 0.1), NEAREST, piece_elements=piece_elements)
         steps(optimizer, weights, range(3))
-        values = [value for weight in weights for value in optimizer.state[weight].values()]
+        values = [torch.as_tensor(value) for weight in weights for value in optimizer.state[weight].values()]
         results.append([*weights, *values])
     for other in results[1:]:
         assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip(other, results[0], strict=True))

@@ -16,22 +16,25 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lowvram.config.errors import BadInput
+from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.adapter import Lora, NoAdapter
-from lowvram.loops.export import CLASSES, Origin, export, load
+from lowvram.loops.export import Origin, built, export, load
 from lowvram.models.external import ExternalConfig
 from lowvram.models.hf import HfConfig
+from lowvram.models.layout import target_of
 from lowvram.models.transformer import TransformerConfig
 from lowvram.results.files import manifest
+from tests.config.test_yaml import GIVEN
 from tests.hugging import tiny
 
-ROOT = Path(__file__).parents[2]
 TOKENS = DataSpec(Modality.TOKENS, 11, (8,), 11)
 NUMBERS = DataSpec(Modality.IMAGES, 2, (1, 2, 2))
 TINY = TransformerConfig(num_layers=1, num_heads=1, width=8)
 FLIPS = 40
 UNCHECKED = "has no files.json"
+GROUPS = ("model", "adapter")
 
 
 def exported(folder: Path, config: Any = TINY, spec: DataSpec = TOKENS) -> nn.Module:
@@ -120,14 +123,17 @@ def test_only_our_models_and_adapters_are_named_by_their_classes(tmp_path: Path)
         )
         with (
             pytest.warns(UserWarning, match=UNCHECKED),
-            pytest.raises(BadInput, match=r"^model\._target_=.*: must be one of lowvram\.mo"),
+            pytest.raises(BadInput, match=r"^model\._target_=.*: must be the class of an option: external, gpt2, "),
         ):
             load(tmp_path / str(target))
-    for group, names in CLASSES.items():
-        options = [OmegaConf.load(path) for path in (ROOT / "conf" / group).glob("*.yaml")]
-        offered = {find_target(group, str(OmegaConf.select(option, "_target_"))) for option in options}
-        assert offered == {find_target(group, name) for name in names}
-        assert {f"{each.__module__}.{each.__qualname__}" for each in offered} == set(names)
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options_of(group)])
+def test_the_class_of_an_option_is_named(group: str, option: str) -> None:
+    node = node_of(group, option)
+    cls = find_target(group, node["_target_"])
+    values = OmegaConf.to_container(OmegaConf.merge(node, GIVEN.get((group, option), {}), {"_target_": target_of(cls)}))
+    assert type(built({group: values}, group)) is cls
 
 
 def test_values_are_not_worked_out(tmp_path: Path) -> None:

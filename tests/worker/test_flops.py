@@ -16,7 +16,18 @@ from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
 from lowvram.worker.mfu import model_flops
-from tests.laboratory import CPU, KNOBS, NEUTRAL, PROBLEMS, fitting, knobs_of, make_batch, missing_here, peak_as_planned
+from tests.laboratory import (
+    CPU,
+    KNOBS,
+    NEUTRAL,
+    PROBLEMS,
+    WITH_DROPOUT,
+    fitting,
+    knobs_of,
+    make_batch,
+    missing_here,
+    peak_as_planned,
+)
 from tests.tiers import first_of
 
 BATCH_SIZE = 4
@@ -44,7 +55,7 @@ def is_followed(pair: tuple[str, str]) -> bool:
     return not unseen and not missing_here(pair)
 
 
-@pytest.mark.parametrize("problem", first_of(["resnet", "transformer_dropout"]))
+@pytest.mark.parametrize("problem", first_of(WITH_DROPOUT))
 @pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "-".join(map(str, choices.values())) or "plain")
 def test_the_peak_on_paper_is_the_real_one(choices: dict[str, str | Knob], problem: str) -> None:
     """Knobs that this machine can't play, and those of the process, change no memory; compilation is left out."""

@@ -17,7 +17,7 @@ from lowvram.core.shards import is_off_mesh, local, on_mesh
 
 Rounding = Callable[[Tensor, Tensor], None]
 PIECE_ELEMENTS = 2**22  # of a parameter that are converted at a time: 16 MiB for each copy in fp32
-STEP = "step"  # torch's name of the count of updates in a state; it must stay exact, so it is never rounded
+STEP = "step"  # torch's name of the count of updates: a number, even in the state of a parameter that is one itself
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,33 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         kept, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
-        before, after = dict(kept), dict(kept)
+        numbers, averages = numbers_and_averages(kept, parameter)
+        last_numbers = numbers
         for rows in pieces(parameter, self.piece_elements):
-            narrow = {name: rows(value) for name, value in before.items() if name != STEP}
-            steps = {name: value.clone() for name, value in before.items() if name == STEP}
-            after = self.updated(rows(parameter.detach()), rows(gradient), narrow | steps, group)
-            for name in after.keys() - {STEP}:
+            narrow = {name: rows(value) for name, value in averages.items()}
+            state = self.updated(rows(parameter.detach()), rows(gradient), copied(numbers), narrow, group)
+            last_numbers, wide = numbers_and_averages(state, parameter)
+            for name, value in wide.items():
                 if name not in kept:
-                    kept[name] = self.new_state(parameter, after[name])
-                self.put(rows(kept[name]), after[name])
-        kept |= {name: value for name, value in after.items() if name == STEP}
+                    kept[name] = self.new_state(parameter, value)
+                self.put(rows(kept[name]), value)
+        kept |= last_numbers
 
     def updated(
-        self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> dict[str, Tensor]:
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        numbers: dict[str, Any],
+        averages: dict[str, Tensor],
+        group: dict[str, Any],
+    ) -> dict[str, Any]:
         """Update one piece of a weight in place; returns its new state in the dtype in which it was computed."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         stand_in = nn.Parameter(on_mesh(weight).to(dtype))
         stand_in.grad = on_mesh(gradient).to(dtype)
         self.inner.param_groups = [{**group, "params": [stand_in]}]
-        states = {name: value if name == STEP else on_mesh(value).to(dtype) for name, value in state.items()}
-        self.inner.state = defaultdict(dict, {stand_in: states})
+        wide = {name: on_mesh(value).to(dtype) for name, value in averages.items()}
+        self.inner.state = defaultdict(dict, {stand_in: numbers | wide})
         self.inner.step()
         if dtype is not weight.dtype:
             self.rounding(weight, stand_in.detach())
@@ -132,6 +138,21 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         keep_formats(self, state_dict)
+
+
+def numbers_and_averages(state: dict[str, Any], parameter: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a state holds once for a parameter, such as a count of steps, and what it holds of its elements. Only that
+    is narrowed, and cut in pieces."""
+    averages = {
+        name: value
+        for name, value in state.items()
+        if name != STEP and isinstance(value, Tensor) and (value.ndim or not parameter.ndim)
+    }
+    return {name: value for name, value in state.items() if name not in averages}, averages
+
+
+def copied(numbers: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in numbers.items()}
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
