@@ -68,10 +68,10 @@ def _time(plan: Plan) -> str | None:
         return None
     of = sorted(plan.get("step_ms_of", {}).items(), key=lambda item: -item[1])
     shares = [f"{name} {ms / plan['step_ms']:.0%}" for name, ms in of if ms >= LEAST_SHARE * plan["step_ms"]]
-    return f"about {_ms_text(plan['step_ms'])} ms a step ({plan['step_ms_source']}): {', '.join(shares)}"
+    return f"about {ms_text(plan['step_ms'])} ms a step ({plan['step_ms_source']}): {', '.join(shares)}"
 
 
-def _ms_text(milliseconds: float) -> str:
+def ms_text(milliseconds: float) -> str:
     """Three digits: a plan is no more accurate."""
     return f"{float(f'{milliseconds:.3g}'):g}"
 
