@@ -85,9 +85,8 @@ def warn_if_exchanged(folder: Path, row: Row) -> None:
     point = point_of(folder)
     if point not in (None, row["id"]) and folder.absolute() not in _warned:
         _warned.add(folder.absolute())
-        text = (
-            f"{folder / FILE_NAME} is the row of another point than the sweep's: exchanged, or resumed with other words"
-        )
+        path = folder / FILE_NAME
+        text = f"{path} is the row of another point than the sweep's: exchanged, or resumed with other overrides"
         print(shown(f"warning: {text}"), file=sys.stderr)
 
 

@@ -56,7 +56,7 @@ def test_a_row_of_another_point_is_reported_once(tmp_path: Path, capsys: pytest.
     for _ in range(2):
         assert len(collect(tmp_path)) == 3
     told = f"warning: {tmp_path / 'b' / 'result.json'} is the row of another point than the sweep's"
-    assert capsys.readouterr().err == f"{told}: exchanged, or resumed with other words\n"
+    assert capsys.readouterr().err == f"{told}: exchanged, or resumed with other overrides\n"
 
 
 def test_only_the_points_of_this_sweep_are_collected(tmp_path: Path):
