@@ -321,7 +321,7 @@ def _cell(column: Column, i: int, star: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m lowvram.table FOLDER [FOLDER...]`: prints and saves the table of each. 3: no table."""
+    """Prints and saves the table of each folder. Exits with 3 if a folder has no results."""
     parser = argparse.ArgumentParser("python -m lowvram.table", description=main.__doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help="a sweep's folder, or that of a run")
     folders = parser.parse_args(arguments).folders
