@@ -33,7 +33,7 @@ def with_resumed(words: list[str]) -> list[str]:
     if wanted is None:
         return words
     if not set(words).isdisjoint(MULTIRUN):
-        raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same words and hydra.sweep.dir")
+        raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same command and hydra.sweep.dir")
     folder = newest_unfinished(words) if wanted == "last" else Path(wanted).expanduser()
     if not has_snapshots(folder):
         raise BadInput("resume", wanted, "last or the folder of a training run that left a snapshot")

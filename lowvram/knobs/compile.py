@@ -118,7 +118,7 @@ class TorchScript(Knob):
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})
 
     def apply(self, rig: Rig) -> Rig:
-        print("note: TorchScript is deprecated in PyTorch and gets no fixes any more: compile=blocks is its successor")
+        print("note: PyTorch has deprecated TorchScript and doesn't fix it any more: prefer compile=blocks")
         for block in rig.task.blocks(rig.model):
             block.forward = Traced(block)
         return rig

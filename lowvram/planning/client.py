@@ -148,7 +148,10 @@ class Plans:
             if plan and is_far_off(plan)
         ]
         if texts:
-            self.progress.say(f"planned to be far over budget (plan.skip=true skips it): {'; '.join(texts)}")
+            self.progress.say(
+                f"planned to need more than {FAR_OFF} times the memory allowed (plan.skip=true skips such points): "
+                f"{'; '.join(texts)}"
+            )
 
 
 def time_for(points: Iterable[Request]) -> float | None:

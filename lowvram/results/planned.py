@@ -50,7 +50,7 @@ def _verdict(plan: Plan) -> str | None:
         return needs
     fits = "fits" if least * (1 + plan["margin"]) <= budget else "does not fit"
     advice = f"; {plan['advice']}" if plan.get("advice") and not plan["fits"] else ""
-    return f"{fits} into {size_text(budget)}: {needs}, with {plan['margin']:.0%} more to be safe{advice}"
+    return f"{fits} into {size_text(budget)}: {needs} plus a margin of {plan['margin']:.0%}{advice}"
 
 
 def _host(plan: Plan) -> str | None:
@@ -58,7 +58,9 @@ def _host(plan: Plan) -> str | None:
     needed, budget = plan.get("host_bytes"), plan.get("host_budget_bytes")
     if not needed or not budget or needed * (1 + plan["margin"]) <= budget:
         return None
-    return f"of the host's memory it needs {size_text(needed)}, and may have {size_text(budget)}"
+    return (
+        f"does not fit into the host's memory: needs {size_text(needed)} of the {size_text(budget)} allowed (plan.host)"
+    )
 
 
 def _time(plan: Plan) -> str | None:
@@ -66,10 +68,10 @@ def _time(plan: Plan) -> str | None:
         return None
     of = sorted(plan.get("step_ms_of", {}).items(), key=lambda item: -item[1])
     shares = [f"{name} {ms / plan['step_ms']:.0%}" for name, ms in of if ms >= LEAST_SHARE * plan["step_ms"]]
-    return f"about {_ms_text(plan['step_ms'])} ms a step, {plan['step_ms_source']}: {', '.join(shares)}"
+    return f"about {ms_text(plan['step_ms'])} ms a step ({plan['step_ms_source']}): {', '.join(shares)}"
 
 
-def _ms_text(milliseconds: float) -> str:
+def ms_text(milliseconds: float) -> str:
     """Three digits: a plan is no more accurate."""
     return f"{float(f'{milliseconds:.3g}'):g}"
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.results.columns import Column, metric_column, value_at, words_column
 from lowvram.results.files.durable import write_text
@@ -32,6 +32,10 @@ from lowvram.results.row import (
 )
 from lowvram.results.shown import cell, shown
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
 SOURCES = {
     "cuda_allocator": "CUDA allocator",
     "tensor_ledger": "tensor bytes on CPU",
@@ -39,6 +43,7 @@ SOURCES = {
 }
 _LARGEST_IN_MIB, _SMALLEST_IN_GIB = 0.1 * GIB, 0.01 * GIB
 _PLAIN_WIDTH = 10_000  # of the output if it isn't a terminal, so that nothing is wrapped
+_BORDER = 3  # characters between a column and the next
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,8 @@ def warn_if_exchanged(folder: Path, row: Row) -> None:
     point = point_of(folder)
     if point not in (None, row["id"]) and folder.absolute() not in _warned:
         _warned.add(folder.absolute())
-        text = (
-            f"{folder / FILE_NAME} is the row of another point than the sweep's: exchanged, or resumed with other words"
-        )
+        path = folder / FILE_NAME
+        text = f"{path} is the row of another point than the sweep's: exchanged, or resumed with other overrides"
         print(shown(f"warning: {text}"), file=sys.stderr)
 
 
@@ -251,32 +255,59 @@ def save(folder: str | Path, rows: Sequence[Row]) -> None:
 
 
 def render(rows: Sequence[Row], stream: TextIO | None = None, kept: Collection[str] = frozenset()) -> str:
-    """The table and its notes as text for `stream` (default: standard output), coloured for a terminal."""
-    from rich import box
+    """The table and its notes as text for `stream` (default: standard output), coloured for a terminal.
+
+    Columns that a terminal is too narrow for follow in a second table below the first, and so on.
+    """
     from rich.console import Console
-    from rich.table import Table as RichTable
     from rich.text import Text
 
     console = Console(file=stream)
-    table = build(rows, kept)
-    star = "" if console.is_terminal else "*"  # where there is no colour
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
-    grid = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, header_style="bold")
-    for column in table.shown:
-        # In a narrow terminal the names and the titles are folded, so that the numbers stay whole.
-        width = None if column is table.columns[0] else max(map(len, column.texts)) + len(star)
-        side = "right" if column.is_number else "left"
-        grid.add_column(Text(column.title), justify=side, overflow="fold", min_width=width)
-    for i in range(table.num_rows):
-        grid.add_row(*(_cell(column, i, star) for column in table.shown))
+    table = build(rows, kept)
     with console.capture() as capture:
-        console.print(grid)
-        if star and any(column.best for column in table.shown):
+        for columns in _beside_names(table.shown, console.width):
+            console.print(_grid(columns, table.num_rows, console))
+        if not console.is_terminal and any(column.best for column in table.shown):
             console.print(Text("* the best of its column"))
         for note in table.notes:
             console.print(Text(note), soft_wrap=True)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _beside_names(columns: Sequence[Column], width: int) -> Iterator[Sequence[Column]]:
+    """The columns, in order, in groups that fit into `width`; each begins with the first column, the rows' names."""
+    names = columns[:1]
+    group = [*names]
+    for column in columns[1:]:
+        if len(group) > 1 and sum(_width(one, width) + _BORDER for one in [*group, column]) + 1 > width:
+            yield group
+            group = [*names]
+        group.append(column)
+    yield group
+
+
+def _width(column: Column, console_width: int) -> int:
+    """Characters of a column: the longest value or word of the title. Longer names than a third of it are folded."""
+    return min(max(map(len, [*column.title.split(), *column.texts])), console_width // 3)
+
+
+def _grid(columns: Sequence[Column], num_rows: int, console: Console) -> RichTable:
+    """The columns as a table of rich. The best values are coloured; where there is no colour they have a star."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    is_terminal = console.is_terminal
+    grid = RichTable(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, header_style="bold")
+    for column in columns:
+        width = _width(column, console.width) if is_terminal else None
+        side = "right" if column.is_number else "left"
+        grid.add_column(Text(column.title), justify=side, overflow="fold", width=width)
+    for i in range(num_rows):
+        grid.add_row(*(_cell(column, i, "" if is_terminal else "*") for column in columns))
+    return grid
 
 
 def _cell(column: Column, i: int, star: str) -> Any:
@@ -290,7 +321,7 @@ def _cell(column: Column, i: int, star: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m lowvram.table FOLDER [FOLDER...]`: prints and saves the table of each. Exit code 3: no table."""
+    """Prints and saves the table of each folder. Exits with 3 if a folder has no results."""
     parser = argparse.ArgumentParser("python -m lowvram.table", description=main.__doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", help="a sweep's folder, or that of a run")
     folders = parser.parse_args(arguments).folders

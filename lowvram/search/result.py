@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowvram.config.words import key
 from lowvram.results.files.durable import write_text
+from lowvram.results.planned import ms_text
 from lowvram.results.row import Row, Status, size_text
 from lowvram.results.terminal import command_line, shown_path
 
@@ -51,10 +52,10 @@ def described(best: Row) -> str:
     """A line with the measured and the planned figures of the winner."""
     plan, memory, measured_ms = best["plan"], best["memory"]["peak_bytes"], best["time"]["step_ms_p50"]
     if memory is None:
-        needed = f"needs {size_text(plan['least_vram_bytes'])}, about {plan['step_ms']:.3g} ms a step, as planned"
+        needed = f"needs {size_text(plan['least_vram_bytes'])}, about {ms_text(plan['step_ms'])} ms a step, as planned"
         return f"{best['name']}: {needed}"
     sizes = f"{size_text(memory)} (planned {size_text(plan['allocated_bytes'])})"
-    times = f"{measured_ms:.3g} ms a step (planned {plan['step_ms']:.3g})"
+    times = f"{ms_text(measured_ms)} ms a step (planned {ms_text(plan['step_ms'])})"
     return f"{best['name']}: {sizes}, {times}, {best['throughput']['samples_per_s']:.3g} samples/s"
 
 

@@ -17,7 +17,7 @@ from lowvram.loops.setup import check_batch_size
 from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner
-from lowvram.results.row import size_text
+from lowvram.results.row import MIB, size_text
 from lowvram.search.space import Estimate, Option, Options, Plan, Space, estimate, space_of, useless, variants_of
 
 MOST_PLANS = 40  # of combinations, beside those of single options
@@ -222,9 +222,10 @@ def nothing_fits(plans: Sequence[Plan]) -> str:
     with_host = [plan for plan in plans if (plan["host_bytes"] or 0) <= (plan["host_budget_bytes"] or math.inf)]
     least = min(with_host or plans, key=lambda plan: plan["least_vram_bytes"])
     needed_bytes = least["least_vram_bytes"] * (1 + least["margin"])
+    margin, options = f"a margin of {least['margin']:.0%} included", called(least["changes"])
     return (
-        f"vram={size_text(least['budget_bytes'])}: nothing fits: the least found is {size_text(needed_bytes)} "
-        f"({least['margin']:.0%} to be safe among it), with {called(least['changes'])}"
+        f"vram={size_text(least['budget_bytes'])}: nothing fits: the smallest plan found fits into "
+        f"vram={math.ceil(needed_bytes / MIB)}MiB ({margin}): {options}"
     )
 
 

@@ -62,7 +62,7 @@ def lost(found: Result, plans: Plans) -> str:
     plan, fitting = plans[found.best], [plan["step_ms"] for plan in plans.values() if plan["fits"]]
     if not plan["fits"]:
         needed_bytes = plan["least_vram_bytes"] * (1 + plan["margin"])
-        return f"planned too large: {size_text(needed_bytes)}, {plan['margin']:.0%} to be safe among it"
+        return f"planned too large: {size_text(needed_bytes)}, its margin of {plan['margin']:.0%} included"
     rank = 1 + sum(step_ms < plan["step_ms"] for step_ms in fitting)
     return f"predicted too slow: {rank} of {len(fitting)} that fit by their plans"
 

@@ -51,14 +51,14 @@ ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: 
 EXTRA = {("precision", "fp16"): ["precision.init_scale=1024"]}  # a scale that no first step overflows
 INTRODUCTION = """# Compatibility
 
-Which options train together. Made by `scripts/python scripts/pages/compatibility.py`; the suite holds it against the
-facts that the knobs declare ([adding_a_knob.md](adding_a_knob.md)).
+Which options train together. Made by `scripts/python scripts/pages/compatibility.py`; a test compares the page with
+what the knobs declare that they need and rule out (their *facts*: [adding_a_knob.md](adding_a_knob.md)).
 
-torch {torch}, Python {python}, CPU. {rows} configurations hold every pair that no fact refuses, and that is not left
-to the suite. Each ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks
-where an option needs several.
-Losses, gradient norms and the evaluation lie within the sum of the options' bands (+ {floor:g}) of a run with the
-same optimizer, the same adapter and all else neutral.
+torch {torch}, Python {python}, CPU. {rows} configurations contain every pair that no fact refuses and that isn't
+left to the test suite. Each ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with
+two ranks where an option needs several. A pair trains if losses, gradient norms and the evaluation differ from those of
+a run with the same optimizer and adapter, and all other options neutral, by no more than the sum of the errors that the
+options allow ([knobs.md](knobs.md)) + {floor:g}.
 """
 ABSENT = absent_facts(torch.device("cpu"))
 
@@ -188,12 +188,12 @@ def page(
         f"| all | {len(pairs)} |",
         f"| need another device than a CPU | {len(not_here)} |",
         f"| refused by facts | {len(refused)} |",
-        *([f"| left to the suite (tests/test_laws_of_pairs.py) | {len(left)} |"] if left else []),
+        *([f"| left to the test suite (tests/test_laws_of_pairs.py) | {len(left)} |"] if left else []),
         f"| tried | {len(tried)} |",
         f"| trained within their tolerance, on both models | {len(trained)} |",
         f"\nOf the pairs that a CPU can have and that were tried or refused,"
         f" {share(len(trained), len(tried) + len(refused))} train.",
-        "\n## Options that were there\n",
+        "\n## Options that existed then\n",
         *options_lines(all_options()),
         "\nAny other is not yet tried.",
         "\n## Refused\n\n| pair | why |\n|---|---|",

@@ -19,39 +19,39 @@ Cells = Callable[[Row, Row], Sequence[str]]  # of a row and the baseline
 UNCHANGED_BYTES = 0.05 * MIB
 # Effort that no fact of the code tells, and when to take which. No figures here.
 WHEN = {
-    "accum=x4": "First of all, as long as a part still fills the device",
-    "accum=x16": "When parts of a few samples are what fits; small ones leave a device idle",
+    "accum=x4": "Try it first, as long as a part still fills the device",
+    "accum=x16": "Only a few samples fit at a time; such small parts leave a device partly idle",
     "adapter=lora": "Fine-tuning a trained model; not for training from scratch",
-    "ckpt=every1": "Activations are the largest kind at the peak, and they must go",
-    "ckpt=every2": "The same, where half of it is enough",
-    "ckpt=selective": "Products are dear, and what lies between them is what doesn't fit",
+    "ckpt=every1": "Activations are the largest kind at the peak",
+    "ckpt=every2": "The same, if half the saving is enough",
+    "ckpt=selective": "Matrix products are too expensive to compute again; the results between them don't fit",
     "logits=chunked": "Large vocabularies; nothing to gain with few classes",
-    "offload=activations": "The link to the host is fast, and computing again is dear",
+    "offload=activations": "The link to the host is fast, and computing again is expensive",
     "offload=parameters": "The weights alone don't fit, and the host has room",
     "optimizer=adafactor": "State doesn't fit, and another update rule than Adam's is fine",
     "optimizer=adamw_4bit": "The 8-bit state is still too large",
-    "optimizer=adamw_8bit": "State doesn't fit, and training shall stay close to AdamW's",
+    "optimizer=adamw_8bit": "State doesn't fit, and training should stay close to AdamW's",
     "optimizer=sgd": "It trains as well: often convolutional networks, seldom Transformers; a learning rate of its own",
-    "optimizer=sgd optimizer.momentum=0.0": "No state at all may be held; seldom trains as well",
+    "optimizer=sgd optimizer.momentum=0.0": "There is no room for any state; seldom trains as well",
     "precision=bf16": "Always, on a device that computes in bf16",
     "precision=bf16_pure": "Weights and gradients don't fit, and noise in the weights is tolerable",
     "sharding=fsdp sharding.ranks=2": "Several devices, and weights, gradients and state don't fit on one",
     "stepping=cpu_offload": "State doesn't fit, and the host has room for it and time to update",
-    "stepping=in_backward": "Gradients don't fit; no sum over parts is needed, or the host keeps it",
+    "stepping=in_backward": "Gradients don't fit; with several parts the host has room for their sum",
 }
 INTRODUCTION = """\
 # What each technique saves, and costs
 
-Made by `scripts/python scripts/pages/technique_table.py` out of the rows in [docs/results](results) (`*/techniques/`),
-which real sweeps have left; a test holds it to them, byte for byte. The numbers belong to their device and their size
-of model: the command above each table makes them again on yours.
+Made by `scripts/python scripts/pages/technique_table.py` from the rows of real sweeps in [docs/results](results)
+(`*/techniques/`); a test compares the page with them. The numbers hold for their device and their size of model: to
+measure on yours, run the command above each table.
 
-Bytes are MiB. *Weights*, *gradients*, *optimizer* (its state), *activations* and *host* are each kind's own maximum
-over the run; they don't fall on the same moment, so they don't add up to the peak. Below the baseline stands the change
-from it; a dot is none. *Speed* is throughput over the baseline's. *Gradient error* and *loss gap* are
-[fidelity](measuring.md#fidelity), against fp32 without any saving, with the point's own update rule. A star marks
-points that [something has disturbed](measuring.md#disturbed-points). What the columns mean:
-[measuring.md](measuring.md). Every option of every knob: [knobs.md](knobs.md#measured).
+Sizes are MiB. *Weights*, *gradients*, *optimizer* (its state), *activations* and *host* are each kind's own maximum
+over the run; they are reached at different moments, so they don't add up to the peak. The first row has the baseline's
+sizes, the others the change from it; a dot means none. *Speed* is throughput divided by the baseline's. *Gradient
+error* and *loss gap* are [fidelity](measuring.md#fidelity), against fp32 without any saving, with the same optimizer. A
+star marks [disturbed points](measuring.md#disturbed-points). What the columns mean: [measuring.md](measuring.md). Every
+option of every knob: [knobs.md](knobs.md#measured).
 """
 
 
@@ -105,8 +105,8 @@ def ranks(sweep: Sweep) -> Iterator[str]:
     """What each rank holds, beside a single process."""
     yield from rows_of(sweep, HELD, held)
     yield ""
-    yield "The peak is that of the rank that holds most, kinds are those of the first; each has its share of the batch."
-    yield "Ranks that share cores tell nothing of the speed of several devices: none is shown."
+    yield "The peak is the largest of all ranks, kinds are the first rank's. Each rank has its share of the batch."
+    yield "Ranks that share cores don't show the speed of several devices, so none is given."
 
 
 def rows_of(sweep: Sweep, titles: Sequence[str], cells: Cells) -> Iterator[str]:
@@ -209,6 +209,6 @@ SECTIONS = {"one_at_a_time": techniques, "waterfall": techniques, "sharding": ra
 HEADINGS = {
     "one_at_a_time": "one technique at a time",
     "waterfall": "one after another",
-    "sharding": "shared out",
+    "sharding": "over several ranks",
     "batch_size": "the batch size",
 }

@@ -52,7 +52,10 @@ def test_what_cannot_fit_by_far_is_reported_and_runs_all_the_same(call: Call) ->
     outcome = call(*LARGE, "vram=24MiB")
     assert outcome.row["status"] == "oom"
     assert outcome.row["plan"]["fits"] is False
-    assert "planned to be far over budget (plan.skip=true skips it): it needs " in outcome.out
+    assert (
+        "planned to need more than 1.25 times the memory allowed (plan.skip=true skips such points): it needs "
+        in outcome.out
+    )
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_for_another_device_it_only_plans(call: Call) -> None:
 def test_what_nothing_fits_is_one_sentence_and_leaves_nothing(call: Call) -> None:
     outcome = call(*SEARCH, "plan.device=rtx3060", "vram=1MiB")
     assert outcome.code == 3
-    assert outcome.err.startswith("vram=1.00 MiB: nothing fits: the least found is ")
+    assert outcome.err.startswith("vram=1.00 MiB: nothing fits: the smallest plan found fits into vram=")
     assert outcome.err.count("\n") == 1
     assert not list(outcome.cwd.glob("outputs/**/result.json"))
 

@@ -285,7 +285,7 @@ def test_a_trace_follows_autocast(problem: str, precision: str) -> None:
 def test_a_traced_model_evaluates_and_says_that_torchscript_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
     task, batch = PROBLEMS["transformer_dropout"], make_batch(PROBLEMS["transformer"].spec, 4)
     rig, plain = (assemble(task, knobs_of(compile=which), CPU) for which in ("torchscript", "none"))
-    assert capsys.readouterr().out.count("TorchScript is deprecated") == 1
+    assert capsys.readouterr().out.count("PyTorch has deprecated TorchScript") == 1
     rig.forward(batch)
     for model in (rig.model, plain.model):
         model.eval()

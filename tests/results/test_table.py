@@ -56,7 +56,7 @@ def test_a_row_of_another_point_is_reported_once(tmp_path: Path, capsys: pytest.
     for _ in range(2):
         assert len(collect(tmp_path)) == 3
     told = f"warning: {tmp_path / 'b' / 'result.json'} is the row of another point than the sweep's"
-    assert capsys.readouterr().err == f"{told}: exchanged, or resumed with other words\n"
+    assert capsys.readouterr().err == f"{told}: exchanged, or resumed with other overrides\n"
 
 
 def test_only_the_points_of_this_sweep_are_collected(tmp_path: Path):
@@ -315,6 +315,22 @@ def test_plain_text_is_wide_and_a_terminal_has_colours(monkeypatch: pytest.Monke
     assert re.search(r"\x1b\[1;32m *2\.00", coloured)
     assert "3.00" in coloured
     assert not re.search(r"\x1b\[1;32m *3\.00", coloured)
+
+
+def test_a_narrow_terminal_shows_every_column_whole(monkeypatch: pytest.MonkeyPatch):
+    """Columns that it has no room for follow below, beside the names again; words of titles and names stay whole."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    time = {"step_ms_p50": 1234.5, "step_ms_p05": 1200.0, "step_ms_p95": 1300.0}
+    more: dict[str, Any] = {"time": time, "throughput": {"samples_per_s": 123.4, "tokens_per_s": 15678.0}}
+    more |= {"loss": {"last": 5.125, "eval": 4.625}, "eval": {"accuracy": 0.285, "perplexity": 130.5}}
+    rows = [point(name, disturbed="busy", plan={"allocated_bytes": GIB}, **more) for name in ("fp32-every1", "bf16")]
+    lines = re.sub(r"\x1b\[[\d;]*m", "", render(rows, Terminal())).splitlines()
+    grid = [line for line in lines if "disturbed: busy" not in line]
+    assert max(map(len, grid)) <= 80
+    for word in ["1.00", "(tensor", "planned", "15678", "1200-1300", "disturbed", "4.625", "0.285", "perplexity"]:
+        assert any(word in line.split() for line in grid), word
+    assert sum("fp32-every1" in line.split() for line in grid) > 1
 
 
 def test_the_command_prints_and_saves(tmp_path: Path):

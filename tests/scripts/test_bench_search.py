@@ -87,7 +87,7 @@ PLANS = {
         ({"outside": [2.0]}, "outside", "-"),  # accum=x32 is searched, and not in the grid
         ({"a": [2.0], "b": [3.0]}, "ab", "probed, and slower there"),
         ({"a": [2.0], "b": [3.0]}, "a", "predicted too slow: 2 of 2 that fit by their plans"),
-        ({"a": [2.0], "c": [3.0]}, "a", "planned too large: 0.215 GiB, 10% to be safe among it"),
+        ({"a": [2.0], "c": [3.0]}, "a", "planned too large: 0.215 GiB, its margin of 10% included"),
     ],
 )
 def test_it_is_reported_where_the_best_was_lost(rates: dict[str, list[float]], probes: str, told: str) -> None:

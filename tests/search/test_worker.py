@@ -11,8 +11,9 @@ from lowvram.config.settings import Settings
 from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_of
+from lowvram.results.row import MIB
 from lowvram.search.space import Plan
-from lowvram.search.worker import PlanCache, offered, ranked, search, usual_groups
+from lowvram.search.worker import PlanCache, nothing_fits, offered, ranked, search, usual_groups
 from tests.calls import TINY
 from tests.planning.test_worker import composed
 
@@ -70,10 +71,15 @@ def test_lossy_options_are_tried_on_demand_alone() -> None:
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits_says_the_least_that_would() -> None:
     with pytest.raises(
-        Incompatible, match=r"vram=1.00 MiB: nothing fits: the least found is \S+ [GM]iB .*, with .*="
+        Incompatible, match=r"vram=1.00 MiB: nothing fits: the smallest plan found fits into vram=\d+MiB .*: .*="
     ) as said:
         search(book("vram=1MiB", GROUPS), [])
     assert "\n" not in str(said.value)
+
+
+def test_the_named_budget_is_enough() -> None:
+    plan = {"changes": {}, "least_vram_bytes": 15 * MIB, "budget_bytes": MIB, "margin": 0.1}  # 16.5 MiB
+    assert "fits into vram=17MiB (" in nothing_fits([plan | {"host_bytes": None, "host_budget_bytes": None}])
 
 
 def test_without_a_budget_or_rates_there_is_nothing_to_search_by() -> None:
@@ -124,7 +130,7 @@ def test_a_combination_that_cannot_be_planned_is_left_out(monkeypatch: pytest.Mo
     """The leanest of all, which is looked at where nothing fits."""
     found = book("vram=1MiB", "search.groups=[ckpt,accum]")
     monkeypatch.setattr(Planner, "planned", without_plans_of({"every1", "x32"}))
-    with pytest.raises(Incompatible, match="nothing fits: the least found is"):
+    with pytest.raises(Incompatible, match="nothing fits: the smallest plan found fits into"):
         search(found, [])
     assert ("every1", "x16") in found.plans
 

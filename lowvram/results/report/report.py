@@ -75,7 +75,7 @@ def _hash(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Makes report.html of one sweep, or one report of several; with --png also figures for papers. Exit 3: none."""
+    """Makes report.html of one sweep, or one of several; with --png also PNGs for papers. Exits with 3 on failure."""
     parser = argparse.ArgumentParser("python -m lowvram.report", description=main.__doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="a sweep's folder, or that of a run")
     parser.add_argument("--png", action="store_true", help=f"also PNGs, in {FIGURES}/ beside the report")
