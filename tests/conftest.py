@@ -62,6 +62,11 @@ def pytest_runtest_setup() -> None:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What is frozen is freed again: Triton 3.9 prints a page of what it calls leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def updates_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers of few bits compile for seconds for each shape of a parameter. What is no test of that runs the same

@@ -164,3 +164,16 @@ def is_locked(file: Path) -> bool:
         except BlockingIOError:
             return True
         return False
+
+
+@pytest.mark.medium
+def test_a_server_ends_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What it imported is frozen and never freed: a library that looks for leaks at the end (Triton 3.9) finds some."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'leaked')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = Server()
+    server.wait_until_ready(lambda: None)
+    server.stop()
+    assert capfd.readouterr() == ("", "")
