@@ -19,3 +19,22 @@ def new_moment(optimizer: Any, like: Tensor, signed: bool) -> Tensor:
         signed: whether values may be negative: true for the mean of gradients, false for that of their squares.
     """
     return optimizer._new_buffer(like, signed)
+
+
+def part_of_moment(moment: Any, start: int, end: int) -> Any:
+    """Elements `start` to `end` of a moment of codes, in one dimension. The part shares the memory of the whole, and has
+    whole blocks of it.
+
+    The constructors of torchao.optim's OptimState8bit and OptimState4bit, by their `__tensor_unflatten__`, since 0.4:
+    the classes are public, but they can't be sliced. Replaced by a slice, once they can.
+    """
+    names, attributes = moment.__tensor_flatten__()
+
+    def part(name: str) -> Tensor:
+        whole = getattr(moment, name).view(-1)
+        first, last = (place * whole.numel() // moment.numel() for place in (start, end))
+        return whole[first:last]
+
+    inner = {name: moment.qmap if name == "qmap" else part(name) for name in names}
+    sizes = [(end - start,) if isinstance(value, tuple) else value for value in attributes]
+    return type(moment).__tensor_unflatten__(inner, sizes)

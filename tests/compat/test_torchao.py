@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.compat.sentences import needed
@@ -24,3 +26,20 @@ def test_moments_are_codes_unless_they_are_small() -> None:
             assert type(new_moment(optimizer, small, signed)) is torch.Tensor
         levels = [new_moment(optimizer, large, signed).qmap.min().item() for signed in (True, False)]  # pyright: ignore
         assert levels[0] < 0 <= levels[1]
+
+
+@needed("OptimState8bit.__tensor_unflatten__", by="optimizer=adamw_8bit and adamw_4bit of large weights")
+def test_a_part_of_a_moment_shares_its_memory() -> None:
+    from lowvram.compat.torchao import new_moment, part_of_moment
+    from lowvram.core.quiet import quiet
+
+    with quiet():
+        from torchao.optim import AdamW4bit, AdamW8bit
+    for kind in (AdamW8bit, AdamW4bit):
+        large = torch.randn(64, 128)
+        whole: Any = new_moment(kind([torch.nn.Parameter(large)]), large, True)
+        whole.copy_(large)
+        part = part_of_moment(whole, 512, 2048)
+        assert torch.equal(part.dequantize(), whole.dequantize().view(-1)[512:2048])
+        part.copy_(torch.ones(1536))
+        assert torch.equal(whole.dequantize().view(-1)[512:2048], torch.ones(1536))

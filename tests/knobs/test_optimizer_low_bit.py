@@ -120,6 +120,22 @@ def test_paper_and_ledger_agree_on_states(option: str) -> None:
     assert fake_tensors.by_kind_max[Kind.OPTIMIZER] == real.by_kind_max[Kind.OPTIMIZER]
 
 
+@pytest.mark.parametrize("option", KNOBS)
+def test_pieces_of_a_large_weight_are_updated_as_the_whole(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, counts of updates too. The last piece is a smaller one."""
+    values = torch.randn(130, 128, generator=torch.Generator().manual_seed(0))
+    whole, cut = (nn.Parameter(values.clone()) for _ in range(2))
+    optimizers = [KNOBS[option].make([weight]) for weight in (whole, cut)]
+    updated(optimizers[0], whole, 3)
+    monkeypatch.setattr(low_bit, "PIECE_ELEMENTS", 4096)
+    updated(optimizers[1], cut, 3)
+    assert torch.equal(whole, cut)
+    states = [optimizer.state[weight] for optimizer, weight in zip(optimizers, (whole, cut), strict=True)]
+    assert states[0]["step"] == states[1]["step"] == 3
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(*pair) for pair in zip(*(parts_of(state[moment]) for state in states), strict=True))
+
+
 SCRATCH_BYTES = {"8bit": 2 * 65_536 + 2 * 2**24, "4bit": 2 * 131_072 + 2 * 2**24 + 2 * 2**25}
 
 
@@ -131,14 +147,18 @@ def with_gradient(shape: tuple[int, ...], device: torch.device, dtype: torch.dty
 
 @pytest.mark.parametrize("option", KNOBS)
 def test_an_update_of_a_large_weight_takes_what_torchs_allocator_was_asked_for(option: str) -> None:
-    """Recorded on an emulated card. A small weight, and one without a gradient, take nothing."""
+    """Recorded on an emulated card, for pieces of 4096 x 1024. A small weight takes nothing, nor does one without a
+    gradient."""
     with fake_tensors():
-        weights = [with_gradient(shape, CPU) for shape in ((4096, 1024), (40,), (4096, 1024))]
+        weights = [with_gradient(shape, CPU) for shape in ((8192 + 512, 1024), (40,), (4096, 1024))]
         weights[-1].grad = None
         optimizer = KNOBS[option].make(weights)
         optimizer.step()
         assert isinstance(optimizer, low_bit.LowBit)
-        assert [sum(sizes) for sizes in optimizer.scratch_bytes()] == [SCRATCH_BYTES[option]]
+        assert [sum(sizes) for sizes in optimizer.scratch_bytes()] == [
+            *[SCRATCH_BYTES[option]] * 2,
+            SCRATCH_BYTES[option] // 8,
+        ]
 
 
 @pytest.mark.parametrize("option", KNOBS)
@@ -157,8 +177,8 @@ def test_a_plan_for_a_card_has_what_updates_take(option: str) -> None:
 def test_a_cards_allocator_serves_what_an_update_says_it_takes(
     option: str, dtype: torch.dtype, device: torch.device, compiled: None
 ) -> None:
-    """But for the seed of stochastic rounding, of a few bytes."""
-    weight = with_gradient((1024, 1024), device, dtype)
+    """But for the seed of stochastic rounding, of a few bytes. The last piece is smaller."""
+    weight = with_gradient((6000, 1024), device, dtype)
     optimizer = KNOBS[option].make([weight], RoundingPolicy(stochastically if dtype is torch.bfloat16 else None))
     optimizer.step()
     assert isinstance(optimizer, low_bit.LowBit)
@@ -166,7 +186,7 @@ def test_a_cards_allocator_serves_what_an_update_says_it_takes(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step()
-    (sizes,) = optimizer.scratch_bytes()
+    sizes, _ = optimizer.scratch_bytes()
     wanted = sum(rounded_up(size, 512) for size in sizes)
     assert wanted <= torch.cuda.max_memory_allocated() - before <= wanted + 1024
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
-from lowvram.compat.torchao import new_moment
+from lowvram.compat.torchao import new_moment, part_of_moment
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.shards import local
-from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, keep_formats, noise_of_step
+from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, keep_formats, noise_of_step
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 from lowvram.knobs.optimizer.plain import AdamW
 
@@ -118,35 +118,35 @@ class LowBit(CompiledUpdate):
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state that torchao makes for an fp32 weight, whatever the dtype of this one: moments of tensors too small
         for blocks of codes are then in fp32."""
-        wide = parameter.detach().float()
+        wide = without_memory(parameter.detach())
         moments = {
             "exp_avg": new_moment(self.inner, wide, signed=True),
             "exp_avg_sq": new_moment(self.inner, wide, signed=False),
         }
-        return {"step": torch.tensor(0.0), **moments}
+        return {STEP: torch.tensor(0.0), **moments}
 
     def scratch_bytes(self) -> Iterator[list[int]]:
-        """As inductor's kernels of torch 2.13 ask for it: the new scales of both moments, then temporaries as large as
-        the parameter. Moments in fp32 are updated in place."""
+        """As inductor's kernels of torch 2.13 ask for it, for each piece: the new scales of both moments, then
+        temporaries as large as the piece. Moments in fp32 are updated in place."""
         for parameter, state in self.state.items():
             moment: Any = local(state["exp_avg"])
-            if parameter.grad is not None and is_traceable_wrapper_subclass(moment):
-                yield [moment.scale.nbytes] * 2 + [moment.numel() * itemsize for itemsize in self.scratch_itemsizes]
+            if parameter.grad is not None and has_codes(moment):
+                for start, end in pieces(moment.numel()):
+                    scale_bytes = moment.scale.nbytes * (end - start) // moment.numel()
+                    yield [scale_bytes] * 2 + [(end - start) * itemsize for itemsize in self.scratch_itemsizes]
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
         """Run the update. The learning rate is passed as a tensor, since a number would be compiled in. Of DTensors
         only this rank's shards are passed: torch 2.13's cache of graphs mixes up DTensors of different shapes."""
-        stand_ins = {parameter: shard_of(stand_in) for parameter, stand_in in stand_ins.items()}
-        self.inner.param_groups = [
-            {
-                **group,
-                "lr": torch.tensor(group["lr"]),
-                "params": [stand_ins[p] for p in group["params"] if p in stand_ins],
-            }
-            for group in self.param_groups
-        ]
-        shards = {p: {name: local(value) for name, value in self.state[p].items()} for p in stand_ins}
-        self.inner.state = defaultdict(dict, {stand_in: shards[p] for p, stand_in in stand_ins.items()})
+        self.inner.param_groups = []
+        for group in self.param_groups:
+            states: dict[nn.Parameter, dict[str, Any]] = {}
+            for parameter in group["params"]:
+                if parameter in stand_ins:
+                    state = {name: local(value) for name, value in self.state[parameter].items()}
+                    states |= in_pieces(shard_of(stand_ins[parameter]), state)
+            self.inner.param_groups.append({**group, "lr": torch.tensor(group["lr"]), "params": [*states]})
+            self.inner.state |= states
         with noise_of_step(self.param_groups):
             compiled_step(self.inner)
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)
@@ -154,6 +154,37 @@ class LowBit(CompiledUpdate):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         keep_formats(self, state_dict)
+
+
+def without_memory(weight: Tensor) -> Tensor:
+    """A tensor of the same shape in fp32, which holds a single number. One that is spread over ranks is copied."""
+    return weight.new_zeros((), dtype=torch.float32).expand(weight.shape) if local(weight) is weight else weight.float()
+
+
+def has_codes(moment: Any) -> bool:
+    """Whether a moment is kept in few bits."""
+    return is_traceable_wrapper_subclass(moment)
+
+
+def pieces(numel: int) -> Iterator[tuple[int, int]]:
+    """First element and end of each run of elements that is updated at a time: all that is computed in fp32 is that
+    large. Whole blocks, as `PIECE_ELEMENTS` is a multiple of their size."""
+    for start in range(0, numel, PIECE_ELEMENTS):
+        yield start, min(start + PIECE_ELEMENTS, numel)
+
+
+def in_pieces(weight: nn.Parameter, state: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
+    """The weight and its state; if it is large, flat pieces of both, which share their memory."""
+    if weight.numel() <= PIECE_ELEMENTS or not has_codes(state["exp_avg"]):
+        return {weight: state}
+    assert weight.grad is not None
+    found, values, gradient, step = {}, weight.detach().view(-1), weight.grad.reshape(-1), state[STEP]
+    for start, end in pieces(weight.numel()):
+        piece = nn.Parameter(values[start:end])
+        piece.grad = gradient[start:end]
+        moments = {name: part_of_moment(value, start, end) for name, value in state.items() if name != STEP}
+        found[piece] = {STEP: step if start == 0 else step.clone(), **moments}  # each update counts once
+    return found
 
 
 def compute_levels(optimizer: Any) -> None:
