@@ -22,8 +22,8 @@ def new_moment(optimizer: Any, like: Tensor, signed: bool) -> Tensor:
 
 
 def part_of_moment(moment: Any, start: int, end: int) -> Any:
-    """Elements `start` to `end` of a moment of codes, in one dimension. The part shares the memory of the whole, and has
-    whole blocks of it.
+    """Elements `start` to `end` of a moment of codes, in one dimension. The part shares the memory of the whole and
+    has whole blocks.
 
     The constructors of torchao.optim's OptimState8bit and OptimState4bit, by their `__tensor_unflatten__`, since 0.4:
     the classes are public, but they can't be sliced. Replaced by a slice, once they can.

@@ -136,7 +136,7 @@ def test_pieces_of_a_large_weight_are_updated_as_the_whole(option: str, monkeypa
         assert all(torch.equal(*pair) for pair in zip(*(parts_of(state[moment]) for state in states), strict=True))
 
 
-SCRATCH_BYTES = {"8bit": 2 * 65_536 + 2 * 2**24, "4bit": 2 * 131_072 + 2 * 2**24 + 2 * 2**25}
+SCRATCH_BYTES = {"8bit": [], "4bit": [num := 2 * 131_072 + 2 * 2**24 + 2 * 2**25, num, num // 8]}
 
 
 def with_gradient(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -155,20 +155,18 @@ def test_an_update_of_a_large_weight_takes_what_torchs_allocator_was_asked_for(o
         optimizer = KNOBS[option].make(weights)
         optimizer.step()
         assert isinstance(optimizer, low_bit.LowBit)
-        assert [sum(sizes) for sizes in optimizer.scratch_bytes()] == [
-            *[SCRATCH_BYTES[option]] * 2,
-            SCRATCH_BYTES[option] // 8,
-        ]
+        assert [sum(sizes) for sizes in optimizer.scratch_bytes()] == SCRATCH_BYTES[option]
 
 
-@pytest.mark.parametrize("option", KNOBS)
-def test_a_plan_for_a_card_has_what_updates_take(option: str) -> None:
+@pytest.mark.parametrize(("option", "each_bytes"), [("8bit", 0), ("4bit", 24)])
+def test_a_plan_for_a_card_has_what_updates_take(option: str, each_bytes: int) -> None:
     problem = Auto().pose(TransformerConfig(1, 64, 2, 8), DataSpec(Modality.TOKENS, 20_000, (8,)))
     peaks = [
         trace(problem, knobs_of(optimizer=f"adamw_{option}"), 2, Target(card)).sums().by_phase[Phase.UPDATE]
         for card in (None, Card("H100", (9, 0)))
     ]
-    assert peaks[1] - peaks[0] > (8 if option == "8bit" else 24) * 20_000 * 64
+    most_bytes = each_bytes * 20_000 * 64
+    assert most_bytes <= peaks[1] - peaks[0] <= 1.1 * most_bytes
 
 
 @pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=needs_gpu)], ids=str)
@@ -186,8 +184,7 @@ def test_a_cards_allocator_serves_what_an_update_says_it_takes(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step()
-    sizes, _ = optimizer.scratch_bytes()
-    wanted = sum(rounded_up(size, 512) for size in sizes)
+    wanted = max((sum(rounded_up(size, 512) for size in sizes) for sizes in optimizer.scratch_bytes()), default=0)
     assert wanted <= torch.cuda.max_memory_allocated() - before <= wanted + 1024
 
 

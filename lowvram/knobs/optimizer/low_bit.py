@@ -48,7 +48,7 @@ class AdamW8bit(Knob):
     saves = Kind.OPTIMIZER
     libraries = ("torchao.optim",)
     theirs: ClassVar[str] = "AdamW8bit"
-    scratch_itemsizes: ClassVar[tuple[int, ...]] = (4, 4)  # an update's temporaries: both moments in fp32
+    scratch_itemsizes: ClassVar[tuple[int, ...]] = ()  # bytes per element of an update's temporaries: it has none
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
@@ -81,7 +81,7 @@ class AdamW4bit(AdamW8bit):
     """Two moments of 4 bits per parameter."""
 
     theirs = "AdamW4bit"
-    scratch_itemsizes = (4, 4, 8, 8)  # and the nearest code of each value, as a whole number of 64 bits
+    scratch_itemsizes = (4, 4, 8, 8)  # both moments in fp32, and the nearest code of each value as an int64
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.OPTIMIZER: 20}
@@ -127,13 +127,35 @@ class LowBit(CompiledUpdate):
 
     def scratch_bytes(self) -> Iterator[list[int]]:
         """As inductor's kernels of torch 2.13 ask for it, for each piece: the new scales of both moments, then
-        temporaries as large as the piece. Moments in fp32 are updated in place."""
+        temporaries as large as the piece. One kernel needs none of it where a weight has one dimension and its moments
+        8 bits. Moments in fp32 are updated in place."""
         for parameter, state in self.state.items():
             moment: Any = local(state["exp_avg"])
-            if parameter.grad is not None and has_codes(moment):
-                for start, end in pieces(moment.numel()):
+            if parameter.grad is not None and has_codes(moment) and self.scratch_itemsizes:
+                for start, end in self.pieces(moment.numel()):
                     scale_bytes = moment.scale.nbytes * (end - start) // moment.numel()
                     yield [scale_bytes] * 2 + [(end - start) * itemsize for itemsize in self.scratch_itemsizes]
+
+    def pieces(self, numel: int) -> Iterator[tuple[int, int]]:
+        """First element and end of each run of elements that is updated at a time, so that temporaries stay small.
+        Whole blocks, as `PIECE_ELEMENTS` is a multiple of their size."""
+        at_once = PIECE_ELEMENTS if self.scratch_itemsizes else numel
+        for start in range(0, numel, at_once):
+            yield start, min(start + at_once, numel)
+
+    def in_pieces(self, weight: nn.Parameter, state: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
+        """The weight and its state in pieces of one dimension, which share their memory; as they are if the moments
+        have no codes."""
+        if not has_codes(state["exp_avg"]):
+            return {weight: state}
+        assert weight.grad is not None
+        found, values, gradient, step = {}, weight.detach().view(-1), weight.grad.reshape(-1), state[STEP]
+        for start, end in self.pieces(weight.numel()):
+            piece = nn.Parameter(values[start:end])
+            piece.grad = gradient[start:end]
+            moments = {name: part_of_moment(value, start, end) for name, value in state.items() if name != STEP}
+            found[piece] = {STEP: step if start == 0 else step.clone(), **moments}  # each update counts once
+        return found
 
     def run(self, stand_ins: dict[Tensor, nn.Parameter]) -> None:
         """Run the update. The learning rate is passed as a tensor, since a number would be compiled in. Of DTensors
@@ -144,7 +166,7 @@ class LowBit(CompiledUpdate):
             for parameter in group["params"]:
                 if parameter in stand_ins:
                     state = {name: local(value) for name, value in self.state[parameter].items()}
-                    states |= in_pieces(shard_of(stand_ins[parameter]), state)
+                    states |= self.in_pieces(shard_of(stand_ins[parameter]), state)
             self.inner.param_groups.append({**group, "lr": torch.tensor(group["lr"]), "params": [*states]})
             self.inner.state |= states
         with noise_of_step(self.param_groups):
@@ -164,27 +186,6 @@ def without_memory(weight: Tensor) -> Tensor:
 def has_codes(moment: Any) -> bool:
     """Whether a moment is kept in few bits."""
     return is_traceable_wrapper_subclass(moment)
-
-
-def pieces(numel: int) -> Iterator[tuple[int, int]]:
-    """First element and end of each run of elements that is updated at a time: all that is computed in fp32 is that
-    large. Whole blocks, as `PIECE_ELEMENTS` is a multiple of their size."""
-    for start in range(0, numel, PIECE_ELEMENTS):
-        yield start, min(start + PIECE_ELEMENTS, numel)
-
-
-def in_pieces(weight: nn.Parameter, state: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
-    """The weight and its state; if it is large, flat pieces of both, which share their memory."""
-    if weight.numel() <= PIECE_ELEMENTS or not has_codes(state["exp_avg"]):
-        return {weight: state}
-    assert weight.grad is not None
-    found, values, gradient, step = {}, weight.detach().view(-1), weight.grad.reshape(-1), state[STEP]
-    for start, end in pieces(weight.numel()):
-        piece = nn.Parameter(values[start:end])
-        piece.grad = gradient[start:end]
-        moments = {name: part_of_moment(value, start, end) for name, value in state.items() if name != STEP}
-        found[piece] = {STEP: step if start == 0 else step.clone(), **moments}  # each update counts once
-    return found
 
 
 def compute_levels(optimizer: Any) -> None:
