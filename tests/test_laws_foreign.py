@@ -90,7 +90,7 @@ NUM_EAGER = sum(not is_compiled(case) for case in INEXACT)
 
 @pytest.mark.parametrize(("pair", "kind"), sorted(REFUSED), ids=words)
 def test_what_cannot_be_had_says_why(pair: Pair, kind: str) -> None:
-    with pytest.raises(Incompatible, match="blocks take tensors alone, by place"):
+    with pytest.raises(Incompatible, match="blocks take only tensors, as positional arguments"):
         assemble(problem(kind), knobs_of(**dict([pair])), CPU)
 
 
