@@ -1,7 +1,8 @@
 """The points on which plans are held against torch's real allocator on emulated cards, and which of them are held out.
 
 A checksum of its name decides whether a point is held out, so it was fixed before anything was tuned and stays so when
-points are added: one of three in the mean, 62 of the first 154. Sizes are those of real use: on an emulated card kernels compute nothing.
+points are added: one of three in the mean, 62 of the first 154. Sizes are those of real use: on an emulated card
+kernels compute nothing.
 """
 
 from __future__ import annotations
