@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 DefaultAllGather = _fsdp_collectives.DefaultAllGather
@@ -46,4 +48,21 @@ def shape_propagation_inside(context: AbstractContextManager[object]) -> Iterato
             return propagate(propagator, operation)
 
     with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_inside):
+        yield
+
+
+@contextmanager
+def gathered_from(arrived: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside it FSDP2 gathers what `arrived` makes of a rank's weights.
+
+    torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs, since 2.6, is patched: FSDP2 copies
+    weights from the host with `to`, which copies nothing between fake tensors of one device. Replaced by a public hook,
+    if torch makes one.
+    """
+    inputs: Any = FSDPParam.all_gather_inputs
+
+    def arrived_inputs(parameter: FSDPParam) -> list[Tensor]:
+        return [arrived(weight) for weight in inputs.fget(parameter)]
+
+    with patch.object(FSDPParam, "all_gather_inputs", property(arrived_inputs)):
         yield

@@ -55,16 +55,27 @@ class NormOps:
 
     SOFTMAX = ATEN._softmax
     LOG_SOFTMAX = ATEN._log_softmax
+    SOFTMAX_BACKWARD = ATEN._softmax_backward_data
     ALL = frozenset(
         {
             SOFTMAX,
             LOG_SOFTMAX,
-            ATEN._softmax_backward_data,
+            SOFTMAX_BACKWARD,
             ATEN._log_softmax_backward_data,
             ATEN._fused_rms_norm,
             ATEN._fused_rms_norm_backward,
         }
     )
+
+
+class ManyOps:
+    """Operators on lists of tensors, in few CUDA kernels however many tensors there are.
+
+    torch.ops.aten._foreach_norm, since 1.13: a dispatch mode sees it in gradient clipping. Replaced by a public name,
+    if torch makes one.
+    """
+
+    NORM = ATEN._foreach_norm
 
 
 class CopyOps:

@@ -145,13 +145,13 @@ class DataSpec:
         if self.layout is not None:
             return self.layout.example(num_samples, self.is_padded)
         shape = (num_samples, *self.shape)
-        label = torch.zeros(num_samples, dtype=torch.long)
+        label = TensorLayout((), "int64")
         if self.modality is Modality.IMAGES:
-            return torch.zeros(shape), label
+            return torch.zeros(shape), label.zeros(num_samples)
         tokens = torch.zeros(shape, dtype=torch.long)
         if self.modality is Modality.TOKENS:
             return tokens, torch.zeros_like(tokens)
-        return {IDS: tokens, MASK: mask_like(tokens, self.is_padded)}, label
+        return {IDS: tokens, MASK: mask_like(tokens, self.is_padded)}, label.zeros(num_samples)
 
 
 def real_lengths(inputs: Any, targets: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -104,5 +104,19 @@ class OwnModel(ABC):
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
         layout.save(model, self, spec, folder)
 
-    def values(self, model: Any, spec: DataSpec, seed: int) -> Callable[[str, Tensor], None]:
-        return lambda name, tensor: model.initialise(name, tensor, generator_for(seed, name, tensor.device))
+    def values(self, model: Any, spec: DataSpec, seed: int) -> InitialValues:
+        return InitialValues(model, seed)
+
+
+@final
+@dataclass(frozen=True)
+class InitialValues:
+    """Fills the tensors of one of our own models, one after another."""
+
+    model: Any
+    seed: int
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        self.model.initialise(name, tensor, generator_for(self.seed, name, tensor.device))
+
+    without_values = __call__  # a plan counts what this allocates

@@ -64,7 +64,9 @@ class ForeignModel(ABC):
                 repeated = ", ".join(f"{name} ({count})" for name, count in repeated_classes(model).items())
                 allowed = f"the class of some of the model's modules: {repeated or 'none is repeated'}"
                 raise BadInput("model.blocks", self.blocks, allowed)
-            FOUND_BLOCKS[key] = find_blocks(model, self.call, spec.example(2)[0], self.blocks)
+            with without_dispatch_modes():  # a plan doesn't count these inputs
+                inputs, _ = spec.example(2)
+            FOUND_BLOCKS[key] = find_blocks(model, self.call, inputs, self.blocks)
         return FOUND_BLOCKS[key]
 
     def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]:

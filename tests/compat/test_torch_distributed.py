@@ -83,3 +83,23 @@ def test_questions_about_shapes_are_noticed() -> None:
         entered.clear()
         assert (tensor * tensor).shape == (14, 11)
         assert not entered
+
+
+@needed(
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs", by="a plan of offload=parameters"
+)
+def test_weights_are_gathered_from_what_has_arrived() -> None:
+    from lowvram.compat.torch_distributed import gathered_from, pretend_ranks
+
+    seen: list[torch.Size] = []
+
+    def arrived(weight: torch.Tensor) -> torch.Tensor:
+        seen.append(weight.shape)
+        return weight * 0
+
+    with group_left():
+        pretend_ranks(1)
+        module: Any = fully_shard(torch.nn.Linear(3, 2, bias=False), mesh=init_device_mesh("cpu", (1,)))
+        with gathered_from(arrived):
+            assert module(torch.ones(1, 3)).tolist() == [[0.0, 0.0]]
+        assert seen == [torch.Size([6])]

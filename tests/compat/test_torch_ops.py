@@ -59,9 +59,18 @@ def test_softmax_runs_what_we_know() -> None:
     seen = packets_of(lambda: (input.softmax(-1) + input.log_softmax(-1)).sum().backward())
     assert {NormOps.SOFTMAX, NormOps.LOG_SOFTMAX} <= seen
     assert len(seen & NormOps.ALL) == 4
+    assert NormOps.SOFTMAX_BACKWARD in seen
+    assert argument_names(NormOps.SOFTMAX_BACKWARD)[:2] == ["grad_output", "output"]
     made = NormOps.SOFTMAX.default(input, -1, False)
     torch.testing.assert_close(made, input.softmax(-1))
     assert len(NormOps.ALL) == 6
+
+
+@needed("torch.ops.aten._foreach_norm", by="a plan of clipping")
+def test_norms_of_many_run_what_we_know() -> None:
+    from lowvram.compat.torch_ops import ManyOps, norms
+
+    assert ManyOps.NORM in packets_of(lambda: norms([torch.ones(3)], torch.float32))
 
 
 @needed("torch.ops.aten._unsafe_view, _local_scalar_dense, _foreach_…", by="mode=plan, which counts no work for them,")

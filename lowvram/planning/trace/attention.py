@@ -145,7 +145,9 @@ def to_multiple(tensor: Tensor, multiple: int) -> Tensor:
 
 def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as numbers to add to the scores: 0 or -inf for a boolean mask."""
-    return torch.where(mask, 0.0, float("-inf")).to(dtype) if mask.dtype is torch.bool else mask
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
 
 
 def as_bias(mask: Tensor, query: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowvram.compat.torch_cuda import streams_replaced
+from lowvram.compat.torch_distributed import gathered_from
 from lowvram.compat.torch_ops import NormOps, kernels_replaced
 from lowvram.core import host
 from lowvram.core.device import Card
@@ -63,6 +64,7 @@ def acts_as_card(card: Card) -> Iterator[None]:
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
         undo.enter_context(streams_replaced(STREAMS))
         undo.enter_context(weights_cast_once())
+        undo.enter_context(gathered_from(on_card))
         warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
         register_autocast(library)
         replace = {
@@ -77,6 +79,11 @@ def acts_as_card(card: Card) -> Iterator[None]:
         for name, kernel in replace.items():
             library.impl(name, kernel, "AutogradCPU")
         yield
+
+
+def on_card(weight: Tensor) -> Tensor:
+    """A copy of a weight that is kept on the host, as it arrives on the card."""
+    return weight.clone() if host.holds(weight) else weight
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,6 +37,8 @@ MACHINERY = (str(Path(torch.__file__).parent), *(str(ROOT / name) for name in OW
 ATEN = torch.ops.aten
 DEVICE_OF, PROMOTED = torch.ops.prim.device.default, ATEN.promote_types.default
 NUMBER_OF, CONSTANT = CopyOps.NUMBER.default, ATEN.lift_fresh.default
+# Operators whose kernels make these many of their first arguments contiguous, so that results are; fake ones don't.
+MADE_CONTIGUOUS = {ATEN.native_layer_norm.default: 1, ATEN.native_layer_norm_backward.default: 2}
 FILLS = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 
 
@@ -135,7 +137,11 @@ class PlanningMode(FastDispatchMode):
                 return 1.0 if args[0].is_floating_point() else 1
             with suppress(UnknownValue):
                 return self.known.number(args[0])
-        out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, args, kwargs or {})
+        given = args
+        if func in MADE_CONTIGUOUS:
+            number = MADE_CONTIGUOUS[func]
+            given = (*(tensor.contiguous() for tensor in args[:number]), *args[number:])
+        out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, given, kwargs or {})
         self.known.note(func, args, kwargs or {}, out)
         if func is PROMOTED:
             self.promoted[args] = out

@@ -12,35 +12,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowvram.compat.torch_ops import AttentionOps, CublasOps
+from lowvram.compat.torch_ops import AttentionOps, CublasOps, ManyOps, NormOps
 from lowvram.core import host
 from lowvram.core.device import Card
-from lowvram.planning.trace.attention import SIXTEEN_BIT, SMALL_SHARED_MEMORY
-from lowvram.planning.trace.reductions import WARP, Reduction, columns_of, product, reduction_of
+from lowvram.planning.trace.attention import SIXTEEN_BIT
+from lowvram.planning.trace.attention_scratch import (
+    cudnn_backward,
+    efficient_backward,
+    efficient_forward,
+    flash_backward,
+    flash_forward,
+)
+from lowvram.planning.trace.groups import FP32_BYTES, RESULT, Group, Result, Rule, argument, rounded
+from lowvram.planning.trace.reductions import (
+    MOST_THREADS,
+    WARP,
+    Reduction,
+    columns_of,
+    power_of_two,
+    product,
+    reduction_of,
+)
 
 ATEN = torch.ops.aten
 CUBLAS_OPS = CublasOps.ALL  # the first of them in each thread allocates cuBLAS's workspace
-FP32_BYTES, INDEX_BYTES = 4, 8
+INDEX_BYTES = 8
+LAST, FLAT = torch.channels_last, torch.contiguous_format
 MOST_ROWS = 64 * 1024  # that a norm's backward pass sums without partial sums
 # Bytes of a partial result: a pair of value and index (argmax); mean, sum of squares and two counts (variance).
 PAIR_BYTES, MOMENTS_BYTES = 16, 16
-
-Group = Sequence[int | Reduction]  # bytes; allocated in this order after the results, freed in the opposite order
-Rule = Callable[[Card, Sequence[Any], Mapping[str, Any]], Sequence[Group]]
+SORT_BYTES = 8 * 1024  # that cub's sort takes beside copies of what it sorts
+SORT_KEYS = 2**8  # so many keys are sorted in one pass, without copies
+SHORT_LIST = 3072  # places up to which a table's gradient is made without sorting them
+ROWS_OF_THREAD = 10  # of a table's gradient: NROWS_PER_THREAD
+BLOCK_THREADS, MOST_ADDING_BLOCKS = 1024, 16  # MAX_BLOCK_SIZE, MAX_ATOMIC_ACCUM_BLOCKS_PER_SM
+ROWS_OF_NORM, FEWEST_NORM_BLOCKS, MOST_NORM_BLOCKS = 16, 8, 128  # ELEMENTS_PER_THREAD, 8, MAX_H_BLOCK
+CHUNK = 2**16  # elements of a tensor that a thread block of a `_foreach` operator takes
 
 
 def scratch_of(card: Card, operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """What an operator allocates while it runs: groups of allocations, each freed before the next one is made.
+    """What an operator allocates while it runs, beside its results.
 
     Args:
         args, named: as a dispatch mode gets them.
     """
     rule = RULES.get(operator.overloadpacket)
-    return () if rule is None or host.holds(args[0]) else rule(card, args, named)
-
-
-def argument(args: Sequence[Any], named: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
-    return args[place] if len(args) > place else named.get(name, default)
+    if rule is None:
+        return ()
+    first = args[0][0] if isinstance(args[0], list) else args[0]
+    return () if host.holds(first) else rule(card, args, named)
 
 
 def reduction(bytes_of: Callable[[torch.dtype], int], place: int = 1) -> Rule:
@@ -64,10 +84,6 @@ def sum_bytes(dtype: torch.dtype) -> int:
     return max(FP32_BYTES, dtype.itemsize) if dtype.is_floating_point else 8
 
 
-def rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
     """softmax with `out=` first copies its input to the wanted format, except from fp16 to fp32 (SoftMax.cpp). Without
     `out=` the trace sees that copy itself."""
@@ -76,45 +92,96 @@ def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> S
     return () if is_direct else [[source.numel() * dtype.itemsize]]
 
 
-def norm_of_copy(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """A layer norm makes its input contiguous first (layer_norm_kernel.cu)."""
-    return () if args[0].is_contiguous() else [[args[0].numel() * args[0].itemsize]]
-
-
-def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """With many short rows, blocks of 32 of them sum the gradients of weight and bias (layer_norm_kernel.cu,
-    LaunchGammaBetaBackwardCUDAKernel)."""
-    source, (width, *others) = args[1], reversed(args[2])
-    num_columns = width * product(others)
-    num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
-    if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
-        return ()
-    sums = -(-num_rows // WARP)
-    last = Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0)
-    return [[*[sums * num_columns * source.itemsize] * 2, last]]
-
-
-def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    return [copies_of(args[0], args[1])]
-
-
-def convolution_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    gradient, source, weight, has_bias = *args[:3], args[-1][-1]
-    bias = [reduction_of(gradient, [0, *range(2, gradient.dim())], sum_bytes(gradient.dtype))] if has_bias else []
-    return [copies_of(source, weight, gradient), bias]
-
-
-def copies_of(source: Tensor, weight: Tensor, *others: Tensor) -> Group:
-    """cuDNN is given all in one format: channels_last if the input or the weight has it (ConvUtils.h,
-    cudnn_conv_suggest_memory_format)."""
-    is_last = any(tensor.dim() == 4 and is_channels_last(tensor) for tensor in (source, weight))
-    layout = torch.channels_last if is_last else torch.contiguous_format
-    tensors = (*others, source, weight)
+def copies(*tensors: Tensor, layout: torch.memory_format = FLAT) -> list[int]:
+    """The bytes of copies of those that don't have the layout yet."""
     return [tensor.numel() * tensor.itemsize for tensor in tensors if not tensor.is_contiguous(memory_format=layout)]
 
 
+def norm_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """A layer norm makes its input contiguous first (layer_norm_kernel.cu)."""
+    return [[*copies(args[0]), *[RESULT] * 3]]
+
+
+def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """With many short rows, blocks of 32 of them sum the gradients of weight and bias, before these are made
+    (layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel)."""
+    gradient, source, (width, *others) = args[0], args[1], reversed(args[2])
+    num_columns = width * product(others)
+    num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
+    made = [*copies(gradient, source), *[RESULT] * 3]
+    if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
+        return [made]
+    sums = -(-num_rows // WARP)
+    last = Reduction(sums, num_columns, FP32_BYTES, False, False, columns_of([num_columns]), 0)
+    return [[*made, *[sums * num_columns * source.itemsize] * 2, [last], [last]]]
+
+
+def batch_norm(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Mean, sum of squares and two counts of each thread block's rows (Normalization.cuh)."""
+    return [[num_block_rows(args[0]) * 4 * FP32_BYTES]]
+
+
+def batch_norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Two sums of each thread block's rows; the gradient of the input comes after them."""
+    sums: Group = [num_block_rows(args[1]) * 2 * FP32_BYTES]
+    return [[*[Result.LAST] * sum(args[-1][1:]), sums, Result.FIRST]]
+
+
+def num_block_rows(images: Tensor) -> int:
+    """How many partial results batch norm in channels_last makes: one for each channel and thread block in a column of
+    them; 0 if a column has one block (flexible_launch_configs)."""
+    if not is_channels_last(images):
+        return 0
+    num_channels = images.shape[1]
+    num_rows = images.numel() // num_channels
+    width = min(power_of_two(num_channels), WARP)
+    height = min(power_of_two(-(-num_rows // ROWS_OF_NORM)), MOST_THREADS // width)
+    num_blocks = min(-(-num_rows // (height * ROWS_OF_NORM)), MOST_NORM_BLOCKS)
+    return num_channels * num_blocks if num_blocks >= FEWEST_NORM_BLOCKS else 0
+
+
+def mask_first(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Dropout makes its mask before its output (Dropout.cu)."""
+    return [[Result.LAST, Result.FIRST]]
+
+
+def softmax_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """The product of gradient and output (SoftMax.cu, softmax_backward_cuda_out)."""
+    gradient, output = args[:2]
+    return [[output.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize]]
+
+
+def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """cuDNN is given input and weight in one format: channels_last if either of them has it (ConvUtils.h,
+    cudnn_conv_suggest_memory_format)."""
+    source, weight = args[:2]
+    layout = LAST if is_channels_last(source) or is_channels_last(weight) else FLAT
+    return [[*copies(source, layout=layout), RESULT, *copies(weight, layout=layout)]]
+
+
+def convolution_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """The gradients of input, weight and bias, one after another; the first two have formats of their own
+    (Convolution.cpp, convolution_backward; ConvShared.cpp, cudnn_convolution_backward)."""
+    (gradient, source, weight), (has_source, has_weight, has_bias) = args[:3], args[-1]
+    layout = LAST if is_channels_last(source) or (has_weight and is_channels_last(weight)) else FLAT
+    input_layout = LAST if layout is LAST or is_channels_last(weight) else FLAT
+    copied = [gradient.numel() * gradient.itemsize]
+    is_moved = layout is not (LAST if is_channels_last(gradient) else FLAT)
+    is_dense = is_moved or gradient.is_contiguous(memory_format=layout)
+    again = [] if is_dense and input_layout is layout else copied
+    of_source: Group = [RESULT, [*again, *copies(weight, layout=input_layout)]] if has_source else []
+    of_weight: Group = [[*([] if is_dense else copied), RESULT]] if has_weight else []
+    of_bias: Group = [RESULT, [bias_sum(gradient)]] if has_bias else []
+    first = copies(source, layout=layout) if has_weight else []
+    return [[*first, *(copied if is_moved else []), *of_source, *of_weight], of_bias]
+
+
+def bias_sum(gradient: Tensor) -> Reduction:
+    return reduction_of(gradient, [0, *range(2, gradient.dim())], sum_bytes(gradient.dtype))
+
+
 def is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
@@ -123,85 +190,40 @@ def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Seque
     places = [place for place in args[1] if place is not None]
     if not argument(args, named, 3, "accumulate", False):
         return ()
-    number, values = product(torch.broadcast_shapes(*(place.shape for place in places))), args[2]
-    copy = [] if values.is_contiguous() else [values.numel() * values.itemsize]
-    return [[number * INDEX_BYTES, *copy, *[number * INDEX_BYTES] * 3]]
+    places_bytes = product(torch.broadcast_shapes(*(place.shape for place in places))) * INDEX_BYTES
+    return [[places_bytes, *copies(args[2]), [places_bytes], *[places_bytes] * 3, 2 * places_bytes + SORT_BYTES]]
+
+
+def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """A table's rows are added in the order of their sorted places: up to 10 by each thread, then what these have
+    (Embedding.cu; embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu). If a table is so small that this would
+    take few threads, they add into the result itself."""
+    gradient, places, num_rows = args[:3]
+    number, width = places.numel(), gradient.shape[-1]
+    if number <= SHORT_LIST:
+        return ()
+    places_bytes, segments = number * INDEX_BYTES, min(number, num_rows)
+    parts = number // ROWS_OF_THREAD + segments
+    padded = rounded(width, WARP)
+    blocks = -(-segments * padded // min(padded, BLOCK_THREADS))
+    adds = blocks < (card.num_multiprocessors or 0) * MOST_ADDING_BLOCKS and parts > 4 * blocks
+    sums = [parts * INDEX_BYTES, *([num_rows * width * FP32_BYTES] if gradient.dtype in SIXTEEN_BIT else [])]
+    about = [places_bytes, [places_bytes], *[segments * INDEX_BYTES] * 2, parts * INDEX_BYTES]
+    copies_bytes = 2 * places_bytes if num_rows > SORT_KEYS else 0
+    ordered = [*[places_bytes] * 2, [places_bytes, copies_bytes + SORT_BYTES]]
+    return [[*ordered, RESULT, *about, *(sums if adds else [parts * width * FP32_BYTES])]]
+
+
+def norms(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    """Partial sums of the squares of each tensor, as many as the largest has (ForeachReduceOp.cu)."""
+    most = max((-(-tensor.numel() // CHUNK) for tensor in args[0]), default=0)
+    return [[len(args[0]) * most * FP32_BYTES, *[RESULT] * len(args[0])]]
 
 
 def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
     """Dimensions are rolled one after another (TensorTransformations.h, roll_common)."""
     num_dims = len(argument(args, named, 2, "dims", ()))
     return [[args[0].numel() * args[0].itemsize] * min(2, num_dims - 1)] if num_dims > 1 else ()
-
-
-def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """With few queries, the keys are split into parts, whose results are kept in fp32 and then added (flash_api.cpp,
-    set_params_splitkv)."""
-    query, key, dropout = args[0], args[1], argument(args, named, 3, "dropout_p", 0.0)
-    batch, heads, length, width = query.shape
-    num_parts = 1 if dropout else num_parts_of(card, batch * heads * -(-length // 64), key.shape[-2], width)
-    if num_parts == 1:
-        return ()
-    rows = num_parts * batch * heads * length * FP32_BYTES
-    return [[rows, rows * rounded(width, 32)]]
-
-
-def num_parts_of(card: Card, num_blocks: int, num_keys: int, width: int) -> int:
-    """Into how many parts flash attention splits the keys (num_splits_heuristic).
-
-    Args:
-        num_blocks: of 64 queries, over all heads.
-    """
-    places = 2 * (card.num_multiprocessors or 0)  # thread blocks that run at a time
-    if num_blocks >= 0.8 * places:
-        return 1
-    num_key_blocks = -(-num_keys // (256 if width <= 64 else 128 if width <= 128 else 64))
-    efficiency = {}
-    for parts in range(1, min(128, places, num_key_blocks) + 1):
-        if parts == 1 or -(-num_key_blocks // parts) != -(-num_key_blocks // (parts - 1)):
-            waves = num_blocks * parts / places
-            efficiency[parts] = waves / -(-num_blocks * parts // places)
-    best = max(efficiency.values())
-    return next(parts for parts, share in efficiency.items() if share >= 0.85 * best)
-
-
-def flash_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Row sums and the query's gradient in fp32; with grouped-query attention, also gradients of keys and values for
-    each query head (flash_api.cpp, mha_bwd)."""
-    query, key = args[1], args[2]
-    batch, heads, length, width = query.shape
-    rows = batch * heads * rounded(length, 128) * FP32_BYTES
-    expanded = batch * key.shape[2] * heads * width * key.dtype.itemsize
-    return [[rows, rows * rounded(width, 32), *([] if key.shape[1] == heads else [expanded, expanded])]]
-
-
-def cudnn_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Row sums and the query's gradient in fp32, in one allocation (cudnn-frontend's SDPA_backward)."""
-    batch, heads, length, width = args[1].shape
-    return [[batch * heads * length * (width + 1) * FP32_BYTES]]
-
-
-def efficient_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """16-bit outputs of wide heads are accumulated in fp32."""
-    query, width = args[0], args[2].shape[-1]
-    is_summed = query.dtype in SIXTEEN_BIT and width > 128
-    return [[query[..., 0].numel() * width * FP32_BYTES]] if is_summed else ()
-
-
-def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
-    """Row sums, and an fp32 accumulator of the query's gradient; for 16-bit wide heads also of those of key and value
-    (attention_backward.cu; workspace_elements_gq and its neighbours in kernel_backward.h). For fp32 the row sums are
-    made from a product of output and gradient, which is a temporary tensor."""
-    query, key, value = args[1:4]
-    batch, heads, length, width = query.shape
-    rows = batch * heads * length * FP32_BYTES
-    is_16_bit = query.dtype in SIXTEEN_BIT
-    width = rounded(width, 64) if width <= 64 or width > 128 else 128
-    sums = batch * heads * rounded(length, 64) * width * FP32_BYTES
-    is_wide = width > 128 or (width > 96 and args[1].shape[-1] > 96 and card.capability in SMALL_SHARED_MEMORY)
-    both = 2 * batch * heads * rounded(key.shape[2], 64) * width * FP32_BYTES if is_16_bit and is_wide else 0
-    first = [] if is_16_bit else [[rows * value.shape[-1], rows]]
-    return [*first, [rows, sums + both]]
 
 
 RULES: dict[Any, Rule] = {
@@ -212,11 +234,17 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((ATEN.var, ATEN.std, ATEN.var_mean), reduction(lambda dtype: MOMENTS_BYTES)),
     **dict.fromkeys((ATEN.linalg_vector_norm, ATEN.norm), reduction(sum_bytes, place=2)),
     **dict.fromkeys((ATEN.softmax, ATEN.log_softmax), softmax_into),
-    ATEN.native_layer_norm: norm_of_copy,
+    NormOps.SOFTMAX_BACKWARD: softmax_backward,
+    ATEN.native_dropout: mask_first,
+    ATEN.native_batch_norm: batch_norm,
+    ATEN.native_batch_norm_backward: batch_norm_backward,
+    ATEN.native_layer_norm: norm_forward,
     ATEN.native_layer_norm_backward: norm_backward,
     ATEN.convolution: convolution,
     ATEN.convolution_backward: convolution_backward,
     **dict.fromkeys((ATEN.index_put, ATEN.index_put_), added_at),
+    ATEN.embedding_dense_backward: table_gradient,
+    ManyOps.NORM: norms,
     ATEN.roll: rolled,
     AttentionOps.FLASH: flash_forward,
     AttentionOps.FLASH_BACKWARD: flash_backward,

@@ -6,7 +6,7 @@ accumulation, offload, shards and the differences between a card and a CPU (cuda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
+from lowvram.planning.trace.groups import Group, Kept, Result, names_result
 from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
 from lowvram.tasks import Problem
@@ -158,38 +159,66 @@ class TraceRecorder:
         return len(self.steps) > 1
 
     def see(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
+        num_before = len(self.ledger.lines)
         self.ledger.see(operator, args, out)
         if self.card is not None:
-            self.note_scratch(self.card, operator, args, named)
+            self.note_scratch(self.card, operator, args, named, num_before)
         if self.is_steady:
             self.op_counter.note(operator, args, named, out)
 
-    def note_scratch(self, card: Card, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def note_scratch(
+        self, card: Card, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], num_before: int
+    ) -> None:
         """Record what the operator allocates beside its results while it runs, and whether it is the first one for
-        which cuBLAS allocates a workspace."""
+        which cuBLAS allocates a workspace.
+
+        Args:
+            num_before: lines of the ledger before the births of the results.
+        """
         if host.is_computing():
             return
         if operator.overloadpacket in CUBLAS_OPS:
             self.first_matmuls.setdefault(current_node() is not None, len(self.ledger.lines) - 1)
-        for group in scratch_of(card, operator, args, named):
-            sizes: list[int] = []
-            for item in group:
-                if isinstance(item, Reduction):
-                    self.reductions.append((len(self.ledger.lines) + len(sizes), *map(int, item)))
-                sizes += buffers_of(card, item) if isinstance(item, Reduction) else [item]
-            self.add_scratch(sizes, f"{operator.overloadpacket.__name__} while it ran")
+        groups, results = scratch_of(card, operator, args, named), list[tuple[int, int]]()
+        if any(names_result(group) for group in groups):
+            results = self.ledger.lines[num_before:]
+            del self.ledger.lines[num_before:]
+        for group in groups:
+            self.add_scratch(card, group, f"{operator.overloadpacket.__name__} while it ran", results)
+        self.ledger.lines += results
 
-    def add_scratch(self, sizes: list[int], maker: str) -> None:
-        """Record storages that are born in this order and die in the opposite one."""
+    def add_scratch(self, card: Card, group: Group, maker: str, results: list[tuple[int, int]]) -> list[int]:
+        """Record a group of storages; the lines of results are moved from `results` to their places in it. Returns the
+        serial numbers of those that are still alive."""
+        serials, kept = list[int](), list[int]()
+        for item in group:
+            if isinstance(item, Result):
+                if results:
+                    self.ledger.lines.append(results.pop(item.value))
+            elif isinstance(item, Reduction):
+                self.reductions.append((len(self.ledger.lines), *map(int, item)))
+                serials += self.new_storages(buffers_of(card, item), maker)
+            elif isinstance(item, Kept):
+                kept += self.new_storages(item, maker)
+            elif isinstance(item, int):
+                serials += self.new_storages([item], maker)
+            else:
+                serials += self.add_scratch(card, item, maker, results)
+        self.ledger.lines += ((serial, 0) for serial in reversed(serials))
+        return kept
+
+    def new_storages(self, sizes: Sequence[int], maker: str) -> Sequence[int]:
+        """Record births of temporary storages; returns their serial numbers."""
         serials = range(len(self.ledger.kinds), len(self.ledger.kinds) + len(sizes))
         self.ledger.kinds.update(dict.fromkeys(serials, Kind.OTHER))
         self.ledger.origins.update(dict.fromkeys(serials, maker))
-        self.ledger.lines += [*zip(serials, sizes, strict=True), *((serial, 0) for serial in reversed(serials))]
+        self.ledger.lines += zip(serials, sizes, strict=True)
+        return serials
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(optimizer, CompiledUpdate) and self.card is not None and not host.is_computing():
             for sizes in optimizer.scratch_bytes():
-                self.add_scratch(sizes, f"{type(optimizer).__name__} while it ran")
+                self.add_scratch(self.card, sizes, f"{type(optimizer).__name__} while it ran", [])
         if self.is_steady:
             self.op_counter.end_update(optimizer)
 

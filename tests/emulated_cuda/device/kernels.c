@@ -105,11 +105,18 @@ cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 bl
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
   return cudaLaunchKernel(function, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);
 }
+/* Of torch's binaries a card runs the newest that isn't newer than itself; CUB knows no others. */
+static int binary_version(void) {
+  static const int binaries[] = {120, 100, 90, 86, 80};
+  for (size_t i = 0; i < sizeof binaries / sizeof *binaries; i++)
+    if (binaries[i] <= emu_card_capability()) return binaries[i];
+  return 75;
+}
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
-  attributes->binaryVersion = attributes->ptxVersion = emu_card_capability();
+  attributes->binaryVersion = attributes->ptxVersion = binary_version();
   attributes->maxDynamicSharedSizeBytes = emu_card_attribute(8);
   return cudaSuccess;
 }
