@@ -45,7 +45,7 @@ EVENTS: Mapping[str, Fields] = {
     },
     "commit": {},  # answered when all events before it are on disk
     "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},
-    "found": {"ranking": list, "account": list},
+    "found": {"ranking": list, "account": list, "refusal": str | None},
     "history": {"losses": list},
     "metrics": {"step": int, "values": dict},
     "planned": {"index": int, "fields": dict},

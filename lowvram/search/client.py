@@ -37,8 +37,9 @@ Candidate = Mapping[str, Any]  # a plan, and the options that it changes
 class Candidates:
     """What the child reports of its search."""
 
-    ranking: Sequence[Candidate] = ()  # the fastest first
+    ranking: Sequence[Candidate] = ()  # in the order of `worker.search`
     account: Sequence[str] = ()  # lines that say what was ruled out
+    refusal: str | None = None  # that nothing fits, if none of the ranking runs
     ending: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,6 +71,9 @@ class Searches:
         measured = self.measure(probes, num_wanted) if is_real else planned_rows(islice(probes, NUM_LISTED))
         if not measured:
             return None
+        if candidates.refusal and all(row["status"] == Status.OOM for row in measured):
+            ending = {"status": Status.INCOMPATIBLE.value, "reason": candidates.refusal}
+            return None if self.stop_signals() else self.ended(point, ending)
         best = min(measured, key=result.sort_key)
         table.save(point.folder, measured)
         report.save(point.folder)
@@ -99,6 +103,7 @@ class Searches:
                 self.progress.say(event["text"])
             elif kind == "found":
                 candidates.ranking, candidates.account = event["ranking"], event["account"]
+                candidates.refusal = event["refusal"]
             elif kind == "row":
                 candidates.ending = event["fields"]
 
@@ -146,8 +151,8 @@ def runs_here(point: Point) -> bool:
 
 
 def measuring_order(ranking: Sequence[Candidate], num_wanted: int) -> list[Candidate]:
-    """The order in which candidates are measured: the fastest first, but as the last of the `num_wanted` the one with
-    the smallest product of time and memory.
+    """The order in which candidates are measured: as they are ranked, but as the last of the `num_wanted` the one with
+    the smallest product of time and memory, of those that fit with their margin.
 
     The fastest candidates are often similar, and so are the errors of their predicted times. A candidate that needs
     less memory, and so fits a device's caches, can be a third faster than predicted.
@@ -155,7 +160,8 @@ def measuring_order(ranking: Sequence[Candidate], num_wanted: int) -> list[Candi
     if not 1 < num_wanted < len(ranking):
         return list(ranking)
     sooner, later = list(ranking[: num_wanted - 1]), list(ranking[num_wanted - 1 :])
-    thriftiest = min(ranking, key=lambda plan: plan["step_ms"] * plan["least_vram_bytes"])
+    fitting = [plan for plan in ranking if plan["fits"]]
+    thriftiest = min(fitting, key=lambda plan: plan["step_ms"] * plan["least_vram_bytes"])
     return [*sooner, *sorted(later, key=lambda plan: plan is not thriftiest)]
 
 

@@ -56,7 +56,13 @@ def described(best: Row) -> str:
         return f"{best['name']}: {needed}"
     sizes = f"{size_text(memory)} (planned {size_text(plan['allocated_bytes'])})"
     times = f"{ms_text(measured_ms)} ms a step (planned {ms_text(plan['step_ms'])})"
-    return f"{best['name']}: {sizes}, {times}, {best['throughput']['samples_per_s']:.3g} samples/s"
+    rate = f"{best['throughput']['samples_per_s']:.3g} samples/s"
+    return f"{best['name']}: {sizes}, {times}, {rate}{'' if plan['fits'] else despite_plan(best)}"
+
+
+def despite_plan(best: Row) -> str:
+    """What is said of a winner whose plan doesn't fit with its margin."""
+    return f"; it ran under vram={best['config']['vram']}, though its plan doesn't fit with its margin"
 
 
 def write_file(folder: Path, best: Row, changes: Mapping[str, str]) -> None:

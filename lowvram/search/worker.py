@@ -24,6 +24,7 @@ MOST_PLANS = 40  # of combinations, beside those of single options
 MEMORY_SLACK = 1.1  # combinations are planned if their estimated memory is at most this many times the budget
 TIME_SLACK = 1.05  # and if their estimated time is at most this many times that of the last of the best
 NUM_LEANEST = 8  # combinations of least memory that are planned before the search says that nothing fits
+NUM_BARELY_FITTING = 2  # that are measured at most where nothing fits with its margin
 NUM_NAMED = 5  # combinations that are too large and that the account names
 Refused = dict[Option, str]
 
@@ -44,6 +45,7 @@ class PlanCache:
     choices: Mapping[str, str]
     plan_device: PlanDevice
     on_plan: Callable[[int], None]  # called with the number of plans after each new one
+    is_measured: bool = False  # whether the best candidates are measured, on this machine
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
 
     def plan(self, space: Space, options: Options) -> Plan:
@@ -61,16 +63,32 @@ class PlanCache:
     def fitting(self) -> list[Plan]:
         return [plan for plan in self.plans.values() if plan["fits"]]
 
+    @property
+    def counts_barely_fitting(self) -> bool:
+        """Whether plans that fit only without their margin may be measured: `vram` limits what a probe allocates, so
+        its run shows whether it fits. A margin that the user has typed holds."""
+        settings = self.settings
+        return self.is_measured and settings.vram_bytes is not None and settings.plan.margin is None
+
+    @property
+    def barely_fitting(self) -> list[Plan]:
+        return [plan for plan in self.plans.values() if self.counts_barely_fitting and fits_barely(plan)]
+
 
 def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
-    """Plan combinations; returns "ranking", the candidates with the best first, and "account", lines about the others.
+    """Plan combinations.
 
     Args:
         pinned: groups that the search leaves as they are, since the user named them.
 
+    Returns:
+        "ranking": the candidates, those that fit only without their margin first, then the others, the fastest first.
+        "account": lines about all that were planned.
+        "refusal": the message that nothing fits, for the case that none of the former runs; None if others fit.
+
     Raises:
         BadInput: the budget or the speed of the device is unknown.
-        Incompatible: nothing fits.
+        Incompatible: nothing fits, not even without its margin.
         CantPlan: the model can't be traced with the options in use.
     """
     space, refused = offered(
@@ -89,9 +107,13 @@ def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
     num_wanted = cache.settings.search.probes
     estimates = [estimate(options, base, singles) for options in useful.combinations()]
     explore(cache, useful, estimates, num_wanted)
+    first, refusal = measured_first(cache), None
     if not cache.fitting:
-        raise Incompatible(f"{nothing_fits(list(cache.plans.values()))}{more_to_try(cache.settings, useful)}")
-    return {"ranking": ranked(cache.fitting), "account": account(cache, space, estimates, refused)}
+        refusal = f"{nothing_fits(list(cache.plans.values()))}{more_to_try(cache.settings, useful)}"
+        if not first:
+            raise Incompatible(refusal)
+    lines = account(cache, space, estimates, refused, first)
+    return {"ranking": [*first, *ranked(cache.fitting)], "account": lines, "refusal": refusal}
 
 
 def usual_groups() -> list[str]:
@@ -146,7 +168,6 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
     """Plan the combinations that should fit, those with the shortest estimated time first, until the next ones would be
     slower than the best `num_wanted` found. If nothing fits, plan those with the least estimated memory."""
     base = cache.plan(space, space.base)
-    room_bytes = MEMORY_SLACK * base["budget_bytes"] / (1 + base["margin"])
     sizes, times = [1.0], [1.0]  # planned / estimated, so far
     num_tried = 0
     latest_ms = late_ms(cache.fitting, num_wanted)
@@ -155,7 +176,7 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
         if step_ms > latest_ms or num_tried == MOST_PLANS:
             break
         is_pointless = adds_nothing(space.changes(combination.options), step_ms, cache.fitting)
-        if combination.least_bytes * median(sizes) <= room_bytes and not is_pointless:
+        if combination.least_bytes * median(sizes) <= room_bytes(cache, base, step_ms) and not is_pointless:
             num_tried += 1
             try:
                 plan = cache.plan(space, combination.options)
@@ -168,6 +189,15 @@ def explore(cache: PlanCache, space: Space, estimates: Sequence[Estimate], num_w
         for combination in sorted(estimates, key=lambda one: one.least_bytes)[:NUM_LEANEST]:
             with suppress(CantPlan):
                 cache.plan(space, combination.options)
+
+
+def room_bytes(cache: PlanCache, base: Plan, step_ms: float) -> float:
+    """The estimated memory up to which a combination is planned: its margin must fit, too. Where plans may be measured
+    that fit only without their margin, it needn't, as long as nothing as fast has been found that fits or barely fits:
+    of such plans only the fastest is measured."""
+    is_fastest = all(step_ms < plan["step_ms"] for plan in (*cache.fitting, *cache.barely_fitting))
+    margin = 0 if cache.counts_barely_fitting and is_fastest else base["margin"]
+    return MEMORY_SLACK * base["budget_bytes"] / (1 + margin)
 
 
 def late_ms(fitting: Sequence[Plan], num_wanted: int) -> float:
@@ -199,17 +229,42 @@ def adds_nothing(changes: Options, step_ms: float, fitting: Iterable[Plan]) -> b
     return any(plan["changes"].items() < changes.items() and plan["step_ms"] <= step_ms for plan in fitting)
 
 
-def account(cache: PlanCache, space: Space, estimates: Sequence[Estimate], refused: Refused) -> list[str]:
-    """Lines for the user: how many combinations were estimated and planned, and what was ruled out and why."""
+def measured_first(cache: PlanCache) -> list[Plan]:
+    """Of the plans that fit only without their margin, those that are measured first: the fastest one, if it is faster
+    than all that fit. If nothing fits: those of least memory."""
+    fitting, barely_fitting = ranked(cache.fitting), ranked(cache.barely_fitting)
+    if not fitting:
+        return sorted(barely_fitting, key=lambda plan: plan["least_vram_bytes"])[:NUM_BARELY_FITTING]
+    return [plan for plan in barely_fitting[:1] if plan["step_ms"] < fitting[0]["step_ms"]]
+
+
+def fits_barely(plan: Plan) -> bool:
+    """Whether a plan fits into `vram`, but not with its margin. The host's memory must fit with its margin: nothing
+    limits how much of it a probe takes."""
+    host_bytes = (plan["host_bytes"] or 0) * (1 + plan["margin"])
+    fits_host = host_bytes <= (plan["host_budget_bytes"] or math.inf)
+    return not plan["fits"] and plan["least_vram_bytes"] <= plan["budget_bytes"] and fits_host
+
+
+def account(
+    cache: PlanCache, space: Space, estimates: Sequence[Estimate], refused: Refused, first: Sequence[Plan]
+) -> list[str]:
+    """Lines for the user: how many combinations were estimated and planned, and what was ruled out and why.
+
+    Args:
+        first: plans that fit only without their margin and that are measured first.
+    """
     num_fitting, num_clashing = len(cache.fitting), space.size - sum(1 for _ in space.combinations())
     lines = [
         f"{space.size} combinations of {', '.join(space.names)}: {num_clashing} can't be had together, "
         f"{len(estimates)} were estimated, {len(cache.plans)} planned, {num_fitting} of these fit"
     ]
-    too_large = sorted((plan for plan in cache.plans.values() if not plan["fits"]), key=lambda plan: plan["step_ms"])
-    if too_large:
-        texts = [f"{called(plan['changes'])} ({size_text(plan['least_vram_bytes'])})" for plan in too_large[:NUM_NAMED]]
-        lines.append(f"too large, the fastest first: {', '.join(texts)}{', …' if len(too_large) > NUM_NAMED else ''}")
+    if first:
+        lines.append(f"fits only without its margin, so a probe decides: {', '.join(map(sized, first))}")
+    larger = [plan for plan in cache.plans.values() if not plan["fits"] and plan not in first]
+    if larger:
+        texts = [sized(plan) for plan in sorted(larger, key=lambda plan: plan["step_ms"])[:NUM_NAMED]]
+        lines.append(f"too large, the fastest first: {', '.join(texts)}{', …' if len(larger) > NUM_NAMED else ''}")
     by_reason: dict[str, list[str]] = {}
     for option, why in refused.items():
         by_reason.setdefault(why, []).append("=".join(option))
@@ -234,6 +289,10 @@ def more_to_try(settings: Settings, space: Space) -> str:
     lossy = [] if settings.search.lossy else ["search.lossy=true"]
     groups = [] if "optimizer" in space.names else [f"search.groups=[{','.join([*space.names, 'optimizer'])}]"]
     return f" ({' or '.join([*groups, *lossy])} may find less)" if groups or lossy else ""
+
+
+def sized(plan: Plan) -> str:
+    return f"{called(plan['changes'])} ({size_text(plan['least_vram_bytes'])})"
 
 
 def called(changes: Options) -> str:

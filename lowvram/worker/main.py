@@ -248,7 +248,12 @@ def search_for(point: dict[str, Any], events: Events) -> dict[str, Any]:
     whole, planner = settings(point["config"]), Planner(TraceCache(), Calibrations())
     plan_device = plan_device_here(whole) if point["is_real"] else plan_device_of(whole)
     cache = PlanCache(
-        planner, whole, point["choices"], plan_device, lambda num_plans: events("searched", num_plans=num_plans)
+        planner,
+        whole,
+        point["choices"],
+        plan_device,
+        lambda num_plans: events("searched", num_plans=num_plans),
+        is_measured=point["is_real"],
     )
     try:
         events("found", **search(cache, point["pinned"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lowvram.launch.point import Point
 from lowvram.results.row import empty_row, merge, write
-from lowvram.search.client import Candidate, Searches, measuring_order
+from lowvram.search.client import Candidate, Candidates, Searches, measuring_order
 from lowvram.search.result import with_changes
 from tests.calls import TINY, Outcome, read_row
 
@@ -162,10 +163,70 @@ def test_the_file_is_an_experiment(call: Call) -> None:
 def test_the_last_probe_is_the_thriftiest() -> None:
     times, sizes = [1.0, 1.1, 1.2, 1.3, 2.0], [10, 9, 9, 5, 4]
     ranking: list[Candidate] = [
-        {"step_ms": time, "least_vram_bytes": size} for time, size in zip(times, sizes, strict=True)
+        {"step_ms": time, "least_vram_bytes": size, "fits": True} for time, size in zip(times, sizes, strict=True)
     ]
     order = [ranking.index(one) for one in measuring_order(ranking, 3)]
     assert order == [0, 1, 3, 2, 4]
     assert measuring_order(ranking, 1) == ranking  # one probe is the fastest
     assert measuring_order(ranking[:3], 3) == ranking[:3]
     assert measuring_order(ranking[3:] + ranking[:3], 2) == ranking[3:] + ranking[:3]  # which is the thriftiest already
+
+
+def test_one_that_fits_only_without_its_margin_is_the_first_probe_and_no_reason_to_leave_out_the_thriftiest() -> None:
+    figures = [(0.3, 11, False), (1.0, 10, True), (1.1, 9, True), (1.2, 5, True)]
+    ranking: list[Candidate] = [
+        {"step_ms": time, "least_vram_bytes": size, "fits": fits} for time, size, fits in figures
+    ]
+    assert [ranking.index(one) for one in measuring_order(ranking, 3)] == [0, 1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [(["oom", "oom"], "incompatible"), (["oom", "ok"], "ok"), (["oom", "error"], "oom")],
+)
+def test_where_nothing_fits_probes_that_run_out_of_memory_end_in_the_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], status: str
+) -> None:
+    plan = {"step_ms": 1.0, "least_vram_bytes": MIB, "allocated_bytes": MIB, "fits": False}
+    ranking = [{**plan, "changes": {"accum": name}} for name in ("x32", "x16")]
+    found = Candidates(ranking, ["an account"], refusal="nothing fits")
+    ran = {"time": {"step_ms_p50": 2.0}, "throughput": {"samples_per_s": 8.0}, "memory": {"peak_bytes": MIB}}
+    config = {"search": {"probes": 3}, "plan": {"device": "auto"}, "logger": {"name": "none"}, "vram": "1MiB"}
+
+    def probe_of(point: Point, words: list[str], number: int, candidate: Candidate, is_real: bool) -> Point:
+        folder = tmp_path / str(number)
+        return Point(folder.name, folder.name, number, folder, config, {}, "sweep", {}, plan=plan)
+
+    def run(self: Searches, probe: Point) -> dict[str, Any]:
+        end = {"status": ends[probe.index]}
+        row = merge(probe.first_row(), end | ran if end["status"] == "ok" else end)
+        write(probe.folder, row)
+        return row
+
+    monkeypatch.setattr(Searches, "find", lambda self, point, typed: found)
+    monkeypatch.setattr("lowvram.search.client.probe_of", probe_of)
+    monkeypatch.setattr(Searches, "run", run)
+    said: list[str] = []
+    quiet = type("Quiet", (), {"say": lambda self, text: said.append(text), "show": lambda self, text: None})()
+    searches = Searches(None, quiet, lambda: 0, lambda point: None)  # pyright: ignore[reportArgumentType]
+    row = searches.row(Point("search", "search", 0, tmp_path, config, {}, None, {}), [])
+    assert row is not None
+    assert row["status"] == status
+    assert (row["reason"] == "nothing fits") == (status == "incompatible")
+    assert any("it ran under vram=1MiB, though its plan doesn't fit" in line for line in said) == (status == "ok")
+
+
+@pytest.mark.slow
+def test_what_fits_only_without_its_margin_is_measured(call: Call) -> None:
+    """With a little less than what a search names as the smallest vram that would do."""
+    words = [*SEARCH, "measure.warmup_steps=1", "hydra.run.dir=searched"]
+    refused = call(*words, "vram=1MiB")
+    assert refused.code == 3, refused.said()
+    (enough_mib,) = re.findall(r"the smallest plan found fits into vram=(\d+)MiB", refused.err)
+    outcome = call(*words, f"vram={int(enough_mib) - 2}MiB")
+    assert outcome.code == 0, outcome.said()
+    rows = [read_row(path.parent) for path in outcome.cwd.glob("searched/**/result.json")]
+    assert 1 <= len(rows) <= 2
+    assert not any(row["plan"]["fits"] for row in rows)
+    assert "fits only without its margin, so a probe decides: " in outcome.out
+    assert f"it ran under vram={int(enough_mib) - 2}MiB, though its plan doesn't fit with its margin" in outcome.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +13,18 @@ from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_of
 from lowvram.results.row import MIB
-from lowvram.search.space import Plan
-from lowvram.search.worker import PlanCache, nothing_fits, offered, ranked, search, usual_groups
+from lowvram.search.space import Estimate, Plan
+from lowvram.search.worker import (
+    PlanCache,
+    explore,
+    fits_barely,
+    measured_first,
+    nothing_fits,
+    offered,
+    ranked,
+    search,
+    usual_groups,
+)
 from tests.calls import TINY
 from tests.planning.test_worker import composed
 
@@ -23,9 +34,9 @@ GROUPS = "search.groups=[ckpt,accum,stepping,logits]"
 PLANNER = Planner()  # traces of one test serve the others
 
 
-def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None) -> PlanCache:
+def book(*words: str, tell: Callable[[int], None] = lambda num_plans: None, is_measured: bool = False) -> PlanCache:
     whole, choices = composed(*WORDS, *words)
-    return PlanCache(PLANNER, whole, choices, plan_device_of(whole), tell)
+    return PlanCache(PLANNER, whole, choices, plan_device_of(whole), tell, is_measured)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +58,81 @@ def test_the_best_of_all_that_fit_is_found(every_plan: list[Plan], share: float)
     best = search(whole, [])["ranking"][0]
     assert best["fits"] is True
     assert best["step_ms"] == pytest.approx(best_ms, rel=1e-3)
+
+
+LARGE = ("train.batch_size=1024", "data.sequence_length=64")  # 474 to 1102 MiB, by accum and ckpt
+
+
+def vram_of(least_bytes: float) -> str:
+    """A budget into which a plan of this size fits without its margin of 0.1, but not with it."""
+    return f"vram={1.09 * least_bytes / MIB}MiB"
+
+
+def test_the_fastest_that_fits_only_without_its_margin_is_measured_first() -> None:
+    words = (*LARGE, "search.groups=[accum]")
+    every = search(book("vram=2GiB", *words), [])["ranking"]
+    vram = vram_of(max(plan["least_vram_bytes"] for plan in every))  # of the options in use
+    found = search(book(vram, *words, is_measured=True), [])
+    first, *others = found["ranking"]
+    assert (first["changes"], first["fits"]) == ({}, False)
+    assert [plan["fits"] for plan in others] == [True] * (len(every) - 1)
+    assert found["refusal"] is None
+    named = "fits only without its margin, so a probe decides: the options in use ("
+    assert [line.startswith(named) for line in found["account"]].count(True) == 1
+    assert not any(line.startswith("too large") for line in found["account"])
+    assert search(book(vram, *words), [])["ranking"] == others  # which nothing measures
+    typed = search(book(vram, *words, "plan.margin=0.1", is_measured=True), [])["ranking"]
+    assert [plan["changes"] for plan in typed] == [plan["changes"] for plan in others]
+
+
+def test_of_combinations_that_fit_only_without_their_margin_the_fastest_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {"none": (8.0, 300), "x2": (9.0, 95), "x4": (9.5, 90), "x8": (10.0, 50)}  # step_ms, bytes
+
+    def planned_so(self: Planner, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
+        step_ms, least_bytes = figures[choices["accum"]]
+        return {"plan": {**planned(step_ms, least_bytes), "margin": 0.5, "fits": 1.5 * least_bytes <= 100}}
+
+    monkeypatch.setattr(Planner, "planned", planned_so)
+    for is_measured, names in ((True, ["none", "x2", "x8"]), (False, ["none", "x8"])):
+        cache = book("vram=100MiB", is_measured=is_measured)
+        space, _ = offered(cache, ["accum"])
+        estimates = [Estimate({"accum": name}, 1, *figure) for name, figure in figures.items()]
+        explore(cache, space, estimates, num_wanted=3)
+        assert [name for (name,) in cache.plans] == names
+
+
+def test_where_nothing_fits_with_its_margin_the_two_of_least_memory_are_measured() -> None:
+    words = (*LARGE, "search.groups=[accum]", "ckpt=every1")
+    every = search(book("vram=2GiB", *words), [])["ranking"]
+    least, second, *_ = sorted(every, key=lambda plan: plan["least_vram_bytes"])
+    vram = vram_of(least["least_vram_bytes"])
+    found = search(book(vram, *words, is_measured=True), [])
+    assert [plan["changes"] for plan in found["ranking"]] == [least["changes"], second["changes"]]
+    for refused in (book(vram, *words), book(vram, *words, "plan.margin=0.1", is_measured=True)):
+        with pytest.raises(Incompatible, match="nothing fits: the smallest plan found fits into vram=") as said:
+            search(refused, [])
+        assert str(said.value) == found["refusal"]
+
+
+def test_only_what_is_faster_than_all_that_fit_is_measured_without_its_margin() -> None:
+    slow, fast = planned(10.0, 95, accum="x2"), planned(9.0, 96, accum="x4")
+    fits = planned(10.0, 50, accum="x8")
+    cache = book("vram=100MiB", is_measured=True)
+    for plans, first in (((slow, fits), []), ((slow, fast, fits), [fast]), ((fast, slow), [slow, fast])):
+        cache.plans = {tuple(plan["changes"].values()): plan for plan in plans}
+        assert measured_first(cache) == first
+        no_limit = replace(cache, settings=book(is_measured=True).settings)
+        assert measured_first(no_limit) == []  # without `vram` a probe could take the whole machine's memory
+
+
+def test_host_memory_that_nothing_limits_must_fit_with_its_margin() -> None:
+    plan = {**planned(1.0, 95), "host_budget_bytes": 100}
+    assert fits_barely(plan)
+    assert fits_barely({**plan, "host_bytes": 90})
+    assert not fits_barely({**plan, "host_bytes": 95})
+    assert not fits_barely({**plan, "least_vram_bytes": 101})
 
 
 def test_groups_that_say_what_is_learnt_or_that_no_plan_knows_are_searched_on_demand_alone() -> None:
@@ -143,7 +229,10 @@ def test_progress_is_reported_plan_by_plan() -> None:
 
 
 def planned(step_ms: float, least_bytes: int = 1, **changes: str) -> Plan:
-    return {"step_ms": step_ms, "changes": changes, "least_vram_bytes": least_bytes, "fits": True}
+    """A plan for a budget of 100 bytes, with a margin of 10 %."""
+    about = {"budget_bytes": 100, "host_budget_bytes": None, "host_bytes": None, "margin": 0.1}
+    fits = 1.1 * least_bytes <= 100
+    return {**about, "step_ms": step_ms, "changes": changes, "least_vram_bytes": least_bytes, "fits": fits}
 
 
 def test_what_saves_what_nobody_asks_for_comes_last() -> None:
