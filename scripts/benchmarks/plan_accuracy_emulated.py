@@ -5,7 +5,7 @@
 
 Every point of emulated_points.py is planned for its card, then runs two updates on it as tests/emulated_cuda emulates
 it: torch's own CUDA build with its dispatcher, its choice of kernels and its caching allocator, over a device whose
-kernels compute nothing. Operators over 1 MiB get no values, so large models run in seconds. FOLDER (default:
+kernels compute nothing. Operators over 4 MiB get no values, so large models run in seconds. FOLDER (default:
 docs/results/emulated) keeps plan_accuracy_predictions.jsonl and plan_accuracy_measured.jsonl; what is measured there
 isn't measured again, `replan` plans all anew. `budgets=N` runs the first N held-out points of each card under `vram=`
 of their own `least_vram_bytes` and of 5 % less (plan_accuracy_budgets.jsonl). CARDS are some of conf/devices, with
@@ -32,7 +32,7 @@ from scripts.benchmarks.plan_accuracy_emulated_report import BUDGET_SHARES, Emul
 from scripts.benchmarks.plan_accuracy_report import Line
 from scripts.benchmarks.runs import Runs
 
-MOST_VALUES_BYTES = 2**20  # of an operator that gets values: all that decides how a run goes on
+MOST_VALUES_BYTES = 2**22  # of an operator that gets values: all that decides how a run goes on, such as masks
 CONTEXT_MIB = 426  # as plans assume it (lowvram/planning/memory/overheads.py): what a real one takes isn't known here
 
 

@@ -16,7 +16,7 @@ from lowvram.core.knob import Kind, is_compiled
 from lowvram.core.ledger import ledger
 from lowvram.core.peak import Peak
 from lowvram.core.phases import BETWEEN, with_phases
-from lowvram.core.ranks import agree, rank
+from lowvram.core.ranks import agree, num_ranks, rank
 from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
 from lowvram.data.loader import TimedBatches
@@ -28,19 +28,28 @@ from lowvram.loops.profiling.tensor_report import LargestTensors, NoReport, Tens
 from lowvram.loops.session import Session
 
 PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one step
+NO_ROOM = "the run fitted, but the extra steps that tell it ran out of memory"
 
 
 def post_run(session: Session, batches: TimedBatches) -> Fields:
     """The row's fields from extra steps: the phases of a step, then the memory of a step on the largest batch so far.
-    The peaks of the run itself are read first, so that they don't include these steps."""
+    The peaks of the run itself are read first, so that they don't include these steps. If a card's memory is too small
+    for these steps, as it may be where it just held the run, the fields that they haven't told yet are missing."""
     before, batch = run_peaks(session), next(batches)
     batches.close()
-    traffic_before = host.traffic.so_far()
-    phases, num_steps = phase_times(session.rig, batch)
-    traffic = per_step(traffic_before, host.traffic.so_far(), num_steps)
-    largest = session.largest(batches, batch)
-    memory = memory_of_compiled if is_compiled(session.knobs.values()) else memory_by_kind
-    return {"time": phases, "traffic": traffic, "memory": {**before, **memory(session, largest, before)}}
+    found: Fields = {"memory": {**before, "by_kind_reason": NO_ROOM}}
+    try:
+        traffic_before = host.traffic.so_far()
+        found["time"], num_steps = phase_times(session.rig, batch)
+        found["traffic"] = per_step(traffic_before, host.traffic.so_far(), num_steps)
+        largest = session.largest(batches, batch)
+        memory = memory_of_compiled if is_compiled(session.knobs.values()) else memory_by_kind
+        found["memory"] = {**before, **memory(session, largest, before)}
+    except torch.OutOfMemoryError:
+        if num_ranks() > 1:  # the other ranks wait for this one
+            raise
+        print(f"memory by kind is unknown: {NO_ROOM}")
+    return found
 
 
 def run_peaks(session: Session) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lowvram.planning.trace.attention_scratch import (
     flash_backward,
     flash_forward,
 )
-from lowvram.planning.trace.groups import FP32_BYTES, RESULT, Group, Result, Rule, argument, rounded
+from lowvram.planning.trace.groups import FP32_BYTES, RESULT, Group, Kept, Result, Rule, argument, rounded
 from lowvram.planning.trace.reductions import (
     MOST_THREADS,
     WARP,
@@ -108,7 +108,7 @@ def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> 
     gradient, source, (width, *others) = args[0], args[1], reversed(args[2])
     num_columns = width * product(others)
     num_rows, most_warps = source.numel() // max(1, num_columns), (card.num_multiprocessors or 0) / 2
-    made = [*copies(gradient, source), *[RESULT] * 3]
+    made = [*copies(source), RESULT, *copies(gradient), *[RESULT] * 2]
     if num_rows <= MOST_ROWS or num_columns // WARP >= most_warps:
         return [made]
     sums = -(-num_rows // WARP)
@@ -191,7 +191,8 @@ def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Seque
     if not argument(args, named, 3, "accumulate", False):
         return ()
     places_bytes = product(torch.broadcast_shapes(*(place.shape for place in places))) * INDEX_BYTES
-    return [[places_bytes, *copies(args[2]), [places_bytes], *[places_bytes] * 3, 2 * places_bytes + SORT_BYTES]]
+    first = [places_bytes, Kept(places_bytes)]
+    return [[first, *copies(args[2]), *[places_bytes] * 3, 2 * places_bytes + SORT_BYTES]]
 
 
 def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
@@ -222,8 +223,8 @@ def norms(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence
 
 def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
     """Dimensions are rolled one after another (TensorTransformations.h, roll_common)."""
-    num_dims = len(argument(args, named, 2, "dims", ()))
-    return [[args[0].numel() * args[0].itemsize] * min(2, num_dims - 1)] if num_dims > 1 else ()
+    num_before = max(0, min(2, len(argument(args, named, 2, "dims", ())) - 1))
+    return [[*[args[0].numel() * args[0].itemsize] * num_before, RESULT]]
 
 
 RULES: dict[Any, Rule] = {

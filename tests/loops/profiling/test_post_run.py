@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -97,6 +97,24 @@ def test_what_moves_in_a_step_is_reported_where_something_does(make_session: Cal
     assert travelled["to_host_bytes"] == travelled["to_device_bytes"] > 0
     assert travelled["to_host_bytes"] <= told[1]["memory"]["by_kind_max"]["host"]
     assert travelled["waited_ms"] > 0
+
+
+def test_a_run_that_fitted_stays_so_if_the_extra_steps_do_not_fit(make_session: Callable[..., Session]) -> None:
+    """At whatever extra step memory runs out: what was told before stays."""
+    session, told = make_session(), []
+    for num_fitting in (0, 2, 3):
+        steps = iter([True] * num_fitting)
+
+        def forward(part: Part, steps: Iterator[bool] = steps) -> Any:
+            if not next(steps, False):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return session.rig.forward(part)
+
+        limited = replace(session, rig=replace(session.rig, forward=forward))
+        told.append(post_run(limited, session.batches(0)))
+    assert [set(found) for found in told] == [{"memory"}, {"memory"}, {"memory", "time", "traffic"}]
+    assert all("by_kind" not in found["memory"] and found["memory"]["by_kind_reason"] for found in told)
+    assert told[0]["memory"]["host_peak_bytes"] > 0
 
 
 HELD_BYTES = 100 * 2**20

@@ -95,10 +95,11 @@ def softmax_backward(output: Tensor) -> Run:
     return lambda: NormOps.SOFTMAX_BACKWARD(gradient, output, -1, output.dtype)
 
 
-def gathered_backward(table: Tensor) -> Run:
+def gathered_backward(table: Tensor, is_dense: bool = True) -> Run:
     """The backward pass of `table[places]`."""
     places = torch.zeros(100, 500, dtype=torch.int64, device=table.device)
     values = table.new_empty(100, 500, table.shape[1])
+    values = values if is_dense else values.transpose(0, 1).contiguous().transpose(0, 1)
     return lambda: table.index_put_((places,), values, accumulate=True)
 
 
@@ -204,6 +205,7 @@ CASES: dict[str, Case] = {
     "batch norm of few images in channels_last": Case((4, 512, 7, 7), BF16, batch_norm),
     "norms of a few tensors": Case((8000, 1000), BF16, partial(norms_of, number=50)),
     "table": Case((300, 40), FP32, gathered_backward),
+    "table, exchanged gradient": Case((300, 40), FP32, partial(gathered_backward, is_dense=False)),
     "flash": attention((2, 8, 200, 64), BF16, AttentionOps.FLASH_BACKWARD, 8),
     "flash, grouped": attention((2, 8, 256, 96), FP16, AttentionOps.FLASH_BACKWARD, 2),
     "cudnn": attention((2, 8, 200, 64), BF16, AttentionOps.CUDNN_BACKWARD, 8),
