@@ -1,15 +1,16 @@
 """How far plans lie from torch's real allocator on emulated cards, and whether budgets hold. Memory only.
 
     scripts/emulated_gpu python scripts/benchmarks/plan_accuracy_emulated.py [FOLDER] [cards=CARDS] [most=N] [replan]
-        [budgets=N] [print]
+        [budgets=N] [drawn=N] [print]
 
 Every point of emulated_points.py is planned for its card, then runs two updates on it as tests/emulated_cuda emulates
 it: torch's own CUDA build with its dispatcher, its choice of kernels and its caching allocator, over a device whose
 kernels compute nothing. Operators over 4 MiB get no values, so large models run in seconds. FOLDER (default:
 docs/results/emulated) keeps plan_accuracy_predictions.jsonl and plan_accuracy_measured.jsonl; what is measured there
 isn't measured again, `replan` plans all anew. `budgets=N` runs the first N held-out points of each card under `vram=`
-of their own `least_vram_bytes` and of 5 % less (plan_accuracy_budgets.jsonl). CARDS are some of conf/devices, with
-commas. `most=N` measures no more than N points of a card, `print` none. The report is a Markdown page on standard
+of their own `least_vram_bytes` and of 5 % less (plan_accuracy_budgets.jsonl). `drawn=N` takes N points of
+drawn_points.py instead, all of them held out (FOLDER: docs/results/emulated/drawn). CARDS are some of conf/devices,
+with commas. `most=N` measures no more than N points of a card, `print` none. The report is a Markdown page on standard
 output. About 12 s a point on one core.
 """
 
@@ -26,7 +27,8 @@ from typing import NamedTuple
 import torch
 
 from lowvram.config.identity import ROOT
-from scripts.benchmarks.emulated_points import Point, emulated_points, write_models
+from scripts.benchmarks import drawn_points, emulated_points
+from scripts.benchmarks.emulated_points import Point
 from scripts.benchmarks.plan_accuracy import COMMON, MEASURED, Book, is_done, predicted, say, stamp
 from scripts.benchmarks.plan_accuracy_emulated_report import BUDGET_SHARES, EmulatedReport
 from scripts.benchmarks.plan_accuracy_report import Line
@@ -43,19 +45,27 @@ class Asked(NamedTuple):
     cards: tuple[str, ...]  # none: all
     most: int | None  # points of a card that are measured
     num_budgets: int
+    num_drawn: int  # 0: the points of emulated_points.py
     replans: bool
     is_child: bool  # this process is on the card
+
+    @property
+    def points(self) -> list[Point]:
+        return drawn_points.drawn_points(self.num_drawn) if self.num_drawn else emulated_points.emulated_points()
 
 
 def asked(words: Sequence[str]) -> Asked:
     values = dict(word.split("=", 1) for word in words if "=" in word)
     folders = [Path(word) for word in words if "=" not in word and word not in ("replan", "print", "child")]
     most = 0 if "print" in words else int(values["most"]) if "most" in values else None
+    num_drawn = int(values.get("drawn", 0))
+    default = ROOT / "docs" / "results" / "emulated" / ("drawn" if num_drawn else "")
     return Asked(
-        folder=folders[0] if folders else ROOT / "docs" / "results" / "emulated",
+        folder=folders[0] if folders else default,
         cards=tuple(filter(None, values.get("cards", "").split(","))),
         most=most,
         num_budgets=int(values.get("budgets", 0)),
+        num_drawn=num_drawn,
         replans="replan" in words,
         is_child="child" in words,
     )
@@ -117,8 +127,8 @@ def try_budgets(book: Book, points: Sequence[Point], predictions: Book, runs: Ru
 
 def work_on(card: str, given: Asked) -> None:
     """All that is asked of one card, in a process that has it."""
-    points, books = [point for point in emulated_points() if point.card == card], Books(given.folder)
-    write_models()
+    points, books = [point for point in given.points if point.card == card], Books(given.folder)
+    (drawn_points if given.num_drawn else emulated_points).write_models()
     with tempfile.TemporaryDirectory() as folder, Runs(Path(folder) / "points") as runs:
         plan_all(books.predictions, points, runs, given.replans)
         measure_all(books.measured, points, runs, given.most)
@@ -135,7 +145,7 @@ def main() -> None:
     if given.is_child:
         work_on(given.cards[0], given)
         return
-    points = emulated_points()
+    points = given.points
     cards = given.cards or tuple(dict.fromkeys(point.card for point in points))
     for card in cards:
         words = [word for word in sys.argv[1:] if not word.startswith("cards=")]
