@@ -17,14 +17,15 @@ from lowvram.core.ranks import num_ranks
 from lowvram.core.step import step
 from lowvram.loops.session import Session
 from lowvram.planning.devices import find_device
-from lowvram.planning.trace.fake import example, fake_tensors
+from lowvram.planning.trace.fake import CantPlan, example, fake_tensors
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
+NUM_SAMPLES = 2  # that are traced: over a single one, some batch norms have a single value to normalise
 
 
 def mfu(session: Session, samples_per_s: float | None) -> float | None:
-    """Between 0 and 1; None if the device's peak rate isn't known or nothing was timed.
+    """Between 0 and 1; None if the device's peak rate isn't known, nothing was timed, or the model can't be traced.
 
     Args:
         samples_per_s: as `whole_samples_per_s` returns it.
@@ -36,7 +37,11 @@ def mfu(session: Session, samples_per_s: float | None) -> float | None:
     )
     if peak_flops_per_s is None:
         return None
-    return model_flops(session.problem, session.knobs) * samples_per_s / (peak_flops_per_s * num_ranks())
+    try:
+        flops = model_flops(session.problem, session.knobs)
+    except CantPlan:
+        return None
+    return flops * samples_per_s / (peak_flops_per_s * num_ranks())
 
 
 def whole_samples_per_s(session: Session, throughput: Mapping[str, float]) -> float | None:
@@ -57,5 +62,5 @@ def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
     plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
     with fake_tensors() as known, plain, FlopCounterMode(display=False) as counter:
-        step(assemble(problem, needed, CPU), example(problem.spec, 1, known))
-    return counter.get_total_flops()
+        step(assemble(problem, needed, CPU), example(problem.spec, NUM_SAMPLES, known))
+    return counter.get_total_flops() // NUM_SAMPLES
