@@ -29,9 +29,20 @@ def test_a_third_of_the_points_is_held_out() -> None:
 
 def test_words() -> None:
     assert asked(["here", "cards=t4,h100", "most=3", "replan"]) == Asked(
-        Path("here"), ("t4", "h100"), 3, 0, True, False
+        Path("here"), ("t4", "h100"), 3, 0, 0, True, False
     )
-    assert asked(["print", "budgets=4"])[2:] == (0, 4, False, False)
+    assert asked(["print", "budgets=4"])[2:] == (0, 4, 0, False, False)
+    assert asked(["drawn=9"]).folder.name == "drawn"
+
+
+def test_what_is_drawn_stays_and_is_held_out() -> None:
+    """Points of a longer draw begin with those of a shorter one."""
+    points = asked(["drawn=40"]).points
+    assert points[:9] == asked(["drawn=9"]).points
+    assert len({point.name for point in points}) == 40
+    assert all(point.is_held_out for point in points)
+    assert {point.card for point in points} <= set(device_names())
+    assert not {point.name for point in points} & {point.name for point in emulated_points()}
 
 
 class FakeRuns:
