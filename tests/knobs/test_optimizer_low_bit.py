@@ -158,6 +158,9 @@ def test_an_update_of_a_large_weight_takes_what_torchs_allocator_was_asked_for(o
         assert [sum(sizes) for sizes in optimizer.scratch_bytes()] == SCRATCH_BYTES[option]
 
 
+NORMS_BYTES = 2048  # partial sums of the gradients' norms, which a card takes, too
+
+
 @pytest.mark.parametrize(("option", "each_bytes"), [("8bit", 0), ("4bit", 24)])
 def test_a_plan_for_a_card_has_what_updates_take(option: str, each_bytes: int) -> None:
     problem = Auto().pose(TransformerConfig(1, 64, 2, 8), DataSpec(Modality.TOKENS, 20_000, (8,)))
@@ -166,7 +169,7 @@ def test_a_plan_for_a_card_has_what_updates_take(option: str, each_bytes: int) -
         for card in (None, Card("H100", (9, 0)))
     ]
     most_bytes = each_bytes * 20_000 * 64
-    assert most_bytes <= peaks[1] - peaks[0] <= 1.1 * most_bytes
+    assert most_bytes <= peaks[1] - peaks[0] <= 1.1 * most_bytes + NORMS_BYTES
 
 
 @pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=needs_gpu)], ids=str)
