@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowvram.core.device import Card
+from lowvram.planning.memory.segments import rounded_up
+from lowvram.planning.trace.allocations import FP32_BYTES, Allocations, Kept, argument
 from lowvram.planning.trace.attention import AMPERE, SIXTEEN_BIT, SMALL_SHARED_MEMORY
-from lowvram.planning.trace.groups import FP32_BYTES, Group, Kept, argument, rounded
 
 LOCK_BYTES, MOST_AT_WORK = 16, 200  # of the memory-efficient kernel; thread blocks over all heads
 
 
-def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """With few queries, the keys are split into parts, whose results are kept in fp32 and then added (flash_api.cpp,
     set_params_splitkv)."""
     query, key, dropout = args[0], args[1], argument(args, named, 3, "dropout_p", 0.0)
@@ -21,7 +22,7 @@ def flash_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> 
     if num_parts == 1:
         return ()
     rows = num_parts * batch * heads * length * FP32_BYTES
-    return [[rows, rows * rounded(width, 32)]]
+    return [[rows, rows * rounded_up(width, 32)]]
 
 
 def num_parts_of(card: Card, num_blocks: int, num_keys: int, width: int) -> int:
@@ -43,30 +44,30 @@ def num_parts_of(card: Card, num_blocks: int, num_keys: int, width: int) -> int:
     return next(parts for parts, share in efficiency.items() if share >= 0.85 * best)
 
 
-def flash_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def flash_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Row sums and the query's gradient in fp32; with grouped-query attention, also gradients of keys and values for
     each query head (flash_api.cpp, mha_bwd)."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
-    rows = batch * heads * rounded(length, 128) * FP32_BYTES
+    rows = batch * heads * rounded_up(length, 128) * FP32_BYTES
     expanded = batch * key.shape[2] * heads * width * key.dtype.itemsize
-    return [[rows, rows * rounded(width, 32), *([] if key.shape[1] == heads else [expanded, expanded])]]
+    return [[rows, rows * rounded_up(width, 32), *([] if key.shape[1] == heads else [expanded, expanded])]]
 
 
-def cudnn_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def cudnn_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Row sums and the query's gradient in fp32, in one allocation (cudnn-frontend's SDPA_backward)."""
     batch, heads, length, width = args[1].shape
     return [[batch * heads * length * (width + 1) * FP32_BYTES]]
 
 
-def efficient_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def efficient_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """16-bit outputs of wide heads are accumulated in fp32."""
     query, width = args[0], args[2].shape[-1]
     is_summed = query.dtype in SIXTEEN_BIT and width > 128
     return [[query[..., 0].numel() * width * FP32_BYTES]] if is_summed else ()
 
 
-def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Row sums, and an fp32 accumulator of the query's gradient in blocks, each with a lock; for 16-bit wide heads also
     one of each block of keys and values that is at work (attention_backward.cu; workspace_elements_gq and its
     neighbours in kernel_backward.h). For fp32 the row sums are made from a product of output and gradient."""
@@ -78,7 +79,7 @@ def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]
     head_bytes = num_blocks * (num_queries * num_keys * FP32_BYTES + LOCK_BYTES)
     if is_16_bit and (width > 128 or (width > 96 and card.capability in SMALL_SHARED_MEMORY)):
         at_work = min(-(-key.shape[2] // num_keys), max(1, MOST_AT_WORK // (batch * heads)))
-        widths = rounded(width, num_queries) + rounded(value.shape[-1], num_queries)
+        widths = rounded_up(width, num_queries) + rounded_up(value.shape[-1], num_queries)
         head_bytes += at_work * num_keys * widths * FP32_BYTES
     rows = batch * heads * length * FP32_BYTES
     first = [rows] if is_16_bit else [[rows * value.shape[-1], rows, Kept(rows)]]

@@ -137,10 +137,8 @@ class PlanningMode(FastDispatchMode):
                 return 1.0 if args[0].is_floating_point() else 1
             with suppress(UnknownValue):
                 return self.known.number(args[0])
-        given = args
-        if func in MADE_CONTIGUOUS:
-            number = MADE_CONTIGUOUS[func]
-            given = (*(tensor.contiguous() for tensor in args[:number]), *args[number:])
+        number = MADE_CONTIGUOUS.get(func, 0)
+        given = (*(tensor.contiguous() for tensor in args[:number]), *args[number:]) if number else args
         out: Any = None if is_plain and only_writes(func) else self.fake_cache.run(func, given, kwargs or {})
         self.known.note(func, args, kwargs or {}, out)
         if func is PROMOTED:

@@ -15,6 +15,8 @@ from torch import Tensor
 from lowvram.compat.torch_ops import AttentionOps, CublasOps, ManyOps, NormOps
 from lowvram.core import host
 from lowvram.core.device import Card
+from lowvram.planning.memory.segments import rounded_up
+from lowvram.planning.trace.allocations import FP32_BYTES, RESULT, Allocations, Kept, Result, Rule, argument
 from lowvram.planning.trace.attention import SIXTEEN_BIT
 from lowvram.planning.trace.attention_scratch import (
     cudnn_backward,
@@ -23,7 +25,6 @@ from lowvram.planning.trace.attention_scratch import (
     flash_backward,
     flash_forward,
 )
-from lowvram.planning.trace.groups import FP32_BYTES, RESULT, Group, Kept, Result, Rule, argument, rounded
 from lowvram.planning.trace.reductions import (
     MOST_THREADS,
     WARP,
@@ -50,7 +51,7 @@ ROWS_OF_NORM, FEWEST_NORM_BLOCKS, MOST_NORM_BLOCKS = 16, 8, 128  # ELEMENTS_PER_
 CHUNK = 2**16  # elements of a tensor that a thread block of a `_foreach` operator takes
 
 
-def scratch_of(card: Card, operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def scratch_of(card: Card, operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """What an operator allocates while it runs, beside its results.
 
     Args:
@@ -71,7 +72,7 @@ def reduction(bytes_of: Callable[[torch.dtype], int], place: int = 1) -> Rule:
         place: the position of the dimensions among the arguments.
     """
 
-    def rule(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+    def rule(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
         dims = argument(args, named, place, "dim")
         dims = [dims] if isinstance(dims, int) else dims
         return [[reduction_of(args[0], dims, bytes_of(args[0].dtype))]]
@@ -84,7 +85,7 @@ def sum_bytes(dtype: torch.dtype) -> int:
     return max(FP32_BYTES, dtype.itemsize) if dtype.is_floating_point else 8
 
 
-def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def softmax_into(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """softmax with `out=` first copies its input to the wanted format, except from fp16 to fp32 (SoftMax.cpp). Without
     `out=` the trace sees that copy itself."""
     source, dtype = args[0], argument(args, named, 2, "dtype") or args[0].dtype
@@ -97,12 +98,12 @@ def copies(*tensors: Tensor, layout: torch.memory_format = FLAT) -> list[int]:
     return [tensor.numel() * tensor.itemsize for tensor in tensors if not tensor.is_contiguous(memory_format=layout)]
 
 
-def norm_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def norm_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """A layer norm makes its input contiguous first (layer_norm_kernel.cu)."""
     return [[*copies(args[0]), *[RESULT] * 3]]
 
 
-def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """With many short rows, blocks of 32 of them sum the gradients of weight and bias, before these are made
     (layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel)."""
     gradient, source, (width, *others) = args[0], args[1], reversed(args[2])
@@ -116,14 +117,14 @@ def norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> 
     return [[*made, *[sums * num_columns * source.itemsize] * 2, [last], [last]]]
 
 
-def batch_norm(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def batch_norm(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Mean, sum of squares and two counts of each thread block's rows (Normalization.cuh)."""
     return [[num_block_rows(args[0]) * 4 * FP32_BYTES]]
 
 
-def batch_norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def batch_norm_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Two sums of each thread block's rows; the gradient of the input comes after them."""
-    sums: Group = [num_block_rows(args[1]) * 2 * FP32_BYTES]
+    sums: Allocations = [num_block_rows(args[1]) * 2 * FP32_BYTES]
     return [[*[Result.LAST] * sum(args[-1][1:]), sums, Result.FIRST]]
 
 
@@ -140,18 +141,18 @@ def num_block_rows(images: Tensor) -> int:
     return num_channels * num_blocks if num_blocks >= FEWEST_NORM_BLOCKS else 0
 
 
-def mask_first(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def mask_first(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Dropout makes its mask before its output (Dropout.cu)."""
     return [[Result.LAST, Result.FIRST]]
 
 
-def softmax_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def softmax_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """The product of gradient and output (SoftMax.cu, softmax_backward_cuda_out)."""
     gradient, output = args[:2]
     return [[output.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize]]
 
 
-def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """cuDNN is given input and weight in one format: channels_last if either of them has it (ConvUtils.h,
     cudnn_conv_suggest_memory_format)."""
     source, weight = args[:2]
@@ -159,7 +160,7 @@ def convolution(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Se
     return [[*copies(source, layout=layout), RESULT, *copies(weight, layout=layout)]]
 
 
-def convolution_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def convolution_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """The gradients of input, weight and bias, one after another; the first two have formats of their own
     (Convolution.cpp, convolution_backward; ConvShared.cpp, cudnn_convolution_backward)."""
     (gradient, source, weight), (has_source, has_weight, has_bias) = args[:3], args[-1]
@@ -169,9 +170,9 @@ def convolution_backward(card: Card, args: Sequence[Any], named: Mapping[str, An
     is_moved = layout is not (LAST if is_channels_last(gradient) else FLAT)
     is_dense = is_moved or gradient.is_contiguous(memory_format=layout)
     again = [] if is_dense and input_layout is layout else copied
-    of_source: Group = [RESULT, [*again, *copies(weight, layout=input_layout)]] if has_source else []
-    of_weight: Group = [[*([] if is_dense else copied), RESULT]] if has_weight else []
-    of_bias: Group = [RESULT, [bias_sum(gradient)]] if has_bias else []
+    of_source: Allocations = [RESULT, [*again, *copies(weight, layout=input_layout)]] if has_source else []
+    of_weight: Allocations = [[*([] if is_dense else copied), RESULT]] if has_weight else []
+    of_bias: Allocations = [RESULT, [bias_sum(gradient)]] if has_bias else []
     first = copies(source, layout=layout) if has_weight else []
     return [[*first, *(copied if is_moved else []), *of_source, *of_weight], of_bias]
 
@@ -184,7 +185,7 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Sums at given places are made in their order: the places, their numbers, and both sorted (Indexing.cu,
     index_put_with_sort_kernel). Without `accumulate` nothing is sorted."""
     places = [place for place in args[1] if place is not None]
@@ -195,7 +196,7 @@ def added_at(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Seque
     return [[first, *copies(args[2]), *[places_bytes] * 3, 2 * places_bytes + SORT_BYTES]]
 
 
-def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """A table's rows are added in the order of their sorted places: up to 10 by each thread, then what these have
     (Embedding.cu; embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu). If a table is so small that this would
     take few threads, they add into the result itself."""
@@ -205,7 +206,7 @@ def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) ->
         return ()
     places_bytes, segments = number * INDEX_BYTES, min(number, num_rows)
     parts = number // ROWS_OF_THREAD + segments
-    padded = rounded(width, WARP)
+    padded = rounded_up(width, WARP)
     blocks = -(-segments * padded // min(padded, BLOCK_THREADS))
     adds = blocks < (card.num_multiprocessors or 0) * MOST_ADDING_BLOCKS and parts > 4 * blocks
     sums = [parts * INDEX_BYTES, *([num_rows * width * FP32_BYTES] if gradient.dtype in SIXTEEN_BIT else [])]
@@ -215,13 +216,13 @@ def table_gradient(card: Card, args: Sequence[Any], named: Mapping[str, Any]) ->
     return [[*ordered, RESULT, *about, *(sums if adds else [parts * width * FP32_BYTES])]]
 
 
-def norms(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def norms(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Partial sums of the squares of each tensor, as many as the largest has (ForeachReduceOp.cu)."""
     most = max((-(-tensor.numel() // CHUNK) for tensor in args[0]), default=0)
     return [[len(args[0]) * most * FP32_BYTES, *[RESULT] * len(args[0])]]
 
 
-def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Group]:
+def rolled(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
     """Dimensions are rolled one after another (TensorTransformations.h, roll_common)."""
     num_before = max(0, min(2, len(argument(args, named, 2, "dims", ())) - 1))
     return [[*[args[0].numel() * args[0].itemsize] * num_before, RESULT]]

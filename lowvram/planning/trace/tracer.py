@@ -31,9 +31,9 @@ from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
+from lowvram.planning.trace.allocations import Allocations, Kept, Result, names_result
 from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
-from lowvram.planning.trace.groups import Group, Kept, Result, names_result
 from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
 from lowvram.tasks import Problem
@@ -179,19 +179,20 @@ class TraceRecorder:
             return
         if operator.overloadpacket in CUBLAS_OPS:
             self.first_matmuls.setdefault(current_node() is not None, len(self.ledger.lines) - 1)
-        groups, results = scratch_of(card, operator, args, named), list[tuple[int, int]]()
-        if any(names_result(group) for group in groups):
+        allocations, results = scratch_of(card, operator, args, named), list[tuple[int, int]]()
+        if names_result(allocations):
             results = self.ledger.lines[num_before:]
             del self.ledger.lines[num_before:]
-        for group in groups:
-            self.add_scratch(card, group, f"{operator.overloadpacket.__name__} while it ran", results)
+        self.add_scratch(card, allocations, f"{operator.overloadpacket.__name__} while it ran", results)
         self.ledger.lines += results
 
-    def add_scratch(self, card: Card, group: Group, maker: str, results: list[tuple[int, int]]) -> list[int]:
-        """Record a group of storages; the lines of results are moved from `results` to their places in it. Returns the
-        serial numbers of those that are still alive."""
+    def add_scratch(
+        self, card: Card, allocations: Allocations, maker: str, results: list[tuple[int, int]]
+    ) -> list[int]:
+        """Record temporary storages; the lines of results are moved from `results` to their places. Returns the serial
+        numbers of those that are still alive."""
         serials, kept = list[int](), list[int]()
-        for item in group:
+        for item in allocations:
             if isinstance(item, Result):
                 if results:
                     self.ledger.lines.append(results.pop(item.value))
