@@ -36,12 +36,12 @@ from lowvram.loops.export import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
-from lowvram.models.third_party import logits_of
+from lowvram.models.third_party import all_outputs, logits_of
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
 from lowvram.planning.trace.tracer import trace
 
-Criterion = Callable[[Any, Tensor], Tensor]  # outputs, targets -> the *sum* over the targets
+Criterion = Callable[[Any, Any], Tensor]  # outputs, targets -> the *sum* over the targets
 
 
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
@@ -61,13 +61,13 @@ class Samples:
     """Makes batches of any size with the shapes and formats of the user's inputs and targets, for plans."""
 
     inputs: Any
-    targets: Tensor
+    targets: Any
 
-    def example(self, num_samples: int) -> tuple[Any, Tensor]:
+    def example(self, num_samples: int) -> tuple[Any, Any]:
         def like(tensor: Tensor) -> Tensor:
             return torch.zeros(num_samples, *tensor.shape[1:], dtype=tensor.dtype)
 
-        return tree_map_only(Tensor, like, self.inputs), like(self.targets)
+        return tree_map_only(Tensor, like, (self.inputs, self.targets))
 
 
 @final
@@ -77,7 +77,7 @@ class ModuleTask(Task):
 
     make: Callable[[], nn.Module]  # returns the module itself or, for a plan, a copy without memory
     inputs: Any  # a few samples: a tensor, or a dictionary of tensors, passed as keyword arguments
-    loss: Criterion = cross_entropy
+    loss: UserCriterion
     blocks_class: str | None = None
     spec: Samples | None = None  # for a plan only
     found_blocks: list[FoundBlocks] = field(default_factory=list, repr=False)  # one entry, once `find_blocks` has run
@@ -89,10 +89,13 @@ class ModuleTask(Task):
         return refuse_to_fill
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
-        return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        return all_outputs(model, inputs)
 
     def criterion(self, outputs: Any, part: Part) -> Tensor:
         return self.loss(outputs, part.targets)
+
+    def num_targets(self, part: Part) -> Tensor:
+        return super().num_targets(part) if self.loss.count is None else self.loss.count(part.targets)
 
     def find_blocks(self) -> FoundBlocks:
         if not self.found_blocks:
@@ -107,7 +110,7 @@ class ModuleTask(Task):
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks
 
-    def without_values(self, targets: Tensor) -> ModuleTask:
+    def without_values(self, targets: Any) -> ModuleTask:
         """The same task over copies whose tensors have no memory."""
         self.find_blocks()  # before the tensors lose their values
         return replace(self, make=partial(without_memory, self.make()), spec=Samples(self.inputs, targets))
@@ -118,7 +121,8 @@ def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, b
 
     Args:
         inputs: two samples or more: a tensor, or a dictionary of tensors, passed to the module as keyword arguments.
-        criterion: maps outputs and targets to the *sum* of the losses over the targets (0-dim).
+        criterion: maps outputs and targets to the *sum* of the losses over the targets (0-dim), or is one of torch's
+            losses for outputs and targets, such as nn.CrossEntropyLoss(): their means are taken over the whole batch.
         blocks: the class name of the repeated blocks; None: found by what modules save for the backward pass.
 
     The first `step` raises BadInput if the criterion returns a mean.
@@ -170,7 +174,7 @@ def assemble(task: Task, knobs: Iterable[str | Knob] = (), device: str | torch.d
 
 
 def plan(
-    task: ModuleTask, targets: Tensor, batch_size: int, knobs: Iterable[str | Knob] = (), device: str = "generic"
+    task: ModuleTask, targets: Any, batch_size: int, knobs: Iterable[str | Knob] = (), device: str = "generic"
 ) -> dict[str, Any]:
     """Predict the memory and time of a step on any device, also one that this machine lacks: the fields `plan.*` of a
     row (docs/planning.md).

@@ -16,8 +16,10 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.core.criterion import UserCriterion
 from lowvram.core.rig import IGNORE, Part, Task
+from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
+from lowvram.models.third_party import all_outputs
 
 
 class ModelConfig(Protocol):
@@ -139,18 +141,22 @@ class Classifier(Problem):
 @final
 class UserProblem(Problem):
     """A task whose methods an object of the user's own class provides. It must have `criterion(outputs, targets)`,
-    which returns the sum over the targets, and may have `count(targets)`, `num_correct(outputs, targets)`,
-    `blocks(model)` and `head(model)`."""
+    which returns the sum over the targets, or be one of torch's losses. It may have `count(targets)`,
+    `num_correct(outputs, targets)`, `blocks(model)` and `head(model)`."""
 
     def __init__(self, model: ModelConfig, spec: DataSpec, user: Any, name: str) -> None:
         super().__init__(model, spec)
         self.user, self.name = user, name
-        self.sum_of_losses = UserCriterion(user.criterion, "task.target", name)
+        self.sum_of_losses = UserCriterion(getattr(user, "criterion", user), "task.target", name)
 
     @property
     def description(self) -> str:
         """Includes an object address, so user code is never cached on disk."""
         return f"{super().description} {self.name} {object.__repr__(type(self.user))}"
+
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        """The model's logits or, where samples have several targets, everything that the model returns."""
+        return all_outputs(model, inputs) if self.spec.has_several_targets else super().call(model, inputs)
 
     def optional_method(self, method: str) -> Any:
         """A method of the user's object, or None if it has none of this name."""
@@ -160,10 +166,8 @@ class UserProblem(Problem):
         return self.sum_of_losses(outputs, part.targets)
 
     def num_targets(self, part: Part) -> Tensor:
-        count = self.optional_method("count")
-        if count is None:
-            return super().num_targets(part)
-        return torch.as_tensor(count(part.targets), dtype=torch.long, device=part.targets.device)
+        count = self.optional_method("count") or self.sum_of_losses.count
+        return super().num_targets(part) if count is None else torch.as_tensor(count(part.targets), device=part.device)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         blocks = self.optional_method("blocks")
@@ -181,7 +185,7 @@ class UserProblem(Problem):
     def num_correct(self, outputs: Any, part: Part) -> Tensor:
         count = self.optional_method("num_correct")
         num_correct = 0 if count is None else count(outputs, part.targets)
-        return torch.as_tensor(num_correct, device=part.targets.device)
+        return torch.as_tensor(num_correct, device=part.device)
 
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
         return {} if self.optional_method("num_correct") is None else {"accuracy": accuracy}
@@ -234,9 +238,10 @@ class External:
         made_by, args = import_object(self.target, "task.target"), self.args or {}
         check_args(made_by, self.target, args, "task.args")
         user = made_by(**args)
-        has_criterion = callable(getattr(user, "criterion", None))
+        has_criterion = callable(getattr(user, "criterion", None)) or sum_and_count(user) is not None
         allowed = (
-            f"a class whose objects have criterion(outputs, targets): this made a {type(user).__name__} without one"
+            "one of torch's losses for outputs and targets, such as torch.nn.MSELoss, or a class whose objects have "
+            f"criterion(outputs, targets): this made a {type(user).__name__} without one"
         )
         require(has_criterion, "task.target", self.target, allowed)
         return UserProblem(model, spec, user, f"{self.target} {args}")

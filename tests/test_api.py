@@ -15,6 +15,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.knob import Knob
 from lowvram.knobs.ckpt import RecomputeEvery
 from lowvram.knobs.precision import Bf16
+from tests.yours import TwoHeads, TwoLosses
 
 TOKENS = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
 BATCH = lowvram.Part(TOKENS[:, :-1], TOKENS[:, 1:])
@@ -116,6 +117,19 @@ def test_dictionaries_become_keywords_and_the_criterion_is_ones_own() -> None:
     task = lowvram.task(Named(), inputs, lambda outputs, targets: (outputs - targets[:, None]).square().sum())
     loss, _ = lowvram.step(lowvram.assemble(task, ["ckpt=none"], "cpu"), lowvram.Part(inputs, torch.tensor([1, 1])))
     assert loss.item() == pytest.approx(3.0)  # of each target
+
+
+def test_targets_are_a_dictionary_as_well_as_a_tensor() -> None:
+    inputs = torch.rand(4, 4)
+    targets = {"kind": torch.tensor([0, 1, 2, 0]), "sizes": torch.rand(4, 2)}
+    losses = []
+    for knobs in ([], ["accum=x2"]):
+        torch.manual_seed(0)
+        task = lowvram.task(TwoHeads(), inputs, TwoLosses().criterion)
+        assert lowvram.plan(task, targets, batch_size=4, knobs=knobs, device="cpu")["allocated_bytes"] > 0
+        rig = lowvram.assemble(task, [*knobs, "optimizer=sgd"], "cpu")
+        losses.append([lowvram.step(rig, lowvram.Part(inputs, targets))[0].item() for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_criterion_that_returns_a_mean_is_refused() -> None:

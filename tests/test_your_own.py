@@ -31,6 +31,21 @@ def test_data_model_and_loss_of_ones_own(call: Call) -> None:
     assert run.row["eval"]["accuracy"] is None
 
 
+def test_several_targets_and_heads(call: Call) -> None:
+    data = ("data=external", "data.target=tests.yours.two_targets", "model=external", "task=external")
+    names = ("model.target=tests.yours.TwoHeads", "task.target=tests.yours.TwoLosses", "accum=x2")
+    run = call(*data, *names, *QUICK, "train.steps=30", "optimizer.lr=0.05")
+    assert run.code == 0, run.said()
+    assert run.row["loss"]["eval"] < run.row["loss"]["first"] / 2
+
+
+def test_a_loss_of_torch(call: Call) -> None:
+    data = ("data=external", "data.target=tests.yours.curve", "model=external", "model.target=tests.yours.line")
+    run = call(*data, "task=external", "task.target=torch.nn.MSELoss", *QUICK, "train.steps=40", "optimizer.lr=0.1")
+    assert run.code == 0, run.said()
+    assert run.row["loss"]["eval"] < run.row["loss"]["first"] / 10
+
+
 @pytest.mark.slow
 def test_labelled_texts_in_a_file_with_the_models_own_tokenizer(call: Call, tmp_path: Path) -> None:
     folder = save_tokenizer(Path(shutil.copytree(tiny("bert"), tmp_path / "bert")))

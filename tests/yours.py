@@ -100,6 +100,31 @@ class Everything(Regression):
         return None
 
 
+class TwoHeads(nn.Module):
+    """One class and two numbers of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kind, self.sizes = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(inputs).relu()
+        return {"kind": self.kind(hidden), "sizes": self.sizes(hidden)}
+
+
+class TwoLosses:
+    def criterion(self, outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+        differences = F.mse_loss(outputs["sizes"], targets["sizes"], reduction="sum")
+        return F.cross_entropy(outputs["kind"], targets["kind"], reduction="sum") + differences
+
+
+def two_targets(num_samples: int = 64) -> tuple[Listed, Listed]:
+    """Samples whose targets are a dictionary."""
+    inputs = torch.linspace(-1, 1, 4 * num_samples).view(num_samples, 4).roll(3, 1)
+    targets = [{"kind": int(x.argmax()) % 3, "sizes": [float(x.sum()), float(x.mean())]} for x in inputs]
+    return listed(list(zip(inputs, targets, strict=True)))
+
+
 class Mean:
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) ** 2

@@ -24,24 +24,30 @@ IGNORE = -100  # targets with this value aren't counted, as in torch's losses
 class Part:
     """Samples with their targets: a micro-batch, or a whole logical batch before it is split.
 
-    `inputs` is a tensor or a dictionary of tensors; the first dimension of every tensor counts samples.
+    `inputs` and `targets` are each a tensor, or tensors in dictionaries and tuples; the first dimension of every tensor
+    counts samples.
     """
 
     inputs: Any
-    targets: Tensor
+    targets: Any
 
     @property
     def num_samples(self) -> int:
-        return len(self.targets)
+        return len(tree_leaves(self.targets)[0])
+
+    @property
+    def device(self) -> torch.device:
+        return tree_leaves(self.targets)[0].device
 
     @property
     def num_targets(self) -> Tensor:
-        """How many targets aren't `IGNORE` (0-dim, int64, on the targets' device, without waiting for it)."""
-        return (self.targets != IGNORE).sum()
+        """How many targets, in all tensors, aren't `IGNORE` (0-dim, int64, on their device, without waiting for it)."""
+        first, *others = [(tensor != IGNORE).sum() for tensor in tree_leaves(self.targets)]
+        return torch.stack([first, *others]).sum() if others else first
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The part with `change` applied to each of its tensors."""
-        return Part(tree_map(change, self.inputs), change(self.targets))
+        return Part(tree_map(change, self.inputs), tree_map(change, self.targets))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Part:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -50,7 +56,7 @@ class Part:
         return self.map(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
-        return [*tree_leaves(self.inputs), self.targets]
+        return [*tree_leaves(self.inputs), *tree_leaves(self.targets)]
 
 
 class Update(NamedTuple):

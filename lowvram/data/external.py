@@ -19,7 +19,7 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.core.rig import IGNORE
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
-from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths
+from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths, tree_of
 
 TARGET_NAMES = ("labels", "label", "targets", "target")  # the target's key in a dictionary; the first match counts
 FEW = 1000  # up to this many samples are all read to find the largest label
@@ -138,7 +138,7 @@ class Reader:
         inputs = sample if isinstance(sample, Mapping) else sample[0]
         return isinstance(inputs, Mapping) and MASK in inputs
 
-    def read(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+    def read(self, index: int, epoch: int) -> tuple[Any, Any]:
         try:
             return as_tensors(self.sample(index, epoch))
         except Unfit as error:
@@ -155,18 +155,18 @@ class UserSamples(Samples):
     def __len__(self) -> int:
         return len(self.reader.dataset)
 
-    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+    def sample(self, index: int, epoch: int) -> tuple[Any, Any]:
         try:
             return self.checked(index, epoch)
         except Unfit as error:
             raise RuntimeError(str(error)) from None
 
-    def checked(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+    def checked(self, index: int, epoch: int) -> tuple[Any, Any]:
         inputs, targets = self.reader.read(index, epoch)
         place, layout = f"number {index} of {self.reader.name}", layout_of(inputs, targets)
         if layout != self.layout:
             raise Unfit(f"{place} has {described(layout)}, where the first has {described(self.layout)}")
-        if self.num_classes and targets.dtype is torch.int64:
+        if self.num_classes and isinstance(targets, Tensor) and targets.dtype is torch.int64:
             outside = targets[(targets != IGNORE) & ((targets < 0) | (targets >= self.num_classes))]
             if len(outside.flatten()):
                 label = int(outside.flatten()[0])
@@ -184,7 +184,7 @@ class FirstSamples(Samples):
     def __len__(self) -> int:
         return self.num_samples
 
-    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+    def sample(self, index: int, epoch: int) -> tuple[Any, Any]:
         return self.samples.sample(index, epoch)
 
 
@@ -240,7 +240,7 @@ def modality_of(layout: Layout) -> Modality:
     return Modality.LABELLED_TOKENS if is_text and targets == CLASS else Modality.OTHER
 
 
-def as_tensors(sample: Any) -> tuple[Any, Tensor]:
+def as_tensors(sample: Any) -> tuple[Any, Any]:
     """Inputs and targets of a sample. Raises Unfit when it is neither a pair nor a dictionary with a target."""
     if isinstance(sample, Mapping):
         target = next((name for name in TARGET_NAMES if name in sample), None)
@@ -255,13 +255,26 @@ def as_tensors(sample: Any) -> tuple[Any, Tensor]:
         raise Unfit(
             f"a {type(sample).__name__}: a sample must be a pair (inputs, target) or a dictionary with a target"
         )
-    targets = as_tensor(targets)
+    targets = as_tree(targets)
     if not isinstance(inputs, Mapping):
         return as_tensor(inputs), targets
     tensors = {str(name): as_tensor(value) for name, value in inputs.items()}
-    if IDS in tensors and MASK not in tensors and not targets.dim():
+    if IDS in tensors and MASK not in tensors and isinstance(targets, Tensor) and not targets.dim():
         tensors[MASK] = torch.ones_like(tensors[IDS])
     return tensors, targets
+
+
+def as_tree(value: Any) -> Any:
+    """The targets as a tensor, or as tensors in dictionaries and tuples. Raises Unfit like `as_tensor`."""
+    if isinstance(value, Mapping) and value:
+        return {str(name): as_tree(each) for name, each in value.items()}
+    is_tuple = isinstance(value, tuple) or (isinstance(value, list) and not all(map(is_plain, value)))
+    return tuple(as_tree(each) for each in value) if is_tuple and value else as_tensor(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether torch.as_tensor makes one tensor of a list of such values."""
+    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, int | float | np.generic)
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -272,19 +285,21 @@ def as_tensor(value: Any) -> Tensor:
     return tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
 
 
-def layout_of(inputs: Any, targets: Tensor) -> Layout:
-    tensors = inputs if isinstance(inputs, Mapping) else {"": inputs}
-    return Layout(tuple((name, tensor_layout(tensor)) for name, tensor in tensors.items()), tensor_layout(targets))
-
-
-def tensor_layout(tensor: Tensor) -> TensorLayout:
-    return TensorLayout(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def layout_of(inputs: Any, targets: Any) -> Layout:
+    return Layout(tree_of(inputs if isinstance(inputs, Mapping) else {"": inputs}), tree_of(targets))
 
 
 def described(layout: Layout) -> str:
     """A layout for messages, such as "float32 (3, 8, 8) with int64 ()"."""
-    inputs = ", ".join(f"{name} {tensor.dtype} {tensor.shape}".strip() for name, tensor in layout.inputs)
-    return f"{inputs} with {layout.targets.dtype} {layout.targets.shape}"
+    return f"{', '.join(described_tree(layout.inputs))} with {', '.join(described_tree(layout.targets))}"
+
+
+def described_tree(tree: Any, name: str = "") -> Iterator[str]:
+    if isinstance(tree, TensorLayout):
+        yield f"{name} {tree.dtype} {tree.shape}".strip()
+        return
+    for key, each in tree:
+        yield from described_tree(each, f"{name}.{key}".strip("."))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +16,10 @@ from itertools import count, islice
 from typing import Any, TypeVar, final
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lowvram.compat.torch_data import end_workers
+from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
@@ -222,15 +222,12 @@ def eval_batches(
 def collate(samples: Samples, keys: list[Key]) -> Part:
     """The samples as one part on the CPU: inputs (num_samples, ...), targets (num_samples, ...)."""
     inputs, targets = zip(*(samples.sample(index, epoch) for index, epoch in keys), strict=True)
-    return Part(stacked(inputs), torch.stack(targets))
+    return Part(stacked(inputs), stacked(targets))
 
 
-def stacked(inputs: Sequence[Any]) -> Tensor | dict[str, Tensor]:
-    """The samples' inputs, each a tensor or a dictionary of tensors, stacked into those of a part."""
-    first = inputs[0]
-    if isinstance(first, Mapping):
-        return {name: torch.stack([sample[name] for sample in inputs]) for name in first}
-    return torch.stack(list(inputs))
+def stacked(trees: Sequence[Any]) -> Any:
+    """The inputs or the targets of samples, each a tensor or a nesting of tensors, stacked into those of a part."""
+    return tree_map(lambda *tensors: torch.stack(tensors), trees[0], *trees[1:])
 
 
 def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:

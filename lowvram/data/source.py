@@ -13,7 +13,7 @@ from lowvram.config.schema import find_target
 from lowvram.data.spec import DataSpec, Modality, TextRules
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 class FollowedModel(Protocol):
@@ -47,7 +47,7 @@ class Samples(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def sample(self, index: int, epoch: int) -> tuple[Any, Tensor]:
+    def sample(self, index: int, epoch: int) -> tuple[Any, Any]:
         """(inputs, targets) on the CPU: a pure function of the seed, the epoch and the index.
 
         TOKENS: inputs and targets (sequence_length,) int64, the targets one token ahead.

@@ -71,19 +71,39 @@ class TensorLayout:
         return torch.zeros((num_samples, *self.shape), dtype=getattr(torch, self.dtype))
 
 
+# A tensor, or pairs of a key and a tree: of a dictionary, or of a tuple, whose keys are 0, 1, …
+Tree = "TensorLayout | tuple[tuple[str | int, Tree], ...]"
+
+
+def tree_of(value: Any) -> Any:
+    """The `Tree` of a tensor, or of tensors in dictionaries and tuples."""
+    if isinstance(value, Tensor):
+        return TensorLayout(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return tuple((key, tree_of(each)) for key, each in items)
+
+
+def zeros_like_tree(tree: Any, num_samples: int) -> Any:
+    """The tensors of `num_samples` samples, all zero."""
+    if isinstance(tree, TensorLayout):
+        return tree.zeros(num_samples)
+    values = {key: zeros_like_tree(each, num_samples) for key, each in tree}
+    return tuple(values.values()) if 0 in values else values
+
+
 @dataclass(frozen=True)
 class Layout:
     """All tensors of a sample. A single input tensor has the name ""."""
 
     inputs: tuple[tuple[str, TensorLayout], ...]
-    targets: TensorLayout
+    targets: Any  # a Tree
 
     def example(self, num_samples: int, is_padded: bool) -> tuple[Any, Tensor]:
         """Inputs and targets with the shapes of `num_samples` samples, all zero, with a mask of `mask_like`."""
         tensors = {name: tensor.zeros(num_samples) for name, tensor in self.inputs}
         if MASK in tensors:
             tensors[MASK] = mask_like(tensors[MASK], is_padded)
-        return tensors.get("", tensors), self.targets.zeros(num_samples)
+        return tensors.get("", tensors), zeros_like_tree(self.targets, num_samples)
 
 
 def mask_like(tensor: Tensor, is_padded: bool) -> Tensor:
@@ -96,12 +116,13 @@ def mask_like(tensor: Tensor, is_padded: bool) -> Tensor:
 
 def layout_from(plain: Mapping[str, Any]) -> Layout:
     """The inverse of dataclasses.asdict, also after a round trip through JSON."""
-    inputs = tuple((name, tensor_from(tensor)) for name, tensor in plain["inputs"])
-    return Layout(inputs, tensor_from(plain["targets"]))
+    return Layout(tree_from(plain["inputs"]), tree_from(plain["targets"]))
 
 
-def tensor_from(plain: Mapping[str, Any]) -> TensorLayout:
-    return TensorLayout(tuple(plain["shape"]), plain["dtype"])
+def tree_from(plain: Any) -> Any:
+    if isinstance(plain, Mapping):
+        return TensorLayout(tuple(plain["shape"]), plain["dtype"])
+    return tuple((key, tree_from(each)) for key, each in plain)
 
 
 FEW_SHAPES = 16  # of batches: up to this many, a graph is compiled for each
@@ -133,6 +154,10 @@ class DataSpec:
     def num_tokens(self) -> int:
         """Size of the vocabulary, of tokens."""
         return self.num_classes if self.vocab_size is None else self.vocab_size
+
+    @property
+    def has_several_targets(self) -> bool:
+        return self.layout is not None and not isinstance(self.layout.targets, TensorLayout)
 
     def check_modality(self, wanted: Modality) -> None:
         """Raises BadInput if these data are of another kind than the one that a model reads."""

@@ -76,10 +76,9 @@ class Parts(Knob):
     def split(self, batch: Part) -> list[Part]:
         """The parts, along the first dimension; fewer than `parts` if the batch has fewer samples."""
         num_parts = min(self.parts, batch.num_samples)
-        leaves, spec = tree_flatten(batch.inputs)
+        leaves, spec = tree_flatten((batch.inputs, batch.targets))
         pieces = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
-        targets = batch.targets.tensor_split(num_parts)
-        return [Part(tree_unflatten(piece, spec), target) for piece, target in zip(pieces, targets, strict=True)]
+        return [Part(*tree_unflatten(piece, spec)) for piece in pieces]
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class ForeignModel(ABC):
 
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """The model's logits. A dictionary of inputs is passed as keyword arguments."""
-        return logits_of(model(**inputs) if isinstance(inputs, Mapping) else model(inputs))
+        return logits_of(all_outputs(model, inputs))
 
     def find_blocks(self, model: nn.Module, spec: DataSpec) -> FoundBlocks:
         """Find the model's blocks; done once for each model and kind of data."""
@@ -121,6 +121,11 @@ def without_values(build: Callable[[], nn.Module]) -> nn.Module:
 def meta_like(tensor: Tensor) -> Tensor:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+
+
+def all_outputs(model: nn.Module, inputs: Any) -> Any:
+    """What the model returns. A dictionary of inputs is passed as keyword arguments."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
 
 def logits_of(outputs: Any) -> Any:

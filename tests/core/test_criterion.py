@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowvram.config.errors import BadInput
 from lowvram.core.criterion import UserCriterion
@@ -26,7 +26,7 @@ def of_a_dictionary(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs["logits"], targets)
 
 
-def wrapped(criterion: Callable[[Any, Tensor], Any]) -> UserCriterion:
+def wrapped(criterion: Callable[[Any, Any], Any]) -> UserCriterion:
     return UserCriterion(criterion, "criterion", getattr(criterion, "__name__", criterion))
 
 
@@ -39,7 +39,7 @@ def test_a_sum_is_what_it_was() -> None:
 @pytest.mark.parametrize(
     ("criterion", "outputs"),
     [
-        (nn.CrossEntropyLoss(), LOGITS),
+        (lambda outputs, targets: F.cross_entropy(outputs.roll(1, 0), targets.roll(1, 0)), LOGITS),
         (lambda outputs, targets: F.cross_entropy(outputs, targets, label_smoothing=0.1), LOGITS),
         (of_a_dictionary, {"logits": LOGITS, "scale": 2.0}),
     ],
@@ -60,7 +60,7 @@ def test_only_the_first_call_is_checked() -> None:
     criterion = wrapped(noting)
     for _ in range(3):
         criterion(LOGITS, CLASSES)
-    assert num_samples == [5, 1, 2, 5, 5]
+    assert num_samples == [1, 2, 5, 5, 5]
 
 
 @pytest.mark.parametrize("targets", [torch.full((5,), IGNORE), CLASSES])
@@ -75,4 +75,21 @@ def test_outputs_that_do_not_count_samples_are_left_alone() -> None:
 
 def test_a_plan_checks_nothing() -> None:
     with fake_tensors():
-        wrapped(nn.CrossEntropyLoss())(torch.zeros(5, 7), torch.zeros(5, dtype=torch.long))
+        wrapped(of_a_dictionary)({"logits": torch.zeros(5, 7)}, torch.zeros(5, dtype=torch.long))
+
+
+def test_a_mean_is_refused_if_the_first_sample_has_no_target() -> None:
+    with pytest.raises(BadInput, match="not their mean"):
+        wrapped(of_a_dictionary)({"logits": LOGITS.roll(2, 0)}, CLASSES.roll(2, 0))
+
+
+def test_targets_may_be_several_tensors() -> None:
+    targets = {"kind": CLASSES, "sizes": (torch.rand(5, 2), torch.rand(5))}
+
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        sizes = targets["sizes"]
+        return summed(outputs, targets["kind"]) + sizes[0].sum() + sizes[1].sum()
+
+    assert wrapped(loss)(LOGITS, targets).item() == loss(LOGITS, targets).item()
+    with pytest.raises(BadInput, match="not their mean"):
+        wrapped(lambda outputs, targets: loss(outputs, targets) / len(outputs))(LOGITS, targets)

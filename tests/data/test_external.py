@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 import random
+import re
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -9,10 +12,11 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput
+from lowvram.core.rig import Part
 from lowvram.data.external import External
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data
-from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout
+from lowvram.data.spec import DataSpec, Layout, Modality, TensorLayout, layout_from
 from tests import yours
 
 CPU = torch.device("cpu")
@@ -61,6 +65,26 @@ def test_anything_else_is_reported_by_its_layout() -> None:
     inputs, targets = data.spec.example(3)
     assert (inputs.shape, targets.shape) == ((3, 4), (3, 2))
     assert (len(data.train), len(data.eval)) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    "targets", [{"a": 1, "b": [0.5, 2.0]}, (1, np.zeros(2)), [torch.tensor(1), torch.zeros(2)], {"a": {"b": (1, 2.5)}}]
+)
+def test_targets_may_be_several_tensors(targets: Any) -> None:
+    data = opened([([1.0, 2.0], targets)] * 3)
+    batch = next(Inline().batches(data.train, 2, 0, 0, CPU))
+    inputs, like = data.spec.example(2)
+    told = [(each.shape, each.dtype) for each in batch.tensors()]
+    assert [(each.shape, each.dtype) for each in Part(inputs, like).tensors()] == told
+    assert len(told) == 3
+    assert layout_from(json.loads(json.dumps(asdict(data.spec)["layout"]))) == data.spec.layout
+
+
+def test_a_tensor_of_several_that_differs_is_named() -> None:
+    data = opened([(1.0, {"a": 1, "b": 2.0}), (1.0, {"a": 1, "b": [2.0]})])
+    message = "float32 () with a int64 (), b float32 (1,), where the first has float32 () with a int64 (), b float32 ()"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        data.train.sample(1, 0)
 
 
 def test_more_tensors_than_texts_usually_have_are_kept() -> None:

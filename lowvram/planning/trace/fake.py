@@ -19,6 +19,7 @@ from lowvram.compat.torch_distributed import pretend_ranks, shape_propagation_in
 from lowvram.compat.torch_fake import FakeTensor, FakeTensorMode
 from lowvram.compat.torch_modes import FastDispatchMode
 from lowvram.compat.torch_ops import CopyOps, schema_of
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
@@ -204,5 +205,6 @@ def example(spec: DataSpec, num_samples: int, known: KnownValues) -> Part:
     say where rows and sequences end."""
     part = Part(*spec.example(num_samples))
     inputs = part.inputs if isinstance(part.inputs, Mapping) else {"": part.inputs}
-    known.forget([*(tensor for name, tensor in inputs.items() if name not in (MASK, POSITIONS)), part.targets])
+    given = (tensor for name, tensor in inputs.items() if name not in (MASK, POSITIONS))
+    known.forget([*given, *tree_leaves(part.targets)])
     return part
