@@ -34,3 +34,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("lowvram.api"), name)
     raise AttributeError(f"module 'lowvram' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,7 +17,9 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_map_only
@@ -71,7 +73,7 @@ class Samples:
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ModuleTask(Task):
     """A task around the user's own module."""
 
@@ -81,6 +83,9 @@ class ModuleTask(Task):
     blocks_class: str | None = None
     spec: Samples | None = None  # for a plan only
     found_blocks: list[FoundBlocks] = field(default_factory=list, repr=False)  # one entry, once `find_blocks` has run
+
+    def __repr__(self) -> str:
+        return f"ModuleTask({type(self.make()).__name__}, criterion={self.loss.value})"
 
     def make_model(self) -> nn.Module:
         return self.make()
@@ -142,15 +147,33 @@ def knob(*words: str) -> Knob:
         raise BadInput(group, option, f"one of the groups {', '.join(neutral_options())}")
     if option not in options_of(group):
         raise BadInput(group, option, f"one of {', '.join(options_of(group))}")
-    node = node_of(group, option)
-    for word in words[1:]:
-        key, _, value = word.partition("=")
-        node = DictConfig({**node, key.removeprefix(f"{group}."): value})
+    node = OmegaConf.merge(node_of(group, option), dict(field_of(word, group) for word in words[1:]))
+    assert isinstance(node, DictConfig)
     return build(node, group)
 
 
-def all_knobs(chosen: Iterable[str | Knob]) -> dict[str, Knob]:
+def field_of(word: str, group: str) -> tuple[str, Any]:
+    """`"ckpt.every=3"` -> `("every", 3)`, by Hydra's grammar."""
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise BadInput(
+            word, word.partition("=")[2], f"written as on the command line ({str(error).splitlines()[0]})"
+        ) from None
+    return override.key_or_group.removeprefix(f"{group}."), override.value()
+
+
+def by_group(words: str) -> list[str]:
+    """`"ckpt=every2 ckpt.every=3 precision=bf16"` -> `["ckpt=every2 ckpt.every=3", "precision=bf16"]`"""
+    groups: dict[str, list[str]] = {}
+    for word in sorted(words.split(), key=lambda word: "." in word.partition("=")[0]):
+        groups.setdefault(word.partition("=")[0].partition(".")[0], []).append(word)
+    return [" ".join(of_group) for of_group in groups.values()]
+
+
+def all_knobs(chosen: str | Iterable[str | Knob]) -> dict[str, Knob]:
     """The chosen knobs by name, and the neutral option of every other group."""
+    chosen = by_group(chosen) if isinstance(chosen, str) else chosen
     knobs = {group: (f"{group}={option}", knob_of((group, option))) for group, option in neutral_options().items()}
     for choice in chosen:
         value = knob(*choice.split()) if isinstance(choice, str) else choice
@@ -159,11 +182,14 @@ def all_knobs(chosen: Iterable[str | Knob]) -> dict[str, Knob]:
     return dict(knobs.values())
 
 
-def assemble(task: Task, knobs: Iterable[str | Knob] = (), device: str | torch.device = "auto", seed: int = 0) -> Rig:
+def assemble(
+    task: Task, knobs: str | Iterable[str | Knob] = (), device: str | torch.device = "auto", seed: int = 0
+) -> Rig:
     """The rig that trains a task; `rig.model` is the module itself, changed in place by checkpointing and compilation.
 
     Args:
-        knobs: written as on the command line ("ckpt=every2", "optimizer=sgd optimizer.lr=0.1"), or as `Knob` objects.
+        knobs: a string as on the command line ("ckpt=every2 optimizer=sgd optimizer.lr=0.1"), or a list with a string
+            or a `Knob` object for each group.
         device: auto (CUDA, else CPU), cpu, cuda, cuda:N.
 
     Raises:
@@ -174,7 +200,7 @@ def assemble(task: Task, knobs: Iterable[str | Knob] = (), device: str | torch.d
 
 
 def plan(
-    task: ModuleTask, targets: Any, batch_size: int, knobs: Iterable[str | Knob] = (), device: str = "generic"
+    task: ModuleTask, targets: Any, batch_size: int, knobs: str | Iterable[str | Knob] = (), device: str = "generic"
 ) -> dict[str, Any]:
     """Predict the memory and time of a step on any device, also one that this machine lacks: the fields `plan.*` of a
     row (docs/planning.md).

@@ -63,6 +63,9 @@ class Problem(Task):
     def __init__(self, model: ModelConfig, spec: DataSpec) -> None:
         self.model, self.spec = model, spec
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.model).__name__}, {self.spec.modality.value})"
+
     @property
     def description(self) -> str:
         """Everything that defines the problem, as text: problems with the same description are the same."""

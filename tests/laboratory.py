@@ -16,7 +16,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from lowvram.config.registry import all_options, knob_of, neutral_options, options_of
+from lowvram.config.registry import all_options, knob_of, neutral_options, ready_options
 from lowvram.core.assemble import assemble
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
@@ -46,7 +46,7 @@ DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 
 NEUTRAL = dict(neutral_options())
-OPTIONS = {group: options_of(group) for group in NEUTRAL}
+OPTIONS = {group: ready_options(group) for group in NEUTRAL}
 KNOBS: dict[tuple[str, str], Knob] = {option: knob_of(option) for option in all_options()}
 
 

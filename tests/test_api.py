@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import lowvram
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.knob import Knob
 from lowvram.knobs.ckpt import RecomputeEvery
+from lowvram.knobs.optimizer import External
 from lowvram.knobs.precision import Bf16
 from tests.yours import TwoHeads, TwoLosses
 
@@ -59,7 +61,32 @@ def test_the_step_trains_the_module_itself() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_one_string_holds_all_knobs() -> None:
+    task = lowvram.task(model(), BATCH.inputs)
+    rig = lowvram.assemble(task, "precision=bf16 optimizer.momentum=0 optimizer=sgd ckpt=every2 ckpt.every=3", "cpu")
+    assert rig.forward(BATCH).dtype is torch.bfloat16
+    lowvram.step(rig, BATCH)
+    assert all(tensor.numel() == 1 for tensor in tree_leaves(rig.stepper.state_dict()) if isinstance(tensor, Tensor))
+    planned = lowvram.plan(task, BATCH.targets, batch_size=4, knobs="precision=bf16 ckpt=every1", device="cpu")
+    assert planned["allocated_bytes"] > 0
+
+
+def test_what_is_printed_is_a_line() -> None:
+    task = lowvram.task(nn.Linear(4, 3), torch.rand(2, 4), nn.MSELoss())
+    rig = lowvram.assemble(task, "", "cpu")
+    assert (repr(task), repr(rig)) == ("ModuleTask(Linear, criterion=MSELoss())", "Rig(Linear, 15 parameters, cpu)")
+    rig.model.weight.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    assert repr(rig) == "Rig(Linear, 15 parameters, 3 of them trained, cpu)"
+
+
+def test_dir_shows_the_api_and_nothing_else() -> None:
+    assert dir(lowvram) == sorted(lowvram.__all__)
+
+
 def test_knobs_are_words_or_values() -> None:
+    assert lowvram.knob("optimizer=external", "optimizer.target=torch.optim.SGD", "optimizer.args={momentum:0.5}") == (
+        External("torch.optim.SGD", args={"momentum": 0.5})
+    )
     assert lowvram.knob("ckpt=every2") == RecomputeEvery(2)
     assert lowvram.knob("ckpt=every2", "ckpt.every=3") == RecomputeEvery(3)
     task = lowvram.task(model(), BATCH.inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_several_targets_and_heads(call: Call) -> None:
     run = call(*data, *names, *QUICK, "train.steps=30", "optimizer.lr=0.05")
     assert run.code == 0, run.said()
     assert run.row["loss"]["eval"] < run.row["loss"]["first"] / 2
+
+
+def test_epochs_instead_of_steps(call: Call) -> None:
+    data = ("data=external", "data.target=tests.yours.curve", "data.args={num_samples:30}", "model=external")
+    words = (*data, "model.target=tests.yours.line", "task=external", "task.target=torch.nn.MSELoss", *QUICK)
+    run = call(*words, "train.epochs=1.5", "schedule=linear")
+    assert run.code == 0, run.said()
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates == pytest.approx([0.001 * (1 - step / 12) for step in range(12)])  # 45 samples, 4 at a time
 
 
 def test_a_loss_of_torch(call: Call) -> None:

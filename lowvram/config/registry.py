@@ -30,9 +30,15 @@ def options_of(group: str) -> Sequence[str]:
 
 
 @cache
+def ready_options(group: str) -> Sequence[str]:
+    """The options of one group that work without a value from the user."""
+    return [option for option in options_of(group) if not OmegaConf.missing_keys(node_of(group, option))]
+
+
+@cache
 def all_options() -> Sequence[Option]:
-    """Every option of every knob group, in the order of conf/config.yaml."""
-    return [(group, option) for group in neutral_options() for option in options_of(group)]
+    """Every option of every knob group that works without a value from the user, in the order of conf/config.yaml."""
+    return [(group, option) for group in neutral_options() for option in ready_options(group)]
 
 
 @cache

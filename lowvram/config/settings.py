@@ -41,12 +41,15 @@ class TrainSettings:
 
     batch_size: int
     steps: int
+    epochs: float | None
     eval_every: int | None
     log_every: int
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "log_every"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        allowed = "null (train.steps counts) or above 0"
+        require(self.epochs is None or self.epochs > 0, "train.epochs", self.epochs, allowed)
         require(
             self.eval_every is None or self.eval_every >= 1,
             "train.eval_every",

@@ -65,6 +65,7 @@ class Fact(Enum):
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
     WHOLE_PARAMS = "every parameter is whole on its rank"
+    SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
     FULL_LOGITS = "the logits of a part exist whole"
 
 

@@ -197,7 +197,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rig:
     """Everything that a step uses. Knobs make the next one with `dataclasses.replace`."""
 
@@ -214,6 +214,11 @@ class Rig:
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
+
+    def __repr__(self) -> str:
+        total, trained = (sum(map(Tensor.numel, each)) for each in (self.model.parameters(), self.trainable))
+        share = "" if trained == total else f", {trained:,} of them trained"
+        return f"Rig({type(self.model).__name__}, {total:,} parameters{share}, {self.device})"
 
     @property
     def trainable(self) -> list[nn.Parameter]:

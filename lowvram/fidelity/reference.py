@@ -20,7 +20,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
+from lowvram.config.registry import neutral_options, node_of, options_of
+from lowvram.config.schema import find_target
 from lowvram.config.settings import KNOB_GROUPS, settings
 from lowvram.core.knob import Knob
 
@@ -39,7 +40,7 @@ def reference_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[
 def option_like(group: str, in_use: str, knob: Knob) -> str:
     """The name of an option of the knob's class: the one in use, if it is of that class."""
     names = [in_use, *options_of(group)]
-    return next(name for name in names if type(knob_of((group, name))) is type(knob))
+    return next(name for name in names if find_target(group, node_of(group, name)["_target_"]) is type(knob))
 
 
 def as_node(knob: Knob) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +66,16 @@ def open_data(settings: Settings) -> Data:
     """Open the data for the loader: scan them and check them against the rest of the configuration."""
     model = settings.groups["model"]
     return settings.groups["loader"].fit(resolve_source(settings.groups["data"], model).open(settings.root.seed), model)
+
+
+def with_steps(settings: Settings, data: Data) -> Settings:
+    """The settings, with `train.steps` computed from `train.epochs` if that is given. All batches are full: the last
+    may hold the first samples of the next epoch."""
+    train = settings.train
+    if train.epochs is None:
+        return settings
+    steps = math.ceil(train.epochs * len(data.train) / train.batch_size)
+    return replace(settings, train=replace(train, steps=steps))
 
 
 def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:

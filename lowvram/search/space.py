@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 from omegaconf import DictConfig
 
 from lowvram.config.errors import BadInput
-from lowvram.config.registry import knob_of, node_of, options_of
+from lowvram.config.registry import knob_of, node_of, ready_options
 from lowvram.config.schema import build
 from lowvram.core.knob import Fact, Kind, Knob, conflicts
 
@@ -145,10 +145,11 @@ def variants_of(group: str, in_use: str, knob: Knob) -> tuple[dict[str, Knob], d
     Args:
         knob: of the option `in_use`, as it was changed.
     """
-    neutral = knob_of((group, in_use))
-    changed = {name: value for name, value in vars(knob).items() if getattr(neutral, name) != value}
+    ready = ready_options(group)
+    unchanged = vars(knob_of((group, in_use))) if in_use in ready else {}
+    changed = {name: value for name, value in vars(knob).items() if unchanged.get(name) != value}
     variants, refused = {in_use: knob}, dict[str, str]()
-    for option in options_of(group):
+    for option in ready:
         node = node_of(group, option)
         missing = [name for name in changed if name not in node]
         if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import combinations
 
-from lowvram.config.registry import Option, all_options, knob_of, neutral_options, options_of
+from lowvram.config.registry import Option, all_options, knob_of, neutral_options, ready_options
 from lowvram.core.knob import Fact, conflicts
 
 Row = frozenset[Option]  # a configuration: one option of each group, or of some
@@ -63,7 +63,7 @@ def _completed(row: Row, left: set[Row], why_not: Callable[[Row], list[str]]) ->
         return row
     group, neutral = open_groups[0], neutral_options()[open_groups[0]]
     options = sorted(
-        options_of(group), key=lambda option: option != neutral
+        ready_options(group), key=lambda option: option != neutral
     )  # where nothing is new, what costs nothing
     fitting = [row | {(group, option)} for option in options if not why_not(row | {(group, option)})]
     for candidate in sorted(fitting, key=lambda each: -len(all_pairs(each) & left)):

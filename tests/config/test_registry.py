@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowvram.config.identity import ROOT
-from lowvram.config.registry import all_options, knob_of, neutral_options, options_of
+from lowvram.config.registry import all_options, knob_of, neutral_options, options_of, ready_options
 from lowvram.config.settings import KNOB_GROUPS
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
@@ -46,7 +46,7 @@ def test_knobs_name_all_libraries_that_they_import_late() -> None:
 
 
 def test_pairs_are_of_different_groups() -> None:
-    groups = [len(options_of(group)) for group in neutral_options()]
+    groups = [len(ready_options(group)) for group in neutral_options()]
     assert len(all_pairs(all_options())) == sum(one * other for one, other in combinations(groups, 2))
 
 

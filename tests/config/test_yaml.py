@@ -34,6 +34,7 @@ GIVEN = {  # what the user has to say of an option
     ("data", "hub"): {"name": "somewhere"},
     ("data", "external"): {"target": "tests.yours.curve"},
     ("task", "external"): {"target": "tests.yours.Regression"},
+    ("optimizer", "external"): {"target": "torch.optim.NAdam"},
     ("model", "external"): {"target": "torch.nn.Linear"},
     ("model", "hf"): {"name": tiny("gpt2")},
 }

@@ -106,13 +106,13 @@ def around(mistake: tuple[str, ...]) -> Sequence[str]:
 
 def configuration(random: Random) -> list[str]:
     """Words of a point that is quickly made."""
-    from lowvram.config.registry import options_of
+    from lowvram.config.registry import ready_options
 
     base = random.choice((TINY, TINY, TINY_RESNET))
     words = [*base, f"mode={random.choice(('train', 'train', 'measure', 'plan'))}"]
     for group in SIMPLE:
         if random.random() < (RARE if group == "compile" else 0.3):
-            words.append(f"{group}={random.choice(options_of(group))}")
+            words.append(f"{group}={random.choice(ready_options(group))}")
     if random.random() < RARE:
         words.append(f"sharding={random.choice(('ddp', 'fsdp'))} sharding.ranks={random.choice((1, 2))}")
     if random.random() < RARE:

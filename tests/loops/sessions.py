@@ -33,6 +33,7 @@ from lowvram.loops.session import Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 BATCH_SIZE = 4
+TRAIN: dict[str, Any] = {"batch_size": BATCH_SIZE, "steps": 6, "epochs": None, "eval_every": None, "log_every": 1}
 
 
 class Drawn(Samples):
@@ -91,7 +92,7 @@ def session_in(
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
     settings = Settings(
         root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None, process="child"),
-        train=TrainSettings(**{"batch_size": BATCH_SIZE, "steps": 6, "eval_every": None, "log_every": 1, **train}),
+        train=TrainSettings(**{**TRAIN, **train}),
         measure=MeasureSettings(
             warmup_steps=1,
             steps=3,

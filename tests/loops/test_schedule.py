@@ -6,11 +6,21 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
+from transformers import get_linear_schedule_with_warmup
 
 from lowvram.config.errors import BadInput
-from lowvram.loops.schedule import Constant, Cosine, Schedule, WarmupCosine
+from lowvram.loops.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
 
-SCHEDULES = [Constant(), Cosine(), Cosine(floor=0.0), WarmupCosine(), WarmupCosine(warmup_frac=0.3, floor=0.2)]
+SCHEDULES = [
+    Constant(),
+    Cosine(),
+    Cosine(floor=0.0),
+    WarmupCosine(),
+    WarmupCosine(warmup_frac=0.3, floor=0.2),
+    Linear(),
+    Linear(warmup_frac=0.3, floor=0.2),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -44,6 +54,17 @@ def test_warm_up_rises_in_a_straight_line_and_then_falls() -> None:
     assert factors[-1] == pytest.approx(0.1)
 
 
+def test_linear_falls_in_a_straight_line_as_that_of_transformers() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    theirs = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=10)
+    for step in range(10):
+        assert Linear().factor(step, 10) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    factors = [Linear(warmup_frac=0.2, floor=0.5).factor(step, 10) for step in range(11)]
+    assert factors == pytest.approx([1 / 3, 2 / 3, *(1 - step / 16 for step in range(9))])
+
+
 def test_without_warm_up_it_is_cosine() -> None:
     for step in range(10):
         assert WarmupCosine(warmup_frac=0.0).factor(step, 10) == Cosine().factor(step, 10)
@@ -51,7 +72,7 @@ def test_without_warm_up_it_is_cosine() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
 def test_values_out_of_range_are_named(value: float) -> None:
-    for make in (lambda: Cosine(floor=value), lambda: WarmupCosine(floor=value)):
+    for make in (lambda: Cosine(floor=value), lambda: WarmupCosine(floor=value), lambda: Linear(floor=value)):
         with pytest.raises(BadInput, match=rf"schedule\.floor={value}: must be between 0 and 1"):
             make()
     with pytest.raises(BadInput, match=rf"schedule\.warmup_frac={value}: must be at least 0 and below 1"):

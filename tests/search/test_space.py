@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowvram.config.registry import knob_of, options_of
+from lowvram.config.registry import knob_of, ready_options
 from lowvram.core.device import absent_from
 from lowvram.search.space import Plan, Space, estimate, space_of, useless
 
@@ -14,7 +14,7 @@ SIZES = {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 6
 
 def space(*groups: str, fixed: tuple[str, ...] = ()) -> tuple[Space, dict[tuple[str, str], str]]:
     base = {"ckpt": "none", "precision": "fp32", "stepping": "after_backward", "compile": "none", "accum": "none"}
-    knobs = {(group, name): knob_of((group, name)) for group in groups for name in options_of(group)}
+    knobs = {(group, name): knob_of((group, name)) for group in groups for name in ready_options(group)}
     others = {f"{group}={base[group]}": knob_of((group, base[group])) for group in fixed}
     return space_of({group: base[group] for group in groups}, knobs, others, ABSENT)
 

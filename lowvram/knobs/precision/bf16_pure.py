@@ -34,7 +34,7 @@ class Bf16Pure(Knob):
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BF16})
+        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES})  # one weight at a time is updated in fp32
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.PARAMETERS: 10}

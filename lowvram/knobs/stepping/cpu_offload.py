@@ -47,7 +47,7 @@ class CpuOffload(Knob):
         require(0 <= fraction <= 1, "stepping.offload_fraction", fraction, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_BACKWARD})
+        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})

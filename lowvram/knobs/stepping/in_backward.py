@@ -51,7 +51,7 @@ class InBackward(Knob):
 
     def needs(self) -> frozenset[Fact]:
         walked_twice = {Fact.RETAINABLE_GRAPH} if self.norm is Norm.two_passes else set()
-        return frozenset({Fact.PLAIN_BACKWARD, *walked_twice})
+        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, *walked_twice})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})
