@@ -13,7 +13,7 @@ from datasets import Dataset
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.hf import HfConfig
-from tests.calls import Outcome
+from tests.calls import Outcome, read_row
 from tests.hugging import tiny
 from tests.wordy import SENTENCES, save_tokenizer
 
@@ -48,6 +48,18 @@ def test_epochs_instead_of_steps(call: Call) -> None:
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([0.001 * (1 - step / 12) for step in range(12)])  # 45 samples, 4 at a time
+
+
+def test_an_endless_data_set_is_resumed_where_it_was(call: Call) -> None:
+    words = ("data=external", "data.target=tests.yours.endless", "model=external", "model.target=tests.yours.line")
+    words += ("task=external", "task.target=torch.nn.MSELoss", *QUICK)
+    whole = call(*words, "train.steps=6", "hydra.run.dir=whole")
+    assert whole.code == 0, whole.said()
+    assert call(*words, "train.steps=3", "hydra.run.dir=parts").code == 0
+    resumed = call("resume=parts", "train.steps=6")
+    assert resumed.code == 0, resumed.said()
+    losses = [read_row(run.cwd / name)["loss"] for run, name in ((whole, "whole"), (resumed, "parts"))]
+    assert losses[0] == losses[1]
 
 
 def test_a_loss_of_torch(call: Call) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 
 class Listed(Dataset[Any]):
@@ -43,6 +45,33 @@ def listed(samples: list[Any], held_out: list[Any] | None = None) -> tuple[Liste
 
 def noisy() -> tuple[Noisy, Noisy]:
     return Noisy([0] * 5), Noisy([0] * 5)
+
+
+class Endless(IterableDataset[Any]):
+    """Numbers and their sums, with noise, for ever."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in count():
+            x = torch.tensor([number % 7, number % 3, number % 2, 1.0])
+            yield x, torch.stack([x.sum(), x.mean()]) + 0.01 * torch.rand(2)
+
+
+class Shuffled:
+    """Seven samples in another order each epoch, as an iterable data set of the library datasets."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(7))
+        random.Random(self.epoch).shuffle(order)
+        return ((torch.tensor([float(index)]), torch.tensor([0.5])) for index in order)
+
+
+def endless() -> tuple[Endless, Endless]:
+    return Endless(), Endless()
 
 
 def nothing() -> None: ...

@@ -14,8 +14,8 @@ import torch
 from lowvram.config.errors import BadInput, require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
-from lowvram.data.loader import Key, Loader, collate, make_batches, reading_order, require_workers, slice_of
-from lowvram.data.randomness import Stream, generator
+from lowvram.data.loader import Loader, collate, make_batches, require_workers, slice_of
+from lowvram.data.randomness import Key, Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import FEW_SHAPES, TEXTS, real_lengths
 
@@ -65,6 +65,8 @@ def texts_of(data: Data, option: str) -> tuple[Texts, Texts]:
     """The samples to train on and those held out. Raises BadInput unless both are texts of uneven lengths."""
     if data.spec.modality not in TEXTS:
         raise BadInput("loader", option, f"inline or workers for {data.spec.modality.value}, which have no lengths")
+    if data.train.is_ordered:
+        raise BadInput("loader", option, "inline for a data set that can only be read in its own order")
     if not (isinstance(data.train, Texts) and isinstance(data.eval, Texts)):
         allowed = f"inline or workers for samples that are all of one length: {option} is for {UNEVEN}"
         raise BadInput("loader", option, allowed)
@@ -80,7 +82,7 @@ def bucketed_keys(
     """
     pool_batches = max(1, min(pool_batches, len(samples) // batch_size))
     first_pool, offset = divmod(first_step, pool_batches)
-    keys = reading_order(len(samples), seed, first_pool * pool_batches * batch_size)
+    keys = samples.keys(seed, first_pool * pool_batches * batch_size)
     for pool in count(first_pool):
         drawn = list(islice(keys, pool_batches * batch_size))
         order = np.argsort([samples.length(*key) for key in drawn], kind="stable").reshape(pool_batches, batch_size)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -12,12 +10,13 @@ import numpy as np
 import torch
 from omegaconf import MISSING
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.core.rig import IGNORE
-from lowvram.data.randomness import Stream, generator
+from lowvram.data.iterable import Iterated, in_their_order, is_iterable, kept
+from lowvram.data.randomness import Key, Stream, seeded
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
 from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths, tree_of
 
@@ -35,8 +34,9 @@ class Unfit(Exception):
 @final
 @dataclass(frozen=True)
 class External(Source):
-    """Two map-style datasets, to train on and held out: what `target` returns for `args`. Python's, numpy's and torch's
+    """Two datasets, to train on and held out: what `target` returns for `args`. Python's, numpy's and torch's
     generators are seeded for each sample, so random transforms repeat after resuming and with any number of workers.
+    Map-style ones are shuffled; iterable ones are read in their own order.
 
     Raises:
         BadInput: there is no such function, it returns something else, or its samples can't be used.
@@ -72,9 +72,9 @@ class External(Source):
         except Unfit as error:
             raise BadInput("data.target", self.target, f"a function whose samples can be used: {error}") from None
         kind = f"{spec.modality.value}, {spec.num_classes} classes" if spec.num_classes else spec.modality.value
-        description = f"{self.target}: {kind}, {len(train)} samples to train on, {num_held} held out"
+        description = f"{self.target}: {kind}, {num_samples(train)} to train on, {num_held} held out"
         held = FirstSamples(samples[1], num_held)
-        if spec.modality in TEXTS:
+        if spec.modality in TEXTS and not samples[0].is_ordered:
             return Data(spec, MeasuredTexts(samples[0], spec.shape[0]), MeasuredTexts(held, spec.shape[0]), description)
         return Data(spec, samples[0], held, description)
 
@@ -89,16 +89,22 @@ class External(Source):
         is_pair = isinstance(datasets, tuple | list) and len(datasets) == 2
         require(is_pair, "data.target", self.target, f"{allowed} a {type(datasets).__name__}")
         for dataset in datasets:
-            is_map_style = isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)
-            is_fit = is_map_style and "__getitem__" in dir(dataset)
-            require(
-                is_fit,
-                "data.target",
-                self.target,
-                f"{allowed} a {type(dataset).__name__}, which has no length or items",
-            )
-            require(len(dataset) > 0, "data.target", self.target, f"{allowed} an empty {type(dataset).__name__}")
-        return datasets[0], datasets[1]
+            if fault := fault_of(dataset):
+                raise BadInput("data.target", self.target, f"{allowed} a {type(dataset).__name__}{fault}")
+            with seeded(Stream.POOL, seed):
+                is_empty = not any(True for _ in dataset) if is_iterable(dataset) else len(dataset) == 0
+            require(not is_empty, "data.target", self.target, f"{allowed} an empty {type(dataset).__name__}")
+        train, held_out = datasets
+        if is_iterable(held_out):
+            held_out = kept(held_out, self.num_kept(held_out), seed)
+        return Iterated(train, Stream.TRAIN, seed) if is_iterable(train) else train, held_out
+
+    def num_kept(self, held_out: Any) -> int:
+        """How many samples of an iterable held-out set are read. Raises BadInput if nothing says it."""
+        if self.eval_samples is None and not isinstance(held_out, Sized):
+            allowed = "how many held-out samples are read, because the data set doesn't know how many it has"
+            raise BadInput("data.eval_samples", None, allowed)
+        return self.eval_samples or len(held_out)
 
     def spec(self, train: Reader, layout: Layout) -> DataSpec:
         """What the layout of the first sample says of the data."""
@@ -151,6 +157,13 @@ class UserSamples(Samples):
 
     def __init__(self, reader: Reader, layout: Layout, num_classes: int) -> None:
         self.reader, self.layout, self.num_classes = reader, layout, num_classes
+
+    @property
+    def is_ordered(self) -> bool:
+        return isinstance(self.reader.dataset, Iterated)
+
+    def keys(self, seed: int, start: int) -> Iterator[Key]:
+        return in_their_order(start) if self.is_ordered else super().keys(seed, start)
 
     def __len__(self) -> int:
         return len(self.reader.dataset)
@@ -210,9 +223,29 @@ class MeasuredTexts(Texts):
         return self.samples.sample(index, epoch)
 
 
+def fault_of(dataset: Any) -> str | None:
+    """Why a value can't be used as a data set; None: it can."""
+    if isinstance(dataset, DataLoader):
+        return "; batches are made by lowvram"
+    if is_iterable(dataset):
+        return ", which can be read only once" if iter(dataset) is dataset else None
+    is_map_style = isinstance(dataset, Sized) and "__getitem__" in dir(dataset)
+    return None if is_map_style else ", which has no length or items"
+
+
+def num_samples(train: Any) -> str:
+    """How many samples a data set has, in words."""
+    try:
+        return f"{len(train)} samples"
+    except TypeError:
+        return "samples of unknown number"
+
+
 def num_labels(train: Reader) -> int:
     """One more than the largest label. Raises BadInput where finding it would read too many samples."""
     dataset = train.dataset
+    if isinstance(dataset, Iterated):
+        raise BadInput("data.num_classes", None, "given: the data set can only be read in its own order")
     if isinstance(dataset, TensorDataset):
         targets = dataset.tensors[-1]
     elif (named := getattr(dataset, "targets", None)) is not None:  # as torchvision's have them
@@ -300,19 +333,3 @@ def described_tree(tree: Any, name: str = "") -> Iterator[str]:
         return
     for key, each in tree:
         yield from described_tree(each, f"{name}.{key}".strip("."))
-
-
-@contextmanager
-def seeded(stream: Stream, seed: int, epoch: int = 0, index: int = 0) -> Iterator[None]:
-    """Inside, the CPU's global generators are a function of the arguments; afterwards they are as before."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    drawn = int(generator(stream, seed, epoch, index).integers(2**32))
-    torch.default_generator.manual_seed(drawn)
-    random.seed(drawn)
-    np.random.seed(drawn)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])

@@ -5,7 +5,6 @@ Shapes: s side of the image in pixels, always square.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,28 +18,16 @@ from omegaconf import MISSING
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lowvram.compat.datasets import image_endings
-from lowvram.config.errors import BadInput, require
-from lowvram.data.local import escaped, existing_path, load_local, visible_entries
+from lowvram.config.errors import require
+from lowvram.data.image_listing import BROKEN, ClassFolder, class_folders, external_links, skipped_files
+from lowvram.data.local import load_local
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count, resolved_size
 from lowvram.data.spec import DataSpec, Modality
 
-EVAL_FOLDERS = ("validation", "val", "eval", "test")  # beside train/; the first that exists counts
 # Of ImageNet's pixels in [0, 1].
 CHANNEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 CHANNEL_STD = np.array([0.229, 0.224, 0.225], np.float32)
-# What Pillow's readers raise for a broken file; MemoryError is not among them.
-BROKEN = (
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    IndexError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
 
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 
@@ -53,7 +40,7 @@ class ImageFolder(Source):
 
     Raises:
         BadInput: a value out of range; a path that is missing or empty, fewer than 2 classes, or a file that
-            isn't an image or can't be read. The file is named.
+            is named like an image and can't be read. The file is named.
     """
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
@@ -62,6 +49,7 @@ class ImageFolder(Source):
     image_size: int | None = None
     min_area: float = 0.35
     flip: bool = True
+    skip_unreadable: bool = False
     eval_samples: int = 256
 
     def __post_init__(self) -> None:
@@ -74,14 +62,14 @@ class ImageFolder(Source):
 
     def open(self, seed: int) -> Data:
         size = resolved_size("data.image_size", self.image_size)
-        folders = class_folders(self.path)
+        folders = class_folders(self.path, self.skip_unreadable)
         files, (train_rows, eval_rows) = read_listing(self.path, folders)
         eval_rows = evenly_spaced(eval_rows, self.eval_samples)
         crop = RandomCrop(self.min_area, self.flip, seed)
         num_classes = len(files.classes)
         description = (
             f"images of {self.path}: {num_classes} classes, {len(train_rows)} to train on,"
-            f" {len(eval_rows)} held out, {size}x{size} pixels{external_links(folders)}"
+            f" {len(eval_rows)} held out, {size}x{size} pixels{skipped_files(folders)}{external_links(folders)}"
         )
         return Data(
             DataSpec(Modality.IMAGES, num_classes, (3, size, size)),
@@ -177,90 +165,11 @@ def center_crop(width: int, height: int, epoch: int, index: int) -> tuple[Box, b
     return (left, upper, left + side, upper + side), False
 
 
-def class_folders(path: str) -> dict[str, list[Path]]:
-    """The class folders below `path`, by split: "train", and "test" if there is a folder to evaluate on.
-
-    Raises:
-        BadInput: a folder or file can't be used. No image is decoded yet.
-    """
-    root = existing_path(path)
-    require(root.is_dir(), "data.path", path, "a folder with a folder of images per class")
-    has_splits = (root / "train").is_dir() and bool(subfolders(path, root / "train"))
-    eval_folder = next((root / name for name in EVAL_FOLDERS if has_splits and (root / name).is_dir()), None)
-    folders = {"train": checked_class_folders(path, root / "train" if has_splits else root)}
-    if eval_folder is not None:
-        folders["test"] = checked_class_folders(path, eval_folder)
-        unknown = {folder.name for folder in folders["test"]} - {folder.name for folder in folders["train"]}
-        allowed = f"without classes that only {eval_folder.name}/ has: {', '.join(sorted(unknown))}"
-        require(not unknown, "data.path", path, allowed)
-    require(
-        len(folders["train"]) >= 2,
-        "data.path",
-        path,
-        "a folder with a folder of images for each of 2 or more classes",
-    )
-    return folders
-
-
-def checked_class_folders(path: str, root: Path) -> list[Path]:
-    """The class folders of `root`, after a look at the header of every image in them."""
-    folders = subfolders(path, root)
-    for folder in folders:
-        files = visible_entries(path, folder)
-        require(bool(files), "data.path", path, f"without empty class folders: {folder} holds no image")
-        for file in files:
-            check_name(path, file)
-            check_header(path, file)
-    return folders
-
-
-def check_name(path: str, file: Path) -> None:
-    """Raises BadInput, naming the file, where `datasets` can't keep its name."""
-    try:
-        str(file.absolute()).encode()
-    except UnicodeEncodeError:
-        shown = str(file).encode(errors="backslashreplace").decode()
-        raise BadInput("data.path", path, f"a folder in which all names are UTF-8: rename {shown}") from None
-
-
-def external_links(folders: dict[str, list[Path]]) -> str:
-    """A note for the log on links that lead out of their class folders: their images are read like all others."""
-    links = [
-        (link, link.resolve())
-        for folder in (folder for inner in folders.values() for folder in inner)
-        for link in folder.iterdir()
-        if link.is_symlink() and not link.name.startswith(".") and not link.resolve().is_relative_to(folder.resolve())
-    ]
-    if not links:
-        return ""
-    link, target = min(links)
-    return f"; links that lead out of their class folders are followed: {len(links)}, such as {link} to {target}"
-
-
-def subfolders(path: str, root: Path) -> list[Path]:
-    """The folders directly below, sorted, without hidden ones."""
-    return [entry for entry in visible_entries(path, root) if entry.is_dir()]
-
-
-def check_header(path: str, file: Path) -> None:
-    """Raises BadInput, naming the file, unless it is an image of a kind that `datasets` lists."""
-    hint = "mend it or take it out"
-    is_plain = not file.exists() or file.is_file()
-    require(is_plain, "data.path", path, f"a folder whose class folders hold images only: {file} is something else")
-    try:
-        with Image.open(file):
-            pass
-    except BROKEN as error:
-        raise BadInput("data.path", path, f"made of images: {file} can't be read as one ({error}): {hint}") from None
-    known = file.suffix.lower() in image_endings()
-    require(known, "data.path", path, f"made of images with the usual endings: rename {file}")
-
-
-def read_listing(path: str, folders: dict[str, list[Path]]) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
+def read_listing(path: str, folders: dict[str, list[ClassFolder]]) -> tuple[ImageFiles, tuple[np.ndarray, np.ndarray]]:
     """The images of the class folders as Arrow columns, and the rows of each split."""
     import pyarrow
 
-    patterns = {split: [f"{folder}/*" for folder in escaped(inner)] for split, inner in folders.items()}
+    patterns = {split: [name for folder in inner for name in folder.patterns()] for split, inner in folders.items()}
     splits = load_local("imagefolder", patterns, drop_labels=False, drop_metadata=True)
     tables = [splits[split].data.table for split in folders]
     columns = pyarrow.concat_tables(tables)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any, TypeVar, final
 
 import torch
@@ -23,10 +23,9 @@ from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
-from lowvram.data.randomness import Stream, generator
+from lowvram.data.randomness import Key
 from lowvram.data.source import Data, FollowedModel, Samples
 
-Key = tuple[int, int]  # index and epoch of a sample
 Item = TypeVar("Item")
 
 
@@ -68,6 +67,8 @@ class Stacked(Loader):
     prefetch: int
 
     def fit(self, data: Data, model: FollowedModel) -> Data:
+        allowed = "at most 1 for a data set that can only be read in its own order: each worker would read all of it"
+        require(self.num_workers <= 1 or not data.train.is_ordered, "loader.num_workers", self.num_workers, allowed)
         return data
 
     def most_rows(self, samples: Samples, batch_size: int) -> int:
@@ -76,7 +77,7 @@ class Stacked(Loader):
     def batches(
         self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
-        keys = batch_keys(len(samples), batch_size, seed, first_step)
+        keys = batch_keys(samples, batch_size, seed, first_step)
         return make_batches(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
@@ -230,9 +231,9 @@ def stacked(trees: Sequence[Any]) -> Any:
     return tree_map(lambda *tensors: torch.stack(tensors), trees[0], *trees[1:])
 
 
-def batch_keys(num_samples: int, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:
+def batch_keys(samples: Samples, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:
     """The keys of each batch from step `first_step` on, without end; each rank gets its slice."""
-    keys = reading_order(num_samples, seed, first_step * batch_size)
+    keys = samples.keys(seed, first_step * batch_size)
     while True:
         yield slice_of(list(islice(keys, batch_size)), rank(), num_ranks())
 
@@ -242,16 +243,6 @@ def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:
     length, num_longer = divmod(len(keys), num_slices)
     start = index * length + min(index, num_longer)
     return keys[start : start + length + (index < num_longer)]
-
-
-def reading_order(num_samples: int, seed: int, start: int) -> Iterator[Key]:
-    """The keys in reading order from position `start` on, without end: every epoch has its own permutation."""
-    first_epoch, offset = divmod(start, num_samples)
-    for epoch in count(first_epoch):
-        permutation = generator(Stream.ORDER, seed, epoch).permutation(num_samples)
-        for index in permutation[offset:]:
-            yield int(index), epoch
-        offset = 0
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from lowvram.config.errors import BadInput
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data.bucketed import texts_of
-from lowvram.data.loader import Key, Loader, make_batches, reading_order, require_workers, slice_of
+from lowvram.data.loader import Loader, make_batches, require_workers, slice_of
+from lowvram.data.randomness import Key
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import IDS, POSITIONS, Layout, Modality, TensorLayout
 
@@ -77,7 +78,7 @@ class PackedRows(NamedTuple):
 
 def packed_batches(samples: Texts, batch_size: int, seed: int, first_step: int) -> Iterator[PackedRows]:
     """The rows of each batch from step `first_step` on, without end; each rank gets equally many."""
-    keys = reading_order(len(samples), seed, first_step * batch_size)
+    keys = samples.keys(seed, first_step * batch_size)
     while True:
         rows, width = pack(samples, list(islice(keys, batch_size)), num_ranks())
         yield PackedRows(slice_of(rows, rank(), num_ranks()), width)

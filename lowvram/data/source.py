@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
+from lowvram.data.randomness import Key, reading_order
 from lowvram.data.spec import DataSpec, Modality, TextRules
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class FollowedModel(Protocol):
 
 class Samples(ABC):
     """A numbered set of samples."""
+
+    is_ordered = False  # whether samples can only be read one after another, in the order of their numbers
+
+    def keys(self, seed: int, start: int) -> Iterator[Key]:
+        """Index and epoch of each sample in the order of training, from position `start` on, without end."""
+        return reading_order(len(self), seed, start)
 
     @abstractmethod
     def __len__(self) -> int: ...

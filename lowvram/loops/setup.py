@@ -74,7 +74,10 @@ def with_steps(settings: Settings, data: Data) -> Settings:
     train = settings.train
     if train.epochs is None:
         return settings
-    steps = math.ceil(train.epochs * len(data.train) / train.batch_size)
+    try:
+        steps = math.ceil(train.epochs * len(data.train) / train.batch_size)
+    except TypeError as error:
+        raise BadInput("train.epochs", train.epochs, f"null, with train.steps: {error}") from None
     return replace(settings, train=replace(train, steps=steps))
 
 

@@ -229,8 +229,27 @@ def test_a_class_that_only_evaluation_has_is_named(tmp_path: Path) -> None:
 
 def test_what_is_no_image_is_named_before_anything_is_decoded(tmp_path: Path) -> None:
     (make_folder(tmp_path) / "red" / "notes.png").write_text("not an image")
-    with pytest.raises(BadInput, match=r"made of images: .*red/notes\.png can't be read as one"):
+    with pytest.raises(BadInput, match=r"made of images: .*red/notes\.png can't be read as one .*skip_unreadable=true"):
         opened(tmp_path)
+
+
+def test_files_that_are_no_images_are_skipped_and_counted(tmp_path: Path) -> None:
+    whole = opened(make_folder(tmp_path))
+    (tmp_path / "red" / "labels.json").write_text("{}")
+    (tmp_path / "red" / "Thumbs.db").write_bytes(bytes(100))
+    data = opened(tmp_path)
+    assert f"files that are no images are skipped: 2, such as {tmp_path}/red/Thumbs.db" in data.description
+    assert [len(data.train), len(data.eval)] == [len(whole.train), len(whole.eval)]
+    assert all(torch.equal(data.train.sample(i, 0)[0], whole.train.sample(i, 0)[0]) for i in range(len(data.train)))
+
+
+def test_unreadable_images_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "red" / "notes.png").write_text("not an image")
+    (tmp_path / "green" / "gone.png").symlink_to(tmp_path / "nothing.png")
+    (tmp_path / "green" / "more").mkdir()
+    data = opened(tmp_path, skip_unreadable=True)
+    assert f"files that are no images are skipped: 3, such as {tmp_path}/green/gone.png" in data.description
+    assert len(data.train) == 12
 
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
@@ -256,7 +275,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_inside_a_class_is_named(tmp_path: Path) -> None:
     (make_folder(tmp_path) / "red" / "more").mkdir()
-    with pytest.raises(BadInput, match=r"images only: .*red/more is something else"):
+    with pytest.raises(BadInput, match=r"files only: .*red/more is something else"):
         opened(tmp_path)
 
 

@@ -91,7 +91,7 @@ def test_a_batch_may_be_larger_than_the_data() -> None:
 
 def test_the_order_follows_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        (keys,) = itertools.islice(batch_keys(50, 50, seed, first_step=epoch), 1)
+        (keys,) = itertools.islice(batch_keys(Numbers(50), 50, seed, first_step=epoch), 1)
         assert {key[1] for key in keys} == {epoch}
         return [index for index, _ in keys]
 
