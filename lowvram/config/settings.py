@@ -32,6 +32,7 @@ OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # also b
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
 LOGGERS = ("wandb", "none")
 CHILD, INLINE = "child", "inline"  # where a point runs
+SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
 PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses
 
 
@@ -56,6 +57,19 @@ class TrainSettings:
             self.eval_every,
             "null or at least 1",
         )
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """`eval.*`"""
+
+    metrics: list[str] | None
+
+    def __post_init__(self) -> None:
+        names = [target.rpartition(".")[2] for target in self.metrics or ()]
+        twice = [name for name in names if names.count(name) > 1 or name in SCORES]
+        allowed = f"a list of functions with other names than each other's and {', '.join(SCORES)}"
+        require(not twice, "eval.metrics", twice, allowed)
 
 
 @dataclass(frozen=True)
@@ -171,6 +185,7 @@ class Settings:
 
     root: RootSettings
     train: TrainSettings
+    eval: EvalSettings
     measure: MeasureSettings
     plan: PlanSettings
     search: SearchSettings
@@ -191,6 +206,7 @@ class Settings:
 
 SECTIONS = {
     "train": TrainSettings,
+    "eval": EvalSettings,
     "measure": MeasureSettings,
     "plan": PlanSettings,
     "search": SearchSettings,

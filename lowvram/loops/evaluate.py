@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.loader import eval_batches
 from lowvram.loops.session import NonFinite, Session
+from lowvram.loops.user_metrics import Metric, user_metrics
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ def evaluate(session: Session) -> Evaluation:
         NonFinite: all targets of the held-out samples are `IGNORE`.
     """
     rig, settings = session.rig, session.settings
+    metrics = user_metrics(settings.eval.metrics or ())
     part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
     rig.model.eval()
     try:
-        sums = summed(torch.stack([part_sums(session, rig, part) * counts for part, counts in parts]).sum(0))
+        of_parts = [part_sums(session, rig, part, metrics if counts else {}) * counts for part, counts in parts]
+        sums = summed(torch.stack(of_parts).sum(0))
     finally:
         rig.model.train()
     loss, correct, num_targets = sums.tolist()
@@ -46,12 +50,15 @@ def evaluate(session: Session) -> Evaluation:
         raise NonFinite(
             f"no target counts in the held-out samples, all are {IGNORE}: leave such samples out of the data"
         )
-    return Evaluation(loss / num_targets, session.problem.scores(loss / num_targets, correct / num_targets))
+    scores = session.problem.scores(loss / num_targets, correct / num_targets)
+    return Evaluation(loss / num_targets, scores | {name: metric.compute() for name, metric in metrics.items()})
 
 
 @torch.no_grad()
-def part_sums(session: Session, rig: Rig, part: Part) -> Any:
-    """(loss, correct answers, targets) of one part, summed: fp64 (3,)."""
+def part_sums(session: Session, rig: Rig, part: Part, metrics: Mapping[str, Metric]) -> Any:
+    """(loss, correct answers, targets) of one part, summed: fp64 (3,). Updates the user's metrics."""
     outputs = rig.forward(part)
+    for metric in metrics.values():
+        metric.update(outputs, part)
     loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
     return torch.stack([loss.double(), correct.double(), session.problem.num_targets(part).double()])

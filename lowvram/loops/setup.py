@@ -15,6 +15,7 @@ from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Fact, conflicts
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Allocator
+from lowvram.loops.user_metrics import user_metrics
 
 
 class Sharding(Protocol):
@@ -79,6 +80,16 @@ def with_steps(settings: Settings, data: Data) -> Settings:
     except TypeError as error:
         raise BadInput("train.epochs", train.epochs, f"null, with train.steps: {error}") from None
     return replace(settings, train=replace(train, steps=steps))
+
+
+def check_metrics(settings: Settings) -> None:
+    """Raise BadInput if the user's metrics can't be imported, or would be given outputs that never exist whole."""
+    metrics = settings.eval.metrics or []
+    user_metrics(metrics)
+    breakers = [group for group in KNOB_GROUPS if Fact.FULL_LOGITS in settings.groups[group].breaks()]
+    if metrics and breakers:
+        allowed = f"null with this option of {breakers[0]}, under which the model's outputs never exist whole"
+        raise BadInput("eval.metrics", metrics, allowed)
 
 
 def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:

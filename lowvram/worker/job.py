@@ -23,7 +23,7 @@ from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
-from lowvram.loops.setup import acting_allocator, check_batch_size, open_data, with_steps
+from lowvram.loops.setup import acting_allocator, check_batch_size, check_metrics, open_data, with_steps
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s
@@ -53,6 +53,7 @@ def run(
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)
     settings = with_steps(settings, data)
+    check_metrics(settings)
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)

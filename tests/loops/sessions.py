@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.settings import (
+    EvalSettings,
     ExportSettings,
     MeasureSettings,
     PlanSettings,
@@ -85,6 +86,7 @@ def session_in(
     is_resumed: bool = False,
     snapshot_every: int | None = None,
     merge: bool = False,
+    metrics: list[str] | None = None,
     **train: Any,
 ) -> Session:
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
@@ -93,6 +95,7 @@ def session_in(
     settings = Settings(
         root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None, process="child"),
         train=TrainSettings(**{**TRAIN, **train}),
+        eval=EvalSettings(metrics=metrics),
         measure=MeasureSettings(
             warmup_steps=1,
             steps=3,

@@ -49,7 +49,7 @@ def test_parts_are_no_larger_than_those_of_training(
     session = make_session(batch_size=8, choices={"accum": "x4"})
     sizes: list[int] = []
 
-    def part_sums(session: Session, rig: object, part: Part) -> torch.Tensor:
+    def part_sums(session: Session, rig: object, part: Part, metrics: object) -> torch.Tensor:
         sizes.append(part.num_samples)
         return torch.ones(3)
 

@@ -1,0 +1,85 @@
+"""eval.metrics: scores of the user's own, however the held-out samples are batched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.loops.evaluate import evaluate
+from lowvram.loops.session import Session
+from lowvram.loops.user_metrics import user_metrics
+from tests.calls import Outcome
+from tests.loops.sessions import Drawn
+from tests.yours import rightness
+
+NAMES = ["rightness", "mean_rightness", "Largest"]
+METRICS = [f"tests.yours.{name}" for name in NAMES]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_they_are_of_all_held_out_samples(make_session: Callable[..., Session], batch_size: int) -> None:
+    session = make_session(batch_size=batch_size, metrics=METRICS)
+    scores = evaluate(session).scores
+    assert isinstance(session.data.eval, Drawn)
+    batch, model = session.data.eval.batch, session.rig.model.eval()
+    with torch.no_grad():
+        outputs = model(batch.inputs)
+    wanted = rightness(outputs, batch.targets).mean().item()
+    assert scores["rightness"] == scores["mean_rightness"] == pytest.approx(wanted)
+    assert scores["Largest"] == pytest.approx(outputs.max().item())
+    assert {*scores} == {"perplexity", "accuracy", *NAMES}
+
+
+def test_each_evaluation_begins_anew(make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(metrics=METRICS)
+    first = evaluate(session)
+    for parameter in session.rig.model.parameters():
+        parameter.data.mul_(0.1)
+    assert evaluate(session).scores["Largest"] < first.scores["Largest"]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("tests.yours.nowhere", r"eval\.metrics='tests\.yours\.nowhere': must be .* tests\.yours has no nowhere"),
+        ("tests.yours.Regression", "compute.*: a Regression has not"),
+    ],
+)
+def test_what_is_no_metric_is_refused(target: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        user_metrics([target])
+
+
+def test_what_is_no_number_is_refused(make_session: Callable[..., Session]) -> None:
+    with pytest.raises(BadInput, match="returns numbers, one for each sample or their mean: this returned 'good'"):
+        evaluate(make_session(metrics=["tests.yours.no_number"]))
+
+
+def test_from_the_command_line(call: Callable[..., Outcome]) -> None:
+    words = ("train.steps=2", "train.batch_size=4", "data.eval_samples=8", "logger=none")
+    run = call(*words, f"eval.metrics=[{','.join(METRICS)}]", "train.eval_every=1")
+    assert run.code == 0, run.said()
+    assert run.row["eval"]["rightness"] == pytest.approx(run.row["eval"]["mean_rightness"])
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "eval/Largest" in line]) == 2
+    assert "rightness" in run.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("eval.metrics=[a.accuracy]",), "eval.metrics=['accuracy']: must be a list of functions with other names"),
+        (("eval.metrics=[a.f1,b.f1]",), "eval.metrics=['f1', 'f1']: must be a list of functions with other names"),
+        (("eval.metrics=[tests.yours.rightness]", "logits=chunked"), "must be null with this option of logits"),
+    ],
+    ids=["an own name", "twice", "no outputs"],
+)
+def test_mistakes_are_one_sentence(call: Callable[..., Outcome], words: tuple[str, ...], said: str) -> None:
+    run = call("logger=none", *words)
+    assert run.code == 3
+    assert said in run.err
+    assert not run.folders
