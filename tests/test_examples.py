@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +45,19 @@ def test_an_example_runs(name: str, printed: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert printed in done.stdout
+
+
+def test_the_notebook_runs_from_top_to_bottom_and_shows_what_it_prints() -> None:
+    cells = json.loads((ROOT / "examples" / "own_model.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec("".join(cell["source"]), names)
+            shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+            assert re.sub(r"[\d.]+", "N", printed.getvalue()) == re.sub(r"[\d.]+", "N", shown)
+    assert repr(names["rig"]) == "".join(cells[-2]["outputs"][-1]["data"]["text/plain"])
 
 
 def test_the_examples_model_trains_from_the_command_line(call: Callable[..., Outcome]) -> None:
