@@ -1,13 +1,16 @@
-"""docs/knobs.md: an option that was measured there has its figures for every model, and is still an option."""
+"""Pages of docs/: what they name is there. docs/knobs.md: what was measured has its figures for every model."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
+from transformers import TrainingArguments
 
-from lowvram.config.defaults import ROOT
-from lowvram.config.registry import all_options, neutral_options
+from lowvram.config.defaults import CONF, ROOT
+from lowvram.config.registry import all_options, neutral_options, node_of, options_of
 
 MEASURED = (ROOT / "docs" / "knobs.md").read_text().split("\n## Measured\n")[-1]
 OPTIONS = ["=".join(option) for option in all_options() if neutral_options()[option[0]] != option[1]]
@@ -35,3 +38,34 @@ def test_the_page_says_of_the_others_that_they_are_not_yet_measured() -> None:
     named = re.findall(r"^(?:\||-) `(\w+=\w+)(?: [^`]*)?`", MEASURED, re.MULTILINE)
     assert len(set(named)) > 30
     assert set(named) <= set(OPTIONS)
+
+
+COMING = (ROOT / "docs" / "coming_from.md").read_text()
+HERE = "".join(line.split(" | ", 1)[1] for line in COMING.splitlines() if line.startswith("| `"))
+
+
+def test_what_stands_for_other_trainers_options_is_there() -> None:
+    root = OmegaConf.load(CONF / "config.yaml")
+    named = re.findall(r"(?<![\w.-])([a-z_]+)=([a-z_0-9]+)", HERE)
+    assert len(set(named)) > 40
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    assert not [f"{group}={option}" for group, option in named if group in groups and option not in options_of(group)]
+    keys = re.findall(r"`([a-z]+)\.(\w+)(?:=[^`]*)?`", HERE)
+    assert len(set(keys)) > 30
+    known = {(group, key) for group in groups for option in options_of(group) for key in node_of(group, option)}
+    known |= {(str(name), str(key)) for name, node in root.items() if isinstance(node, DictConfig) for key in node}
+    assert not {key for key in keys if key[0] != "lowvram"} - known
+
+
+def test_every_option_of_other_trainers_has_its_row() -> None:
+    tables = COMING.split("\n## ")[1:]
+    assert [table.split(":")[0] for table in tables] == ["Hugging Face", "Lightning", "torchtune"]
+    options = [re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:] for table in tables]
+    assert sum(len(of_trainer) for of_trainer in options) > 100
+    assert len(options[0]) > 40
+    assert set(re.findall(r"`(\w+)`", " ".join(options[0]))) - OF_OTHERS <= {
+        each.name for each in fields(TrainingArguments)
+    }
+
+
+OF_OTHERS = {"compute_metrics", "callbacks", "packing", "assistant_only_loss", "peft_config"}  # of Trainer and TRL
