@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
-from lowvram.cli.sweep import POINT_NAME, SweepBatch, name_of
+from lowvram.cli.sweep import Names, SweepBatch, names_of
 
 
 @final
@@ -58,13 +58,13 @@ class PointSweeper(Sweeper):
 class ComposesOnce:
     """Hydra's loader; but what `look` has composed is not composed again when its turn comes."""
 
-    def __init__(self, loader: ConfigLoader, names: Mapping[tuple[str, ...], str] | None = None) -> None:
+    def __init__(self, loader: ConfigLoader, names: Mapping[tuple[str, ...], Names] | None = None) -> None:
         self._loader, self._names = loader, names or {}  # of points, by their words
         self._looked_at: dict[tuple[str, ...], DictConfig] = {}
 
     def name(self, coming: SweepBatch) -> None:
         """What the points to come are called: only who knows all of them can tell."""
-        self._names = {tuple(words): name_of(words, coming.swept) for words in coming.batch}
+        self._names = {tuple(words): names_of(words, coming.swept, coming.axes) for words in coming.batch}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -86,5 +86,5 @@ class ComposesOnce:
     def _composed(self, config: DictConfig, words: list[str]) -> DictConfig:
         composed = self._loader.load_sweep_config(config, words)
         with open_dict(composed.hydra.sweeper):
-            composed.hydra.sweeper[POINT_NAME] = self._names[tuple(words)]
+            composed.hydra.sweeper.update(self._names[tuple(words)]._asdict())
         return composed

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from lowvram.compat.wandb import workspace_values
 from lowvram.config.errors import Refused
 from lowvram.config.registry import neutral_options
+from lowvram.results.loggers.wandb_sweep import FIGURE, TABLE
 from lowvram.results.metrics import METRICS
 from lowvram.results.metrics import PEAK as PEAK_PATH
 from lowvram.results.row import KINDS
-from lowvram.results.wandb.sweep import FIGURE, TABLE
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace

@@ -12,11 +12,11 @@ from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import Launch
 from lowvram.results import row as rows
 from lowvram.results import table
+from lowvram.results.loggers import wandb_sweep
+from lowvram.results.loggers.wandb import sync_command
 from lowvram.results.report import report
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import command_line, hydra_quoted, shown_path, summary, tell
-from lowvram.results.wandb import sweep as wandb_sweep
-from lowvram.results.wandb.run import sync_command
 from lowvram.runs.folders import end_runs
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shlex
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -18,14 +19,14 @@ from omegaconf import DictConfig
 
 from lowvram.cli import job_process
 from lowvram.cli.errors import sentence, unforeseen
-from lowvram.cli.sweep import POINT_NAME
 from lowvram.config import identity
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
+from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
-from lowvram.config.settings import check_own, check_root, is_inline, is_plan, is_search
+from lowvram.config.settings import LoggerSettings, check_own, check_root, is_inline, is_plan, is_search
 from lowvram.fidelity.client import check_fresh
-from lowvram.launch.point import Point
+from lowvram.launch.point import Logged, Point
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import launch_from
 from lowvram.planning.client import plan_for_row
@@ -38,7 +39,7 @@ from lowvram.runs.hydra_notes import notes_of, write_notes
 from lowvram.runs.run import run_point
 from lowvram.search.client import Searches
 
-UNRECORDED = {"name": "none", "entity": None, "project": None}  # as logger=none
+UNRECORDED = asdict(LoggerSettings())  # as logger=none
 
 # A launcher's process imports this module with the job, before it composes.
 identity.register_resolvers()
@@ -201,20 +202,30 @@ def make_point(config: DictConfig) -> Point:
     is_sweep, words = about.mode == RunMode.MULTIRUN, container(about.overrides.task, resolve=False)
     values = {**plain(config), **({} if launch is None or launch.records else {"logger": UNRECORDED})}
     command = shlex.join(["python", "train.py", *words_without_secrets(words)])
-    earlier = rows.read(folder) or {"name": folder.name, "index": 0}  # a sweep's point that is resumed alone keeps both
-    index = about.job.num if is_sweep else earlier["index"] or 0
+    earlier = rows.read(folder) or {**rows.empty_row(), "name": folder.name}  # a point resumed alone keeps its names
     return Point(
         id=identity.point_id(_root_=config),
-        name=about.sweeper.get(POINT_NAME) or earlier["name"],
-        index=index,
+        name=about.sweeper.get("point") or earlier["name"],
+        index=about.job.num if is_sweep else earlier["index"] or 0,
         folder=folder,
         config=values,
         choices=chosen(about.runtime.choices),
         sweep=folder.parent.name if is_sweep else None,
         provenance=identity.provenance(values["seed"], command),
+        logged=logged(about, earlier, words, values["logger"]["group"]),
         launch=launch,
         notes=notes_of(config),
     )
+
+
+def logged(about: Any, earlier: Row, words: Sequence[str], group: str | None) -> Logged:
+    """What the point that Hydra has composed is called at its loggers. All points of a sweep have one group, those that
+    a later call adds as well, unless the user gives one (`group`)."""
+    names, before, sweep = about.sweeper, earlier["logged"], output_folder().parent
+    name, group = names.get("run") or before["name"] or run_name(words), group or before["group"]
+    if about.mode == RunMode.MULTIRUN:
+        group = group or rows.group_in(sweep) or sweep_group(sweep, names.get("axes", ()))
+    return Logged(name, group)
 
 
 def mistake_in(config: DictConfig) -> Exception | None:

@@ -10,18 +10,26 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product, takewhile
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import point_name
+from lowvram.config.run_names import key_of, run_name
 
-POINT_NAME = "point"  # the key of a point's name in its hydra.sweeper
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
 
 _names: dict[frozenset[str], str] = {}  # the names of points that come from a list, by their words
+
+
+class Names(NamedTuple):
+    """What a point is called; a composed point has them in its hydra.sweeper."""
+
+    point: str  # in tables: what was swept
+    run: str  # at the loggers: what it changes against the defaults
+    axes: list[str]  # what the sweep varies
 
 
 def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
@@ -73,13 +81,18 @@ def with_points(batch: Batch, points: Any) -> Batch:
     return list(combined.values())
 
 
-def name_of(words: Sequence[str], swept: list[str]) -> str:
-    """The name of a point: the list's name for it, or its swept values."""
-    return _names.get(frozenset(words)) or point_name(list(words), swept)
+def names_of(words: Sequence[str], swept: list[str], axes: list[str]) -> Names:
+    """The names of a point: the list's name for it, or its values."""
+    named = _names.get(frozenset(words))
+    return Names(named or point_name(list(words), swept), named or run_name(words, swept), axes)
 
 
-def key_of(word: str) -> str:
-    return word.partition("=")[0]
+def axes_of(batch: Batch) -> list[str]:
+    """The keys that only some points have, or whose values differ."""
+    keys = dict.fromkeys(key_of(word) for words in batch for word in words)
+    return [
+        key for key in keys if len({frozenset(word for word in words if key_of(word) == key) for words in batch}) > 1
+    ]
 
 
 def swept_keys(batch: Batch) -> list[str]:
@@ -140,7 +153,7 @@ class SweepBatch:
 
     def __init__(self, batch: Batch, first: int, compose: Compose) -> None:
         self.batch, self.first, self._compose = batch, first, compose
-        self.swept = swept_keys(batch)  # the keys that differ between the points
+        self.swept, self.axes = swept_keys(batch), axes_of(batch)  # the keys that differ between the points
 
     def to_check(self) -> list[DictConfig]:
         """The configurations of the representative points. Raises Hydra's error if one can't be composed."""
@@ -158,4 +171,4 @@ class SweepBatch:
             yield self.first + place, self.composed(place)
 
     def name(self, index: int) -> str:
-        return name_of(self.batch[index - self.first], self.swept)
+        return names_of(self.batch[index - self.first], self.swept, self.axes).point

@@ -16,12 +16,14 @@ from lowvram.config.defaults import CONF, INSTALLED_CONF
 from lowvram.config.errors import BadInput, Refused, require
 from lowvram.config.settings import GROUPS
 
+SEVERAL = "several"  # Hydra names no option of `logger=[wandb,tensorboard]`
+
 
 def chosen(choices: Mapping[str, Any]) -> dict[str, str]:
     """Group -> option, from Hydra's choices."""
     for group in GROUPS:
         require(choices.get(group) is not None, group, None, f"one option of the group {group}, not a list of them")
-    return {group: choices[group] for group in (*GROUPS, "logger")}
+    return {group: choices[group] for group in GROUPS} | {"logger": choices.get("logger") or SEVERAL}
 
 
 def output_folder() -> Path:

@@ -140,4 +140,5 @@ def described(kind: Any) -> str:
         str: "text",
         types.NoneType: "null",
     }
-    return words.get(kind, f"a {kind}".replace("a list[int]", "a list of whole numbers"))
+    words_of_lists = {"list[int]": "a list of whole numbers", "list[str]": "a list of texts"}
+    return words.get(kind) or words_of_lists.get(str(kind), f"a {kind}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -30,7 +30,8 @@ UNITS = {
 KNOB_GROUPS = knob_groups()
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # also built from their YAML, but no knobs
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
-LOGGERS = ("wandb", "none")
+LONGEST_TAG, LONGEST_GROUP = 64, 128  # characters that W&B takes
+MODEL = "model"  # the artifact: the folder with the exported weights
 CHILD, INLINE = "child", "inline"  # where a point runs
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
 PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses
@@ -268,14 +269,30 @@ CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys that are sent to a 
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """`logger.*`"""
+    """`logger.*`: which loggers a run has, and what they are told beside its figures. All off: result.json alone."""
 
-    name: str
-    entity: str | None
-    project: str | None
+    wandb: bool = False
+    tensorboard: bool = False
+    entity: str | None = None
+    project: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
+    artifact: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.name in LOGGERS, "logger.name", self.name, f"one of {', '.join(LOGGERS)}")
+        allowed = f"a list of texts of 1 to {LONGEST_TAG} characters, such as [thesis,first]"
+        for tag in self.tags:
+            require(1 <= len(tag) <= LONGEST_TAG, "logger.tags", tag, allowed)
+        allowed = f"null (lowvram chooses it) or 1 to {LONGEST_GROUP} characters"
+        require(self.group is None or 1 <= len(self.group) <= LONGEST_GROUP, "logger.group", self.group, allowed)
+        allowed = f"null or {MODEL}, which uploads the run's {MODEL}/ at its end"
+        require(self.artifact in (None, MODEL), "logger.artifact", self.artifact, allowed)
+
+
+def logger_settings(values: Mapping[str, Any]) -> LoggerSettings:
+    """The typed values of `logger.*`."""
+    return build_as(LoggerSettings, dict(values), "logger")
 
 
 @dataclass(frozen=True)

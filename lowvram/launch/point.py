@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowvram.config.secret import without_secrets
 from lowvram.config.settings import CHILDS_OWN
@@ -17,6 +17,13 @@ from lowvram.results.row import Row
 Config = Mapping[str, Any]
 Attempts = list[dict[str, Any]]
 Measurement = dict[str, Any]
+
+
+class Logged(NamedTuple):
+    """What a run is called at its loggers: see config/run_names.py."""
+
+    name: str
+    group: str | None  # of runs that belong together, such as the points of a sweep
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Point:
     choices: dict[str, str]  # group -> option
     sweep: str | None  # the name of its sweep
     provenance: dict[str, Any]
+    logged: Logged | None = None
     is_resumed: bool = False
     launch: Launch | None = None  # if torchrun has started this program
     plan: Mapping[str, Any] | None = None  # the row's field: the memory and time predicted for it
@@ -48,7 +56,7 @@ class Point:
     def first_row(self) -> Row:
         known = {"id": self.id, "name": self.name, "index": self.index, "choices": self.choices, "config": self.config}
         more = {"plan": self.plan, "provenance": self.provenance, "attempts": self.attempts}
-        more |= {"reruns": self.reruns}
+        more |= {"reruns": self.reruns, "logged": {} if self.logged is None else self.logged._asdict()}
         return rows.merge(rows.empty_row(), without_secrets(known | more))
 
     def request(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ EVENTS: Mapping[str, Fields] = {
         "setup_s": NUMBER,
         "parts": int,
         "more_parts": int | None,
+        "pid": int,
         "untold": list,
         "known": list,
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -91,6 +92,7 @@ class Session:
             setup_s=self.age_s(),
             untold=list(untold),
             known=list(known),
+            pid=os.getpid(),
             **parts,
         )
 

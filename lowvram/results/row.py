@@ -76,6 +76,7 @@ def _without_figures() -> Row:
     return {
         "schema": SCHEMA,
         **_nulls("id name index status reason"),
+        "logged": _nulls("name group"),
         "choices": {},
         "config": {},
         "compiled": None,
@@ -97,7 +98,9 @@ def _without_figures() -> Row:
         "eval": _nulls("accuracy perplexity"),
         "precision": _nulls("skipped_steps scale"),
         **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
-        "provenance": _nulls("git_sha dirty lowvram torch device_name driver threads seed python command"),
+        "provenance": _nulls(
+            "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python command"
+        ),
     }
 
 
@@ -146,6 +149,12 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
         _reported.add(path.absolute())
         print(shown(f"{path} doesn't count, as it is no row of lowvram's: {why}"), file=sys.stderr)
     return None
+
+
+def group_in(sweep: Path) -> str | None:
+    """The group, at the loggers, of the points that a sweep's folder holds so far."""
+    found = (row["logged"]["group"] for path in sorted(sweep.glob(f"*/{FILE_NAME}")) if (row := read(path.parent)))
+    return next(filter(None, found), None)
 
 
 _reported: set[Path] = set()  # files that a warning has named

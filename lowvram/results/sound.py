@@ -38,6 +38,7 @@ LIST: Kind = ("a list of keys with values", lambda value: isinstance(value, list
 
 KINDS: Mapping[str, Kind] = {  # of all values that aren't numbers
     **dict.fromkeys(("id", "name", "status", "reason", "disturbed", "semantics_changed", "model.blocks"), TEXT),
+    **dict.fromkeys(("logged.name", "logged.group"), TEXT),
     **dict.fromkeys(("memory.source", "memory.by_kind_reason", "fidelity.reason", "plan.reason"), TEXT),
     **dict.fromkeys(("provenance.git_sha", "provenance.lowvram", "provenance.torch", "provenance.driver"), TEXT),
     **dict.fromkeys(("provenance.device_name", "provenance.python", "provenance.command"), TEXT),

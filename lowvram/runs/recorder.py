@@ -1,6 +1,7 @@
-"""Records the events of a point's children: in files, in W&B and in a row. Imports no torch.
+"""Records the events of a point's children: in files, at its loggers and in a row. Imports no torch.
 
-Only the parent writes `metrics.jsonl`, W&B and `result.json`. So a child gets its row and its W&B run however it dies.
+Only the parent writes `metrics.jsonl`, `result.json` and to loggers. So each child gets its row and its run at W&B
+however it dies.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.config.secret import text_without_secrets, without_secrets
+from lowvram.config.settings import logger_settings
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.native_log import native_log
 from lowvram.launch.outcome import Circumstances, RankReport, outcome_of
@@ -21,11 +23,12 @@ from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
 from lowvram.results.files.durable import write_bytes
+from lowvram.results.loggers.all import Loggers
+from lowvram.results.loggers.logger import LoggedRun, config_of
 from lowvram.results.metric_lines import FILE_NAME, Values
 from lowvram.results.metrics_file import DAMAGED, Metrics
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
-from lowvram.results.wandb.run import RECORDERS, NullRecorder, Recorder, stored_run_id
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
@@ -33,7 +36,7 @@ OF_A_RANK = ("peak_bytes", "reserved_bytes", "process_peak_bytes", "host_peak_by
 
 
 class Recording:
-    """Turns the child's events into files, W&B and a row.
+    """Turns the child's events into files, logged figures and a row.
 
     Args:
         disturbs: for the row, why figures measured in the point's process aren't comparable; None if they are.
@@ -45,10 +48,9 @@ class Recording:
         self._disturbs, self._can_begin_again = disturbs, can_begin_again
         self.row = point.first_row()
         self.reports: dict[int, RankReport] = {}  # by rank
-        self.recorder: Recorder = NullRecorder()
+        self.loggers = Loggers()
         self.metrics = Metrics(point.folder)
-        self._is_recorded = False
-        self._last_recorded = 0  # the last step that was sent to W&B
+        self._is_logged = False  # whether the loggers have begun
         self._disturbed_row: Row | None = None  # of the measurement before this one
         self._more_parts: int | None = None  # for the next attempt, if this one runs out of memory
 
@@ -145,6 +147,7 @@ class Recording:
         setup_s: float,
         parts: int,
         more_parts: int | None,
+        pid: int,
         untold: list[Values],
         known: list[Values],
     ) -> None:
@@ -155,9 +158,9 @@ class Recording:
         history = self.metrics.begin(step, untold, known)
         if wrong := history.wrong:
             self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and are kept in {DAMAGED}")
-        self._start_recorder()
+        self._begin_logging(step, pid)
         for row in history.rows:
-            self._log(row["step"], {name: value for name, value in row.items() if name != "step"})
+            self.loggers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
 
@@ -168,38 +171,31 @@ class Recording:
     def _record(self, step: int, values: dict[str, float]) -> None:
         """Record metrics without showing them in the progress line, as they may arrive long after their step."""
         self.metrics.write(step, values)
-        self._log(step, values)
+        self.loggers.log(step, values)
 
-    def _log(self, step: int, values: dict[str, float]) -> None:
-        if step >= self._last_recorded:  # W&B drops values of an earlier step
-            self.recorder.log(step, values)
-            self._last_recorded = step
-
-    def _start_recorder(self) -> None:
-        """Start the W&B run, once per point."""
-        if self._is_recorded:
-            return
-        self._is_recorded = True
-        logger, folder = self.point.config["logger"], self.point.folder
-        start = RECORDERS[logger["name"]].start
-        names = (self.point.name, self.point.sweep, self.point.config, self.row["choices"])
-        self.recorder = start(folder, logger, *names, resume_id=stored_run_id(folder))
+    def _begin_logging(self, step: int = 0, pid: int | None = None) -> None:
+        """Tell the loggers that the point runs, in the process `pid`, after `step`."""
+        self._is_logged = True
+        point, logged = self.point, self.row["logged"]
+        name, kind = logged["name"] or point.name, self.row["choices"]["mode"]
+        settings, config = logger_settings(point.config["logger"]), config_of(point.config, self.row)
+        self.loggers.begin(LoggedRun(point.folder, name, logged["group"], kind, settings, config, step, pid))
 
     def close(self) -> Row:
-        """When the row is complete: add advice, write it, end the W&B run."""
+        """When the row is complete: add advice, write it, end the loggers."""
         self.progress.stop()
         self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
             return self.row  # nothing ran, so nothing is kept
         self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
-        self._start_recorder()
-        self.recorder.finish(self.row)
+        if not self._is_logged:  # it ended before its first step
+            self._begin_logging()
+        self.loggers.finish(self.row)
         rows.write(self.point.folder, self.row)
-        upload = self.recorder.sync_command if self.point.sweep is None else None  # a sweep tells it once, for all
-        for line in (self.recorder.notice, self.recorder.address, upload and f"to upload: {upload}"):
-            if line:
-                self.progress.say(line)
+        uploads = self.loggers.uploads if self.point.sweep is None else []  # a sweep tells it once, for all
+        for line in (*self.loggers.notes, *(f"to upload: {upload}" for upload in uploads)):
+            self.progress.say(line)
         return self.row
 
     def _advise(self) -> None:
@@ -218,7 +214,7 @@ class Recording:
         """The row of a point whose results can't be written: the row says so, and the sweep goes on."""
         self.progress.stop()
         self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
-        self.recorder.finish(self.row)
+        self.loggers.finish(self.row)
         with suppress(OSError):
             rows.write(self.point.folder, self.row)
         with suppress(OSError):

@@ -12,18 +12,19 @@ from hydra import compose
 
 from lowvram.config import identity
 from lowvram.config.compose import chosen, plain
+from lowvram.config.run_names import sweep_group
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import CHILDS_OWN, KNOB_GROUPS
 from lowvram.config.words import key
 from lowvram.launch.client import Event, Server
-from lowvram.launch.point import Point
+from lowvram.launch.point import Logged, Point
 from lowvram.launch.stop import StopConditions
 from lowvram.results import row as rows
 from lowvram.results import table
+from lowvram.results.loggers import wandb_sweep
 from lowvram.results.report import report
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import Progress
-from lowvram.results.wandb import sweep as wandb_sweep
 from lowvram.runs.run import run_point
 from lowvram.search import result
 
@@ -182,9 +183,15 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
         choices=chosen(config.hydra.runtime.choices),
         sweep=point.folder.name,
         provenance=identity.provenance(point.config["seed"], command),
+        logged=Logged("-".join(changes.values()) or "as typed", group_of(point)),
         plan={name: value for name, value in candidate.items() if name != "changes"},
         locks=point.locks,
     )
+
+
+def group_of(point: Point) -> str:
+    """The group of a search's runs."""
+    return point.config["logger"]["group"] or sweep_group(point.folder, [MODE])
 
 
 def planned_rows(probes: Iterable[Point]) -> list[Row]:

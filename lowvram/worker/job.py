@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from importlib import import_module
@@ -111,11 +112,16 @@ def named_knobs(settings: Settings, choices: dict[str, str], device: torch.devic
     }
 
 
+def host_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def ready_fields(device: torch.device) -> dict[str, Any]:
     """The row's fields that the child sends when the point is assembled: about the environment and the device."""
     provenance = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
-        return {"provenance": provenance}
+        return {"provenance": {**provenance, "device_memory_bytes": host_bytes()}}
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # the point's own weights are on the device already
     others = total - free
@@ -123,7 +129,7 @@ def ready_fields(device: torch.device) -> dict[str, Any]:
     if ranks.rank() > 0:
         return {"disturbed": f"rank {ranks.rank()}: {disturbed}"} if disturbed else {}
     return {
-        "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device)},
+        "provenance": {**provenance, "device_name": torch.cuda.get_device_name(device), "device_memory_bytes": total},
         "memory": {"free_at_start_bytes": free},
         "disturbed": disturbed,
     }

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.config.secret import without_secrets
+from lowvram.config.settings import logger_settings
 from lowvram.results.ablation import ablations
+from lowvram.results.loggers.logger import LoggedRun, final_values, first_line
+from lowvram.results.loggers.wandb import WandbRun
 from lowvram.results.report.data import Entry, entries, evidence
 from lowvram.results.report.report import FIGURES
-from lowvram.results.row import Row, Status, empty_row, merge
+from lowvram.results.row import Row, Status, empty_row, group_in, merge
 from lowvram.results.table import label
-from lowvram.results.wandb.run import RECORDERS, choice_columns, final_values, first_line, stored_run_id
 
 FOLDER = "wandb_table"  # in the sweep's folder, beside the points: one command uploads them all
-JOB_TYPE = "sweep"
+KIND = "sweep"
 TABLE = "sweep/table"
 FIGURE = "figures"
 
@@ -32,37 +34,33 @@ def record(folder: Path, logger_cfg: Mapping[str, Any]) -> list[str]:
     Returns:
         What to tell the user: where it is online, and what could not be recorded.
     """
-    all_entries = entries([folder])
-    if all(entry.row["choices"].get("mode") == "plan" for entry in all_entries):
+    settings, all_entries = logger_settings(logger_cfg), entries([folder])
+    if not settings.wandb or all(entry.row["choices"].get("mode") == "plan" for entry in all_entries):
         return []  # plans are not recorded
     try:
-        return _recorded(folder, all_entries, logger_cfg)
-    except OSError as error:  # a full disk
-        return [f"W&B has no table of this sweep: {first_line(error)}"]
-
-
-def _recorded(folder: Path, all_entries: Sequence[Entry], logger_cfg: Mapping[str, Any]) -> list[str]:
-    (folder / FOLDER).mkdir(exist_ok=True)
-    about = (f"{folder.name} table", folder.name, {}, {})
-    start = RECORDERS[logger_cfg["name"]].start
-    recorder = start(folder / FOLDER, logger_cfg, *about, resume_id=stored_run_id(folder / FOLDER), job_type=JOB_TYPE)
-    problem = None
-    if recorder.records:
+        group = group_in(folder) or folder.name
+        (folder / FOLDER).mkdir(exist_ok=True)
+        run = WandbRun.start(LoggedRun(folder / FOLDER, f"{group} table", group, KIND, settings))
+        if run is None:
+            _forget(folder / FOLDER)
+            return []
         figures, problem = _figures(folder, all_entries)
-        recorder.show({TABLE: columns([entry.row for entry in all_entries])}, figures)
-        recorder.finish(merge(empty_row(), {"status": Status.OK.value}))
-    else:
-        _forget(folder / FOLDER)
-    return [line for line in (problem, recorder.notice, recorder.address) if line]
+        run.show({TABLE: columns([entry.row for entry in all_entries])}, figures)
+        run.finish(merge(empty_row(), {"status": Status.OK.value}))
+    except Exception as error:  # such as a full disk
+        return [f"W&B has no table of this sweep: {first_line(error)}"]
+    return [*filter(None, [problem]), *run.notes]
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Cells]:
     """The table, column by column; those without a value are left out."""
-    about = [{"name": label(row), "status": row["status"], "reason": row["reason"]} for row in rows]
+    about = [
+        {"name": row["logged"]["name"] or label(row), "status": row["status"], "reason": row["reason"]} for row in rows
+    ]
     differing = [{name: settings[name] for name in settings if "." in name} for settings in ablations(rows)]
     notes = [{key: row[key] for key in ("semantics_changed", "disturbed")} for row in rows]
     commands = [{"command": row["provenance"]["command"]} for row in rows]
-    choices = [choice_columns(row["choices"]) for row in rows]
+    choices = [{f"choice.{group}": option for group, option in row["choices"].items()} for row in rows]
     parts = zip(about, choices, differing, map(final_values, rows), notes, commands, strict=True)
     joined = [{key: value for part in line for key, value in part.items()} for line in parts]
     lines: list[dict[str, Any]] = without_secrets(joined)
