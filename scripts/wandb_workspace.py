@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lowvram.compat.wandb import workspace_values
 from lowvram.config.errors import Refused
 from lowvram.config.registry import neutral_options
+from lowvram.results.loggers.logger import STEP_MEMORY
+from lowvram.results.loggers.wandb import AXIS, STEP
 from lowvram.results.loggers.wandb_sweep import FIGURE, TABLE
 from lowvram.results.metrics import METRICS
 from lowvram.results.metrics import PEAK as PEAK_PATH
@@ -59,10 +61,10 @@ def workspace(entity: str, project: str, groups: Sequence[str] = ()) -> Workspac
         entity=entity,
         project=project,
         name=NAME,
-        sections=[_costs(), _choices(), _memory(), _losses(), _sweep()],
+        sections=[_costs(), _choices(), _memory(), _over_time(), _losses(), _sweep()],
         settings=ws.WorkspaceSettings(max_runs=MOST_RUNS),
         runset_settings=ws.RunsetSettings(
-            groupby=[_choice(ws, group) for group in groups],
+            groupby=[ws.Config(f"choice.{group}") for group in groups],
             order=[ws.Ordering(ws.Summary(PEAK))],
             pinned_columns=[*(f"summary:{name}" for name in PINNED), *choices],
         ),
@@ -93,15 +95,15 @@ def _choices() -> Section:
     from wandb_workspaces.workspaces import Section
 
     bars = [
-        wr.BarPlot(title=f"Peak by {group}, GiB", metrics=[PEAK], groupby=_choice(wr, group), groupby_aggfunc="median")
+        wr.BarPlot(
+            title=f"Peak by {group}, GiB",
+            metrics=[PEAK],
+            groupby=wr.Config(f"choice.{group}"),
+            groupby_aggfunc="median",
+        )
         for group in neutral_options()
     ]
     return Section(name="Choices", panels=[*bars])
-
-
-def _choice(module: Any, group: str) -> Any:
-    """A column of the configuration whose own name holds a dot: `value` stands behind it, not after the first word."""
-    return module.Config(f"choice.{group}.value")
 
 
 def _memory() -> Section:
@@ -116,12 +118,27 @@ def _memory() -> Section:
 
 
 def _losses() -> Section:
-    from wandb_workspaces.reports import v2 as wr
     from wandb_workspaces.workspaces import Section
 
     names = {"Training loss": LOSS, "Evaluation loss": EVAL_LOSS, "Gradient norm": "grad_norm"}
-    lines = [wr.LinePlot(title=title, y=[name], max_runs_to_show=100) for title, name in names.items()]
-    return Section(name="Losses", is_open=True, panels=[*lines])
+    return Section(name="Losses", is_open=True, panels=[_over(STEP, title, [name]) for title, name in names.items()])
+
+
+def _over_time() -> Section:
+    """Memory over the steps, and over the moments of one step."""
+    from wandb_workspaces.workspaces import Section
+
+    held = [f"memory_now/{kind}_gib" for kind in ("parameters", "gradients", "optimizer", "host")]
+    within = [(kind, f"{STEP_MEMORY}/{kind}_gib") for kind in KINDS]
+    lines = [_over(STEP, "Held between steps, GiB", held)]
+    lines += [_over(f"{STEP_MEMORY}/{AXIS}", f"{kind} within a step, GiB", [name]) for kind, name in within]
+    return Section(name="Memory over time", panels=[*lines])
+
+
+def _over(axis: str, title: str, names: list[str]) -> Any:
+    from wandb_workspaces.reports import v2 as wr
+
+    return wr.LinePlot(title=title, x=axis, y=[*names], max_runs_to_show=100)
 
 
 def _sweep() -> Section:

@@ -17,9 +17,11 @@ from lowvram.config.settings import ROOT_KEYS
 
 BASELINE = "baseline"  # the name of a run that changes nothing
 LONGEST, LONGEST_VALUE = 100, 30  # characters
+NAMES = {"name", "path", "target"}  # keys whose values need no word before them
 NUM_AXES = 4  # that a group names
 # Keys that say where, how long or how often something runs, not what is trained.
 UNNAMED = {*NOT_IDENTITY, "mode", "device", "process", "vram"}
+UNNAMED |= {"train.eval_every", "train.log_every", "data.eval_samples"}
 UNNAMED |= {"measure", "plan", "search", "snapshot", "export", "debug", "hydra"}
 
 
@@ -35,7 +37,8 @@ def run_name(words: Sequence[str], swept: Collection[str] = ()) -> str:
     given = values.pop("name", "null")
     if given != "null":
         values = {key: value for key, value in values.items() if key in swept}
-    parts = [_text(key, value) for key, value in values.items() if _is_named(key, value, swept)]
+    named = [key for key, value in values.items() if _is_named(key, value, swept)]
+    parts = [_text(key, values[key]) for key in sorted(named, key=lambda key: key not in default_options())]
     return _cut("-".join([*([given] if given != "null" else []), *parts]), LONGEST) or BASELINE
 
 
@@ -77,9 +80,11 @@ def _root() -> DictConfig:
 
 
 def _text(key: str, value: str) -> str:
-    """A part of the name: an option alone, a value after the last word of its key. Of a path, its last part."""
+    """A part of the name: an option or a name alone, any other value after the last word of its key. Of a path, its
+    last part."""
     short = _cut(re.split(r"[/\\]", value.strip("'\" /"))[-1], LONGEST_VALUE)
-    return short if key in default_options() else f"{key.rpartition('.')[2]}{short}"
+    last = key.rpartition(".")[2]
+    return short if key in default_options() or last in NAMES else f"{last}{short}"
 
 
 def _cut(text: str, longest: int) -> str:

@@ -55,6 +55,7 @@ EVENTS: Mapping[str, Fields] = {
     "record": {"step": int, "values": dict},
     "row": {"rank": int, "fields": dict},
     "say": {"text": str},
+    "step_memory": {"by_kind": dict},
     "searched": {"num_plans": int},
 }
 OPTIONAL: Mapping[str, Fields] = {"row": {"is_of_a_peer": bool, "trace": str}}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowvram.core.held import held_bytes
 from lowvram.core.knob import Knob
 from lowvram.core.packed import num_packed
 from lowvram.core.ranks import summed
@@ -113,10 +114,18 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def memory_now(session: Session) -> dict[str, float]:
-    """Memory that can be read without disturbing the training, by the names that metrics.jsonl and W&B use."""
+    """Memory that can be read without disturbing the training, by the names that metrics.jsonl and loggers use: the
+    peak so far, and what is held between the steps."""
+    held = held_bytes(session.rig.model, session.rig.stepper)
+    now = {f"memory_now/{kind.value}_gib": num_bytes / GIB for kind, num_bytes in held.items()}
     if session.rig.device.type == "cuda":
-        return {"memory/peak_gib": torch.cuda.max_memory_allocated() / GIB}
-    return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB}
+        allocated = torch.cuda.memory_allocated() / GIB
+        return {
+            "memory/peak_gib": torch.cuda.max_memory_allocated() / GIB,
+            "memory_now/allocated_gib": allocated,
+            **now,
+        }
+    return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB, **now}
 
 
 def status_bytes(name: str) -> int:

@@ -119,8 +119,10 @@ class TrainingRun:
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
         pace = fields.pace(self.session, self.token_counts[-steps:], seconds)
-        self.journal.send(self.step, values | pace | fields.memory_now(self.session))
-        self.logged_at, self.logged_step, self.logged_compile_s = now, self.step, compile_s
+        memory = fields.memory_now(self.session)
+        reading_s = time.monotonic() - now  # counts for no step
+        self.journal.send(self.step, values | pace | memory)
+        self.logged_at, self.logged_step, self.logged_compile_s = now + reading_s, self.step, compile_s
 
     def evaluate(self) -> Evaluation:
         """Evaluate after the last step, unless that was done."""

@@ -22,12 +22,14 @@ from lowvram.launch.stop import StopConditions
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
-from lowvram.results.files.durable import write_bytes
+from lowvram.results.files.durable import write_bytes, write_text
+from lowvram.results.files.run_folder import STEP_MEMORY
+from lowvram.results.loggers import logger
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
 from lowvram.results.metric_lines import FILE_NAME, Values
 from lowvram.results.metrics_file import DAMAGED, Metrics
-from lowvram.results.row import Row, Status
+from lowvram.results.row import GIB, Row, Status, to_json
 from lowvram.results.terminal import Progress
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
@@ -65,6 +67,7 @@ class Recording:
             "progress": self.progress.update,
             "say": self.progress.say,
             "row": self._on_row,
+            "step_memory": self._on_step_memory,
         }
         name = event.pop("event")
         if name in handlers:
@@ -172,6 +175,12 @@ class Recording:
         """Record metrics without showing them in the progress line, as they may arrive long after their step."""
         self.metrics.write(step, values)
         self.loggers.log(step, values)
+
+    def _on_step_memory(self, by_kind: dict[str, list[int]]) -> None:
+        """Record the memory of each kind over the births and deaths of tensors in one step."""
+        write_text(self.point.folder / STEP_MEMORY, to_json({"bytes": by_kind}) + "\n")
+        curves = {f"{kind}_gib": [size / GIB for size in sizes] for kind, sizes in by_kind.items() if any(sizes)}
+        self.loggers.log_curves(logger.STEP_MEMORY, curves)
 
     def _begin_logging(self, step: int = 0, pid: int | None = None) -> None:
         """Tell the loggers that the point runs, in the process `pid`, after `step`."""

@@ -33,13 +33,15 @@ MISTAKES = {
     "~precision": ["precision='~'", "can't be removed; leave it at its default"],
     "~seed": ["seed='~'", "can't be removed; leave it at its default"],
     "~paths": ["paths"],
-    "+logger.foo=1": ["logger.foo=1", "logger knows name, entity, project"],
+    "+logger.foo=1": ["logger.foo=1", "logger knows wandb, tensorboard, entity, project, group, tags, notes, artifact"],
     # types
     "train.steps=abc": ["train.steps='abc': must be a whole number"],
     "model.num_layers=true": ["model.num_layers=true: must be a whole number"],
     "train=5": ["train=5: must be"],
     "paths.outputs=null": ["paths.outputs=null: must be text"],
-    "logger.name=foo": ["logger.name='foo': must be one of wandb, none"],
+    "logger.tags=thesis": ["logger.tags='thesis': must be a list of texts"],
+    "logger.tags=['']": ["logger.tags='': must be a list of texts of 1 to 64 characters, such as [thesis,first]"],
+    "logger.artifact=weights": ["logger.artifact='weights': must be null or model, which uploads the run's model/"],
     # the string None, what is missing, what is no number
     "model.dropout=None": ["model.dropout='None': must be null"],
     "~train.steps": ["train.steps", "must be given a value"],

@@ -191,7 +191,7 @@ def test_where_nothing_fits_probes_that_run_out_of_memory_end_in_the_refusal(
     ranking = [{**plan, "changes": {"accum": name}} for name in ("x32", "x16")]
     found = Candidates(ranking, ["an account"], refusal="nothing fits")
     ran = {"time": {"step_ms_p50": 2.0}, "throughput": {"samples_per_s": 8.0}, "memory": {"peak_bytes": MIB}}
-    config = {"search": {"probes": 3}, "plan": {"device": "auto"}, "logger": {"name": "none"}, "vram": "1MiB"}
+    config = {"search": {"probes": 3}, "plan": {"device": "auto"}, "logger": {"group": None}, "vram": "1MiB"}
 
     def probe_of(point: Point, words: list[str], number: int, candidate: Candidate, is_real: bool) -> Point:
         folder = tmp_path / str(number)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lowvram.cli.sweep import grid, name_of, swept_keys, with_points
+from lowvram.cli.sweep import axes_of, grid, names_of, swept_keys, with_points
 from lowvram.config.errors import BadInput
 
 POINTS = {"baseline": "", "parts": "accum=x4", "both": "accum=x4 ckpt=every1"}
@@ -39,25 +39,35 @@ def test_a_sweep_without_values_is_a_mistake() -> None:
 def test_each_point_of_a_list_has_its_words_and_its_name() -> None:
     batch = with_points([["model=resnet"]], POINTS)
     assert batch == [["model=resnet"], ["model=resnet", "accum=x4"], ["model=resnet", "accum=x4", "ckpt=every1"]]
-    assert [name_of(words, swept_keys(batch)) for words in batch] == list(POINTS)
+    assert [names_of(words, swept_keys(batch), []).point for words in batch] == list(POINTS)
 
 
 def test_a_typed_word_holds_for_all_points_and_what_is_the_same_then_is_left_out() -> None:
     batch = with_points([["accum=x2"]], POINTS)
     assert batch == [["accum=x2"], ["accum=x2", "ckpt=every1"]]
-    assert [name_of(words, swept_keys(batch)) for words in batch] == ["baseline", "both"]
+    assert [names_of(words, swept_keys(batch), []).point for words in batch] == ["baseline", "both"]
 
 
 def test_a_list_is_run_for_each_point_of_a_grid() -> None:
     batch = with_points([["model=resnet", "seed=1"], ["model=gpt2", "seed=1"]], {"baseline": "", "parts": "accum=x4"})
-    names = [name_of(words, swept_keys(batch)) for words in batch]
+    names = [names_of(words, swept_keys(batch), []).point for words in batch]
     assert names == ["baseline-resnet", "parts-resnet", "baseline-gpt2", "parts-gpt2"]
 
 
 def test_without_a_list_a_grid_is_as_it_was() -> None:
     batch = [["seed=1"], ["seed=2"]]
     assert with_points(batch, None) is batch
-    assert [name_of(words, swept_keys(batch)) for words in batch] == ["seed1", "seed2"]
+    assert [names_of(words, swept_keys(batch), []).point for words in batch] == ["seed1", "seed2"]
+
+
+def test_at_the_loggers_a_point_is_named_by_what_it_changes() -> None:
+    batch = [["precision=bf16", f"ckpt={ckpt}", f"seed={seed}"] for ckpt in ("none", "every2") for seed in (0, 1)]
+    names = [names_of(words, swept_keys(batch), axes_of(batch)) for words in batch]
+    assert [name.run for name in names] == ["bf16-seed0", "bf16-seed1", "bf16-every2-seed0", "bf16-every2-seed1"]
+    assert names[0].axes == ["ckpt", "seed"]
+    listed = with_points([["model=resnet"]], POINTS)
+    assert [names_of(words, swept_keys(listed), []).run for words in listed] == list(POINTS)
+    assert axes_of(listed) == ["accum", "ckpt"]
 
 
 @pytest.mark.parametrize("points", [5, {}, ["accum=x4"], {"a": 1}], ids=str)

@@ -44,7 +44,9 @@ def whole() -> DictConfig:
     assert isinstance(root, DictConfig)
     options = {**NEUTRAL, **OTHERS, "mode": "train", "logger": "none", "paths": "default"}
     groups = {group: node_of(group, option) for group, option in options.items()}
-    return DictConfig({**{key: root[key] for key in root if key != "defaults"}, **groups})
+    merged = OmegaConf.merge({key: root[key] for key in root if key != "defaults"}, groups)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def refusal(config: DictConfig) -> str:

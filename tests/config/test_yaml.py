@@ -21,6 +21,7 @@ from lowvram.config.settings import (
     PARENT_ONLY,
     ROOT_KEYS,
     SECTIONS,
+    LoggerSettings,
     RootSettings,
     check_root,
     settings,
@@ -124,9 +125,9 @@ def root_node() -> DictConfig:
 
 def test_the_root_has_the_keys_of_its_dataclasses() -> None:
     root = root_node()
-    assert set(root) - {"defaults"} == set(ROOT_KEYS)
+    assert set(root) - {"defaults"} == {*ROOT_KEYS, "logger"}
     assert {field.name for field in dataclasses.fields(RootSettings)} | set(SECTIONS) == set(ROOT_KEYS)
-    for name, cls in SECTIONS.items():
+    for name, cls in {**SECTIONS, "logger": LoggerSettings}.items():
         assert list(root[name]) == [field.name for field in dataclasses.fields(cls)]
 
 

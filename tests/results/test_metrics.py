@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from lowvram.results import columns, metrics, row, sound, table, terminal
+from lowvram.results.loggers import logger
+from lowvram.results.loggers.wandb_sweep import columns as sweep_columns
 from lowvram.results.metrics import BYTES, GIB, METRICS, Better, Digits, Metric, PowersOfTen, Shown, number_texts
 from lowvram.results.report.data import Entry, evidence
 from lowvram.results.report.report import page
 from lowvram.results.row import MIB, Row, empty_row, merge, parsed, to_json
 from lowvram.results.sound import NUMBER
-from lowvram.results.wandb import run as wandb_run
-from lowvram.results.wandb.sweep import columns as sweep_columns
 from scripts.pages import doc_shapes
 from tests.synthetic import point
 
-READERS = (row, sound, table, terminal, wandb_run, doc_shapes)
+READERS = (row, sound, table, terminal, logger, doc_shapes)
 OPEN_SECTIONS = ("plan", "fidelity", "memory.by_kind_max")  # whose keys an empty row doesn't tell
 SWAPPED = Metric(
     "memory.swapped_bytes",
@@ -110,7 +110,7 @@ def test_a_new_figure_is_said_after_a_run() -> None:
 
 @pytest.mark.usefixtures("longer")
 def test_a_new_figure_is_in_wandb() -> None:
-    assert wandb_run.final_values(measured()[1])["memory/swapped_gib"] == 7 * MIB / GIB
+    assert logger.final_values(measured()[1])["memory/swapped_gib"] == 7 * MIB / GIB
     assert sweep_columns(measured())["energy/joule_per_step"] == [1.5, 3.5]
 
 

@@ -27,6 +27,7 @@ from lowvram.results.sound import KINDS, NUMBER, TEXT, TRUTH
 
 RERUN = ("step_ms_p50", "reason", "status", "disturbed")
 SECTIONS = {
+    "logged": "name group",
     "model": "parameters trainable blocks",
     "memory": "peak_bytes source steady_peak_bytes reserved_bytes fragmentation_bytes inactive_split_bytes "
     "device_bytes free_at_start_bytes alloc_retries process_peak_bytes host_peak_bytes "
@@ -39,7 +40,7 @@ SECTIONS = {
     "loss": "first last eval",
     "eval": "accuracy perplexity",
     "precision": "skipped_steps scale",
-    "provenance": "git_sha dirty lowvram torch device_name driver threads seed python command",
+    "provenance": "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python command",
 }
 # status: (a re-run skips it, exit code of a single run, exit code of a sweep with an ok row beside it)
 MATRIX = {
@@ -236,7 +237,7 @@ def test_sizes_keep_their_digits():
     assert size_text(0.001 * GIB) == "1.02 MiB"
 
 
-@pytest.mark.parametrize("module", ["row", "table", "wandb", "terminal", "advice"])
+@pytest.mark.parametrize("module", ["row", "table", "loggers", "terminal", "advice"])
 def test_importing_the_results_imports_nothing_heavy(module: str):
     heavy = "{'torch', 'numpy', 'rich', 'hydra', 'wandb', 'omegaconf'}"
     code = f"import sys, lowvram.results.{module}; print({heavy} & set(sys.modules))"

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from lowvram.results import table
+from lowvram.results.loggers.wandb_sweep import columns
 from lowvram.results.report.data import entries
 from lowvram.results.report.report import save
 from lowvram.results.row import exit_code, is_final, read
 from lowvram.results.shown import shown
 from lowvram.results.terminal import LiveProgress, QuietProgress, summary
-from lowvram.results.wandb.sweep import columns
 from tests.synthetic import failed, leave, point
 
 WRONG = ["many", -5, 10**400, True, [], ["x"], {}, {"a": "x"}, None]

@@ -28,7 +28,7 @@ CONFIG = {
     "accum": {"parts": 1},
     "sharding": {"timeout_s": 60},
     "train": {"batch_size": 1},
-    "logger": {"name": "none", "entity": None, "project": None},
+    "logger": {},
     "paths": {"outputs": "outputs"},
 }
 
@@ -49,7 +49,9 @@ class Scripted:
     ) -> list[Ending]:
         measurement = self.left.pop(0)
         parts = {"parts": 1, "more_parts": None}
-        on_event({"event": "begin", "step": 0, "num_steps": 1, "setup_s": 0.0, "untold": [], "known": [], **parts})
+        on_event(
+            {"event": "begin", "step": 0, "num_steps": 1, "setup_s": 0.0, "untold": [], "known": [], "pid": 1, **parts}
+        )
         if isinstance(measurement, str):
             fields: dict[str, Any] = {"status": measurement, "reason": "planted"}
         else:

@@ -13,7 +13,7 @@ from lowvram.results.row import Row
 from lowvram.runs.retry import as_left
 from scripts.benchmarks.runs import Runs
 from tests.calls import TINY, Outcome, history, read_row
-from tests.launch.test_faults import wandb_records
+from tests.offline import records_of
 from tests.tiers import first_of
 from tests.worker.test_ranks import torchrun
 
@@ -193,14 +193,16 @@ def test_a_sweep_and_its_table(call: Call) -> None:
 
 
 def test_there_is_one_run_in_wandb(call: Call) -> None:
-    """Its configuration has the number that fitted."""
+    """Of as many parts as processes. Its configuration has the number that fitted, and no step is there twice."""
     outcome = call(*TINY, *STEPS, AUTO, OUT_OF_MEMORY, "logger=wandb")
     assert outcome.code == 0, outcome.said()
-    assert len(list(outcome.folder.glob("wandb/offline-run-*"))) == 1
-    records = wandb_records(outcome.folder)
-    told = [record["config"]["update"]["accum"]["parts"] for record in records if record["type"] == "config"]
-    assert told == [2]
-    assert [r["history"]["step"]["num"] for r in records if r["type"] == "history"] == list(range(1, 7))
+    parts = sorted(outcome.folder.glob("wandb/offline-run-*"), key=lambda part: part.stat().st_mtime_ns)
+    first, last = map(records_of, parts)
+    assert len({record["run"]["run_id"] for record in (*first, *last) if record["type"] == "run"}) == 1
+    told = [record["config"]["update"]["accum"]["parts"] for record in last if record["type"] == "config"]
+    assert told[-1] == 2
+    items = [record["history"]["item"] for record in (*first, *last) if record["type"] == "history"]
+    assert [item["step"] for item in items if "loss/train" in item] == list(range(1, 7))
 
 
 @pytest.mark.slow

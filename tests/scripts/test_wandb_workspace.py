@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lowvram.config.registry import neutral_options
+from lowvram.results.loggers.logger import final_values
+from lowvram.results.loggers.wandb_sweep import TABLE
 from lowvram.results.row import KINDS, empty_row, merge
-from lowvram.results.wandb.run import choice_columns, final_values
-from lowvram.results.wandb.sweep import TABLE
 from scripts.wandb_workspace import main
 from tests.synthetic import point
 
@@ -35,14 +35,16 @@ def panels(saved: dict[str, Any]) -> list[dict[str, Any]]:
 def test_it_is_of_the_project_and_grouped_as_asked(saved: dict[str, Any]) -> None:
     assert (saved["entity"], saved["project"]) == ("somebody", "mine")
     (runs,) = saved["spec"]["section"]["runSets"]
-    assert runs["grouping"] == [{"section": "config", "name": "choice.precision.value"}]
-    assert {f"config:{name}" for name in choice_columns(neutral_options())} <= set(runs["runFeed"]["columnVisible"])
+    assert runs["grouping"] == [{"section": "config", "name": "choice.value.precision"}]
+    assert {f"config:choice.{name}" for name in neutral_options()} <= set(runs["runFeed"]["columnVisible"])
 
 
 def test_every_panel_shows_what_runs_record(saved: dict[str, Any]) -> None:
     """Axes and bars are names of a run's summary or of its steps."""
     row = merge(point(0, {}), {"fidelity": {"gradient_error": 0.1, "loss_gap": 0.0}})
-    recorded = {*final_values(row), "grad_norm"}
+    within = {f"memory_in_step/{name}" for name in ("moment", *(f"{kind}_gib" for kind in KINDS))}
+    held = {f"memory_now/{kind}_gib" for kind in ("parameters", "gradients", "optimizer", "host")}
+    recorded = {*final_values(row), "grad_norm", *held, *within}
     configs = [panel["config"] for panel in panels(saved) if panel["viewType"] != "Weave"]
     axes = {
         config[axis].removeprefix("summary:") for config in configs for axis in ("xAxis", "yAxis") if axis in config
@@ -50,7 +52,7 @@ def test_every_panel_shows_what_runs_record(saved: dict[str, Any]) -> None:
     metrics = {name for config in configs for name in config.get("metrics", ())}
     assert {"memory/peak_gib", "throughput/samples_per_s", "fidelity/gradient_error"} <= axes
     assert {f"memory/{kind}_gib" for kind in KINDS} <= metrics
-    assert axes - {"_step"} | metrics <= recorded | set(
+    assert axes - {"step"} | metrics <= recorded | set(
         final_values(merge(empty_row(), {"plan": {"allocated_bytes": 1}}))
     )
 
@@ -58,7 +60,7 @@ def test_every_panel_shows_what_runs_record(saved: dict[str, Any]) -> None:
 def test_each_group_has_its_bars_and_a_sweep_its_table_and_figures(saved: dict[str, Any]) -> None:
     found = panels(saved)
     grouped = {panel["config"].get("groupBy") for panel in found if panel["viewType"] == "Bar Chart"}
-    assert {f"choice.{group}.value" for group in neutral_options()} <= grouped
+    assert {f"choice.value.{group}" for group in neutral_options()} <= grouped
     assert [TABLE in json.dumps(panel) for panel in found if panel["viewType"] == "Weave"] == [True]
     (media,) = [panel["config"]["mediaKeys"] for panel in found if panel["viewType"] == "Media Browser"]
     assert "figures/waterfall" in media

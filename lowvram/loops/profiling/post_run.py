@@ -87,6 +87,7 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
     with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak, malloc:
         step(rig, batch)
     report.write(peak)
+    session.events("step_memory", by_kind={kind.value: sizes for kind, sizes in peak.course().items()})
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
     if rig.device.type == "cuda":
         steady_bytes = torch.cuda.max_memory_allocated()

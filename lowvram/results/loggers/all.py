@@ -45,8 +45,8 @@ class Loggers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda logger: logger.log(step, values))
 
-    def log_curves(self, curves: Mapping[str, Sequence[float]]) -> None:
-        self._each(lambda logger: logger.log_curves(curves))
+    def log_curves(self, section: str, curves: Mapping[str, Sequence[float]]) -> None:
+        self._each(lambda logger: logger.log_curves(section, curves))
 
     def finish(self, row: Row) -> None:
         """Log the row, and close the loggers."""

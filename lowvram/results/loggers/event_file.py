@@ -10,64 +10,74 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
-from tensorboard.plugins.hparams import metadata, summary_v2
-from tensorboard.summary.writer.record_writer import RecordWriter
-
-# Protobuf makes their classes when they are imported, so type checkers see none.
-EVENT: Any = import_module("tensorboard.compat.proto.event_pb2")
-SUMMARY: Any = import_module("tensorboard.compat.proto.summary_pb2")
-TENSOR: Any = import_module("tensorboard.compat.proto.tensor_pb2")
-TYPES: Any = import_module("tensorboard.compat.proto.types_pb2")
-HPARAMS: Any = import_module("tensorboard.plugins.hparams.plugin_data_pb2")
-STATUS: Any = import_module("tensorboard.plugins.hparams.api_pb2")
 VERSION = "brain.Event:2"  # of the format
+
+
+@cache
+def package() -> Any:
+    """What is used of tensorboard, by names without their modules. Most are classes that protobuf makes at import,
+    which type checkers don't see."""
+    modules = "summary.writer.record_writer compat.proto.event_pb2 compat.proto.summary_pb2 compat.proto.tensor_pb2"
+    modules += " plugins.hparams.plugin_data_pb2 plugins.hparams.api_pb2 plugins.hparams.metadata"
+    modules += " plugins.hparams.summary_v2 compat.proto.types_pb2"
+    found = [vars(import_module(f"tensorboard.{module}")) for module in modules.split()]
+    return SimpleNamespace(**{name: value for names in found for name, value in names.items()})
 
 
 @final
 class EventFile:
-    """A new file in `folder`, whose earlier files, of the same run, it continues."""
+    """A new file in `folder`, whose earlier files, of the same run, it continues.
+
+    Raises:
+        ImportError: tensorboard isn't installed.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._tb = package()
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.iterdir()))  # readers take the files in the order of their names
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
-        self._file = RecordWriter((folder / name).open("xb"))
+        self._file = self._tb.RecordWriter((folder / name).open("xb"))
         self._write(file_version=VERSION)
 
     def forget_after(self, step: int) -> None:
         """Readers drop what was written so far of later steps."""
-        self._write(step=step + 1, session_log=EVENT.SessionLog(status=EVENT.SessionLog.START))
+        log = self._tb.SessionLog
+        self._write(step=step + 1, session_log=log(status=log.START))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._summary(step, *(SUMMARY.Summary.Value(tag=name, simple_value=value) for name, value in values.items()))
+        value = self._tb.Summary.Value
+        self._summary(step, *(value(tag=name, simple_value=number) for name, number in values.items()))
 
     def text(self, tag: str, text: str) -> None:
         """A text in Markdown."""
-        plugin = SUMMARY.SummaryMetadata(plugin_data=SUMMARY.SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TENSOR.TensorProto(dtype=TYPES.DT_STRING, string_val=[text.encode()])
-        self._summary(0, SUMMARY.Summary.Value(tag=tag, metadata=plugin, tensor=tensor))
+        metadata = self._tb.SummaryMetadata
+        about = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
+        tensor = self._tb.TensorProto(dtype=self._tb.DT_STRING, string_val=[text.encode()])
+        self._summary(0, self._tb.Summary.Value(tag=tag, metadata=about, tensor=tensor))
 
     def begin_trial(self, name: str, hyperparameters: Mapping[str, bool | float | str]) -> None:
-        self._write(step=0, summary=summary_v2.hparams_pb(dict(hyperparameters), trial_id=name))
+        self._write(step=0, summary=self._tb.hparams_pb(dict(hyperparameters), trial_id=name))
 
     def end_trial(self, is_ok: bool) -> None:
-        status = STATUS.STATUS_SUCCESS if is_ok else STATUS.STATUS_FAILURE
-        end = HPARAMS.HParamsPluginData(
-            session_end_info=HPARAMS.SessionEndInfo(status=status, end_time_secs=time.time())
-        )
-        about, tag = metadata.create_summary_metadata(end), metadata.SESSION_END_INFO_TAG
-        self._summary(0, SUMMARY.Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR))
+        status = self._tb.STATUS_SUCCESS if is_ok else self._tb.STATUS_FAILURE
+        ended = self._tb.SessionEndInfo(status=status, end_time_secs=time.time())
+        about = self._tb.create_summary_metadata(self._tb.HParamsPluginData(session_end_info=ended))
+        tag, tensor = self._tb.SESSION_END_INFO_TAG, self._tb.NULL_TENSOR
+        self._summary(0, self._tb.Summary.Value(tag=tag, metadata=about, tensor=tensor))
 
     def close(self) -> None:
         self._file.close()
 
     def _summary(self, step: int, *values: Any) -> None:
-        self._write(step=step, summary=SUMMARY.Summary(value=values))
+        self._write(step=step, summary=self._tb.Summary(value=values))
 
     def _write(self, **content: Any) -> None:
-        self._file.write(EVENT.Event(wall_time=time.time(), **content).SerializeToString())
+        self._file.write(self._tb.Event(wall_time=time.time(), **content).SerializeToString())
         self._file.flush()

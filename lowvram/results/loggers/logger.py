@@ -17,6 +17,8 @@ from lowvram.results.row import GIB, Row
 # What a run was made with and on, as users filter by it. The seed and all other values are in the configuration.
 OF_PROVENANCE = ("device_name", "driver", "threads", "torch", "lowvram", "python", "git_sha", "dirty", "command")
 
+STEP_MEMORY = "memory_in_step"  # the section of the curves of memory by kind within one step
+
 
 @dataclass(frozen=True)
 class LoggedRun:
@@ -51,8 +53,8 @@ class Logger(ABC):
         """Logs the figures of one step, under the names of `metrics.jsonl`."""
 
     @abstractmethod
-    def log_curves(self, curves: Mapping[str, Sequence[float]]) -> None:
-        """Logs curves that have an axis of their own: 0, 1, 2 …"""
+    def log_curves(self, section: str, curves: Mapping[str, Sequence[float]]) -> None:
+        """Logs curves of equal length over an axis of their own: 0, 1, 2 … `section/name` is the name of each."""
 
     @abstractmethod
     def finish(self, row: Row) -> None:
@@ -72,9 +74,10 @@ class Logger(ABC):
 def config_of(config: Mapping[str, Any], row: Row) -> dict[str, Any]:
     """What runs are sorted, grouped and filtered by: `choice`, the option of each group; `provenance`, hardware,
     versions and command; and the configuration, as composed. Nested, so that a logger shows `choice.precision`."""
-    held = {name: row["provenance"][name] for name in OF_PROVENANCE}
-    memory_bytes = row["provenance"]["device_memory_bytes"]
-    held["device_memory_gib"] = None if memory_bytes is None else round(memory_bytes / GIB, 2)
+    known = {name: value for name, value in row["provenance"].items() if value is not None}
+    held = {name: known[name] for name in OF_PROVENANCE if name in known}
+    if memory_bytes := known.get("device_memory_bytes"):
+        held["device_memory_gib"] = round(memory_bytes / GIB, 2)
     return {"choice": dict(row["choices"]), "provenance": held, **config}
 
 

@@ -6,16 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from lowvram.config.errors import Refused
 from lowvram.config.identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
+from lowvram.results.loggers.event_file import EventFile
 from lowvram.results.loggers.logger import LoggedRun, Logger, final_values
 from lowvram.results.row import Row, Status, to_json
-
-if TYPE_CHECKING:
-    from lowvram.results.loggers.event_file import EventFile
 
 FOLDER = "tensorboard"  # in the run's folder; in it one with the run's name, which TensorBoard's pages show
 FINAL = "final"  # the tags of the row's figures, apart from those of the steps
@@ -29,12 +27,11 @@ class TensorBoard(Logger):
 
     @classmethod
     def start(cls, run: LoggedRun) -> TensorBoard:
+        earlier = earlier_folder(run.folder)
         try:
-            from lowvram.results.loggers.event_file import EventFile
+            logger = cls(EventFile(earlier or run.folder / FOLDER / folder_name(run.name)))
         except ImportError as error:
             raise Refused(f"it needs pip install 'lowvram[tensorboard]' ({error})") from None
-        earlier = earlier_folder(run.folder)
-        logger = cls(EventFile(earlier or run.folder / FOLDER / folder_name(run.name)))
         if earlier is not None:
             logger.go_on(run)
         logger.describe(run)
@@ -58,10 +55,10 @@ class TensorBoard(Logger):
         self._last_step = step
         self._file.scalars(step, known(values))
 
-    def log_curves(self, curves: Mapping[str, Sequence[float]]) -> None:
-        for name, values in curves.items():
-            for event, value in enumerate(values):
-                self._file.scalars(event, {name: value})
+    def log_curves(self, section: str, curves: Mapping[str, Sequence[float]]) -> None:
+        names = [f"{section}/{name}" for name in curves]
+        for number, values in enumerate(zip(*curves.values(), strict=True)):
+            self._file.scalars(number, dict(zip(names, values, strict=True)))
 
     def finish(self, row: Row) -> None:
         values = final_values(row)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tables = Mapping[str, Mapping[str, Sequence[float | str | None]]]  # by name, each column by column
 
 RUN_ID_FILE = "wandb_run_id"
-STEP = "step"  # the axis, named as in metrics.jsonl
+STEP, AXIS = "step", "moment"  # the axes of figures, and of curves
 _INIT_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S, _MODEL_TIMEOUT_S = 60.0, 3600.0  # that the end of a run waits for an upload
 _FLUSH_INTERVAL_S = 2.0  # a kill may lose this much of an offline run; W&B's default is 15
@@ -78,19 +78,18 @@ class WandbRun(Logger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step >= self._last_step:  # earlier ones, of a process that began again, are known
             self._last_step = step
-            self._log(STEP, [{STEP: step, **values}])
+            self._log(STEP, {STEP: step, **values})
 
-    def log_curves(self, curves: Mapping[str, Sequence[float]]) -> None:
-        for name, values in curves.items():
-            axis = f"{name.partition('/')[0]}/event"
-            self._log(axis, [{axis: event, name: value} for event, value in enumerate(values)])
+    def log_curves(self, section: str, curves: Mapping[str, Sequence[float]]) -> None:
+        axis, names = f"{section}/{AXIS}", [f"{section}/{name}" for name in curves]
+        for number, values in enumerate(zip(*curves.values(), strict=True)):
+            self._log(axis, {axis: number, **dict(zip(names, values, strict=True))})
 
-    def _log(self, axis: str, rows: Sequence[Mapping[str, float]]) -> None:
-        for row in rows:
-            for name in row.keys() - self._axes.keys():
-                self._axes[name] = axis
-                self._run.define_metric(name, step_metric=None if name == axis else axis)
-            self._run.log(dict(row))
+    def _log(self, axis: str, values: Mapping[str, float]) -> None:
+        for name in values.keys() - self._axes.keys():
+            self._axes[name] = axis
+            self._run.define_metric(name, step_metric=None if name == axis else axis)
+        self._run.log(dict(values))
 
     def show(self, tables: Tables, figures: Mapping[str, Path]) -> None:
         """Log tables, and images, by their names."""

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from lowvram.results import row as rows
+from lowvram.results.loggers.logger import final_values
+from lowvram.results.loggers.wandb_sweep import FOLDER, TABLE, columns, record
 from lowvram.results.row import Row, merge
-from lowvram.results.wandb.run import choice_columns, final_values
-from lowvram.results.wandb.sweep import FOLDER, TABLE, columns, record
 from tests.calls import TINY, Outcome
 from tests.offline import records_of, summary_of
 from tests.synthetic import failed, leave, point
 
 Call = Callable[..., Outcome]
 
-LOGGER = {"name": "wandb", "entity": None, "project": "lowvram-tests"}
+LOGGER = {"wandb": True, "project": "lowvram-tests"}
 POINTS = [point(0, {}), point(1, {"precision": "bf16"}), failed(2, "oom", "too large")]
 
 
@@ -49,7 +49,7 @@ def test_columns_are_those_of_the_points_runs() -> None:
     assert found["name"] == ["baseline", "bf16", "oom"]
     assert found["choice.precision"] == ["fp32", "bf16", "fp8"]
     assert found["reason"] == [None, None, "too large"]
-    wanted = {*choice_columns(POINTS[0]["choices"]), *final_values(POINTS[0])}
+    wanted = {*(f"choice.{group}" for group in POINTS[0]["choices"]), *final_values(POINTS[0])}
     assert wanted <= set(found)
     assert "disturbed" not in found
     assert {len(cells) for cells in found.values()} == {len(POINTS)}
@@ -112,7 +112,7 @@ def test_without_matplotlib_there_is_a_table_and_a_sentence(
     assert table_of(part, logged(records_of(part))) == columns(POINTS)
 
 
-@pytest.mark.parametrize("logger", [LOGGER | {"name": "none"}, LOGGER])
+@pytest.mark.parametrize("logger", [LOGGER | {"wandb": False}, LOGGER])
 def test_nothing_is_left_where_nothing_is_recorded(
     without_account: Path, monkeypatch: pytest.MonkeyPatch, logger: dict[str, Any]
 ) -> None:
@@ -152,9 +152,11 @@ def test_an_offline_sweep_read_back_holds_every_column(
     for number, folder in enumerate(outcome.folders):
         row, run = rows.read(folder), summary_of(part_of(folder))
         assert row is not None
-        told = {**choice_columns(row["choices"]), **final_values(row)}
+        told = {**{f"choice.{group}": option for group, option in row["choices"].items()}, **final_values(row)}
         assert {name: cells[number] for name, cells in found.items() if name in told} == told
-        assert {**run["config"], **run["summary"]}.items() >= told.items()
+        assert run["config"]["choice"] == row["choices"]
+        assert run["summary"].items() >= final_values(row).items()
+        assert run["name"] == found["name"][number] == row["logged"]["name"]
     assert found["train.batch_size"] == ["2", "4"]
     figures = {key.partition(".")[0] for key in item if key.startswith("figures/")}
     assert "figures/memory_and_speed" in figures
