@@ -17,6 +17,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.calls import TINY, Outcome
+from tests.offline import records_of, summary_of
+from tests.wandb_server import ENTITY, KEY, PROJECT, SWEEP, wandb_server
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +37,38 @@ def test_a_run_that_an_agent_of_wandb_would_start(call: Callable[..., Outcome]) 
     assert outcome.row["choices"]["precision"] == picked["precision"]
     assert outcome.row["loss"]["eval"] is not None  # what the sweep minimises
     assert (ROOT / sweep.program).exists()
+
+
+@pytest.mark.slow
+def test_an_agent_of_wandb_runs_the_points_that_a_sweep_picks(tmp_path: Path) -> None:
+    """`wandb sweep` and `wandb agent`, as docs/loggers.md has them, with a stand-in for W&B's server."""
+    tiny = {key: value for key, _, value in (word.partition("=") for word in TINY) if key != "logger"}
+    picks = [{"optimizer.lr": 0.01, "precision": "bf16"}, {"optimizer.lr": 0.001, "precision": "fp32"}]
+    with wandb_server([{**tiny, **pick, "train.steps": 2} for pick in picks]) as server:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # agents start the first `python`
+        settings = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": KEY, "HOME": str(tmp_path), "PATH": path}
+        wandb(tmp_path, "sweep", str(ROOT / "examples" / "wandb_sweep.yaml"), **settings)
+        assert server.config["metric"] == {"name": "loss/eval", "goal": "minimize"}
+        server.config["program"] = str(ROOT / "train.py")  # the agent starts in another folder
+        wandb(tmp_path, "agent", f"{ENTITY}/{PROJECT}/{SWEEP}", **settings, WANDB_MODE="offline")
+    assert (server.num_begun, server.unknown) == (2, [])
+    runs = {folder.parent.name: folder.parent for folder in tmp_path.glob("outputs/*/*/result.json")}
+    assert len(runs) == 2
+    for number, folder in enumerate(runs[name] for name in sorted(runs)):
+        (part,) = folder.glob("wandb/offline-run-*")
+        about = next(record["run"] for record in records_of(part) if record["type"] == "run")
+        assert (about["sweep_id"], about["run_id"]) == (SWEEP, f"picked{number + 1}")
+        config, summary = summary_of(part)["config"], summary_of(part)["summary"]
+        assert config["optimizer"]["lr"] == picks[number]["optimizer.lr"]
+        assert config["choice"]["precision"] == picks[number]["precision"]
+        assert summary["loss/eval"] > 0
+
+
+def wandb(folder: Path, *words: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "wandb", *words]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

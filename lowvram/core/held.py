@@ -22,8 +22,8 @@ class HasState(Protocol):
 
 
 def held_bytes(model: nn.Module, optimizer: HasState) -> dict[Kind, int]:
-    """The bytes of parameters (with buffers), gradients and the optimizer's state; those of them that knobs keep in host
-    memory (without their buffers for copies) as HOST. Storages count once, rounded as the ledger rounds them."""
+    """The bytes of parameters (with buffers), gradients and optimizer state; as HOST those of them that knobs keep
+    in host memory (without their buffers for copies). Storages count once, rounded as the ledger rounds them."""
     parameters = list(model.parameters())
     tensors_by_kind: dict[Kind, Iterable[Any]] = {
         Kind.PARAMETERS: [*parameters, *model.buffers()],

@@ -51,7 +51,7 @@ class WandbRun(Logger):
         opened, why_offline = _open(run, run_id, resume_id is not None)
         if opened is None:
             return None
-        write_text(run.folder / RUN_ID_FILE, run_id)
+        write_text(run.folder / RUN_ID_FILE, opened.id)  # an agent of W&B has chosen another id
         return cls(opened, run, why_offline)
 
     def __init__(self, opened: wandb.Run, run: LoggedRun, why_offline: str | None) -> None:

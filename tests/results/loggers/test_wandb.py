@@ -185,6 +185,16 @@ def test_a_run_goes_on_under_its_id(without_account: Path):
     assert json.loads(inspect(first.upload, "--summary", "--json"))["run_id"] == run_id
 
 
+def test_a_run_of_an_agent_has_the_id_that_the_agent_gave_it(without_account: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc123")
+    monkeypatch.setenv("WANDB_RUN_ID", "picked1")
+    recorder = start(without_account)
+    recorder.finish(ended("ok"))
+    about = next(record["run"] for record in records(recorder) if record["type"] == "run")
+    assert (about["run_id"], about["sweep_id"]) == ("picked1", "abc123")
+    assert stored_run_id(without_account) == "picked1"
+
+
 def test_ids_of_folders_of_one_name_differ(without_account: Path):
     ids = set()
     for parent in ("a", "b"):
