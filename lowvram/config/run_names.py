@@ -58,10 +58,10 @@ def key_of(word: str) -> str:
 
 
 def _is_named(key: str, value: str, swept: Collection[str]) -> bool:
-    if key in default_options():
-        return key not in UNNAMED and value != default_options()[key]
     if key in swept:
         return True
+    if key in default_options():
+        return key not in UNNAMED and value != default_options()[key]
     return UNNAMED.isdisjoint({key, key.partition(".")[0]}) and value != _default(key)
 
 

@@ -52,6 +52,7 @@ class Recording:
         self.reports: dict[int, RankReport] = {}  # by rank
         self.loggers = Loggers()
         self.metrics = Metrics(point.folder)
+        self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
         self._disturbed_row: Row | None = None  # of the measurement before this one
         self._more_parts: int | None = None  # for the next attempt, if this one runs out of memory
@@ -179,8 +180,9 @@ class Recording:
     def _on_step_memory(self, by_kind: dict[str, list[int]]) -> None:
         """Record the memory of each kind over the births and deaths of tensors in one step."""
         write_text(self.point.folder / STEP_MEMORY, to_json({"bytes": by_kind}) + "\n")
-        curves = {f"{kind}_gib": [size / GIB for size in sizes] for kind, sizes in by_kind.items() if any(sizes)}
-        self.loggers.log_curves(logger.STEP_MEMORY, curves)
+        self._step_memory = {
+            f"{kind}_gib": [size / GIB for size in sizes] for kind, sizes in by_kind.items() if any(sizes)
+        }
 
     def _begin_logging(self, step: int = 0, pid: int | None = None) -> None:
         """Tell the loggers that the point runs, in the process `pid`, after `step`."""
@@ -198,10 +200,12 @@ class Recording:
             return self.row  # nothing ran, so nothing is kept
         self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
+        rows.write(self.point.folder, self.row)  # first: an upload may take long
         if not self._is_logged:  # it ended before its first step
             self._begin_logging()
+        if self._step_memory:
+            self.loggers.log_curves(logger.STEP_MEMORY, self._step_memory)
         self.loggers.finish(self.row)
-        rows.write(self.point.folder, self.row)
         uploads = self.loggers.uploads if self.point.sweep is None else []  # a sweep tells it once, for all
         for line in (*self.loggers.notes, *(f"to upload: {upload}" for upload in uploads)):
             self.progress.say(line)

@@ -63,7 +63,12 @@ def test_without_a_list_a_grid_is_as_it_was() -> None:
 def test_at_the_loggers_a_point_is_named_by_what_it_changes() -> None:
     batch = [["precision=bf16", f"ckpt={ckpt}", f"seed={seed}"] for ckpt in ("none", "every2") for seed in (0, 1)]
     names = [names_of(words, swept_keys(batch), axes_of(batch)) for words in batch]
-    assert [name.run for name in names] == ["bf16-seed0", "bf16-seed1", "bf16-every2-seed0", "bf16-every2-seed1"]
+    assert [name.run for name in names] == [
+        "bf16-none-seed0",
+        "bf16-none-seed1",
+        "bf16-every2-seed0",
+        "bf16-every2-seed1",
+    ]
     assert names[0].axes == ["ckpt", "seed"]
     listed = with_points([["model=resnet"]], POINTS)
     assert [names_of(words, swept_keys(listed), []).run for words in listed] == list(POINTS)

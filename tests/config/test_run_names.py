@@ -35,7 +35,7 @@ def test_a_run_is_named_by_what_it_changes(words: str, name: str) -> None:
 
 def test_what_is_swept_is_always_named() -> None:
     assert run_name(["precision=bf16", "seed=0"], ["seed"]) == "bf16-seed0"
-    assert run_name(["precision=fp32", "vram=8GiB"], ["precision", "vram"]) == "vram8GiB"
+    assert run_name(["vram=8GiB", "precision=fp32"], ["precision", "vram"]) == "fp32-vram8GiB"
     assert run_name(["name=thesis", "precision=bf16", "seed=1"], ["seed"]) == "thesis-seed1"
 
 
