@@ -129,7 +129,7 @@ def read_row(folder: Path) -> Row:
 def history(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on time and process: all that can be the same twice."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    changing = re.compile("throughput/|time/|memory/|crc32")
+    changing = re.compile("throughput/|time/|memory/|memory_now/|crc32")
     return [{key: value for key, value in line.items() if not changing.match(key)} for line in lines]
 
 
