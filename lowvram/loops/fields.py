@@ -114,18 +114,17 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def memory_now(session: Session) -> dict[str, float]:
-    """Memory that can be read without disturbing the training, by the names that metrics.jsonl and loggers use: the
-    peak so far, and what is held between the steps."""
-    held = held_bytes(session.rig.model, session.rig.stepper)
-    now = {f"memory_now/{kind.value}_gib": num_bytes / GIB for kind, num_bytes in held.items()}
+    """Memory that can be read without disturbing the training, by the names that metrics.jsonl and loggers use."""
     if session.rig.device.type == "cuda":
-        allocated = torch.cuda.memory_allocated() / GIB
-        return {
-            "memory/peak_gib": torch.cuda.max_memory_allocated() / GIB,
-            "memory_now/allocated_gib": allocated,
-            **now,
-        }
-    return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB, **now}
+        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        return {"memory/peak_gib": peak / GIB, "memory_now/allocated_gib": allocated / GIB}
+    return {"memory/process_gib": (status_bytes("VmHWM") - session.resident_bytes) / GIB}
+
+
+def memory_held(session: Session) -> dict[str, float]:
+    """Memory by kind that is held between two steps. It takes a few milliseconds for a large model."""
+    held = held_bytes(session.rig.model, session.rig.stepper)
+    return {f"memory_now/{kind.value}_gib": num_bytes / GIB for kind, num_bytes in held.items()}
 
 
 def status_bytes(name: str) -> int:

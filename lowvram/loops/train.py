@@ -27,6 +27,7 @@ from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random
 from lowvram.results.files.run_folder import SNAPSHOTS
 
 EXPORTED = "model"
+FIRST_HELD, HELD_EVERY = 2, 10  # logged steps at which the memory held is read: the first ones, and every tenth
 SETTLING_STEPS = 2  # the first steps, which aren't timed: the optimizer's state is made in the first
 
 
@@ -120,6 +121,8 @@ class TrainingRun:
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
         pace = fields.pace(self.session, self.token_counts[-steps:], seconds)
         memory = fields.memory_now(self.session)
+        if self.step <= FIRST_HELD or is_due(self.step, HELD_EVERY * self.session.settings.train.log_every):
+            memory |= fields.memory_held(self.session)
         reading_s = time.monotonic() - now  # counts for no step
         self.journal.send(self.step, values | pace | memory)
         self.logged_at, self.logged_step, self.logged_compile_s = now + reading_s, self.step, compile_s

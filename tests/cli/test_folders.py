@@ -119,7 +119,7 @@ def test_hydra_writes_no_notes_of_its_own(call: Call, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_that_is_written_is_looked_for_before(call: Call, tmp_path: Path) -> None:
     """What a run or a sweep leaves is found by the patterns that keep it from overwriting others' files."""
-    run, measured = ("hydra.run.dir=run", "logger=wandb", "snapshot.every_steps=1"), ("mode=measure", "measure.steps=1")
+    run, measured = ("hydra.run.dir=run", "logger=both", "snapshot.every_steps=1"), ("mode=measure", "measure.steps=1")
     assert call(*TINY, *run).code == 0
     assert call(*TINY, *measured, "debug=memory", "hydra.run.dir=looked").code == 0
     assert call(*TINY, *measured, "mode=search", "search.groups=[ckpt]", "hydra.run.dir=searched").code == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.loops.fields import merged, pace, status_bytes, times
+from lowvram.loops.fields import memory_held, memory_now, merged, pace, status_bytes, times
 from lowvram.loops.session import Session
 
 MakeSession = Callable[..., Session]
@@ -71,3 +71,11 @@ def test_the_process_can_be_asked_for_its_size() -> None:
     assert status_bytes("VmHWM") >= status_bytes("VmRSS") * 0.9
     with pytest.raises(KeyError):
         status_bytes("VmNothing")
+
+
+def test_memory_held_is_told_by_kind(make_session: MakeSession) -> None:
+    session = make_session()
+    held = memory_held(session)
+    assert held["memory_now/parameters_gib"] > 0
+    assert held["memory_now/gradients_gib"] == held["memory_now/optimizer_gib"] == 0  # before the first step
+    assert memory_now(session).keys() == {"memory/process_gib"}

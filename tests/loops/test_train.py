@@ -100,6 +100,17 @@ def test_only_some_steps_are_logged(make_session: MakeSession) -> None:
     assert [step for step, _ in losses(told)] == [1, 4, 8, 9]
 
 
+def test_the_memory_held_is_told_by_kind_at_some_of_the_logged_steps(make_session: MakeSession) -> None:
+    told = Told()
+    Train().run(make_session(told=told, log_every=2, steps=40))
+    held = told.values("memory_now/optimizer_gib")
+    assert [step for step, _ in held] == [1, 2, 20, 40]
+    assert len({size for _, size in held}) == 1  # made by the first step
+    (curves,) = [fields["by_kind"] for event, fields in told.events if event == "step_memory"]
+    assert max(curves["activations"]) > 0
+    assert len({len(sizes) for sizes in curves.values()}) == 1
+
+
 def test_snapshots_are_made_when_due_and_at_the_end(make_session: MakeSession) -> None:
     session = make_session(snapshot_every=2, steps=5)
     Train().run(session)
