@@ -57,7 +57,7 @@ class WandbRun(Logger):
     def __init__(self, opened: wandb.Run, run: LoggedRun, why_offline: str | None) -> None:
         self._run, self._logged, self._why_offline = opened, run, why_offline
         self._axes = dict[str, str]()  # of each metric
-        self._last_step = 0
+        self._known_step = self._last_step = 0  # the last one of earlier processes, and the last one
 
     @property
     def notes(self) -> list[str]:
@@ -73,10 +73,10 @@ class WandbRun(Logger):
         if run.pid != self._logged.pid:
             self._run.finish()
             self._run = _init("offline" if self._run.offline else "online", run, self._run.id, is_resumed=True)
-            self._logged, self._axes = run, {}
+            self._logged, self._axes, self._known_step = run, {}, self._last_step
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step >= self._last_step:  # earlier ones, of a process that began again, are known
+        if step > self._known_step:
             self._last_step = step
             self._log(STEP, {STEP: step, **values})
 
@@ -102,9 +102,11 @@ class WandbRun(Logger):
         config = without_secrets(config_of(row["config"], row)) if self._logged.config else {}
         self._run.config.update(config, allow_val_change=True)
         self._run.summary.update(without_secrets(final_values(row)))
-        if is_ok and self._logged.settings.artifact == MODEL:
-            self._log_model(final_values(row))
-        self._run.finish(exit_code=int(not is_ok))
+        try:
+            if is_ok and self._logged.settings.artifact == MODEL:
+                self._log_model(final_values(row))
+        finally:
+            self._run.finish(exit_code=int(not is_ok))
 
     def _log_model(self, values: Mapping[str, float | str]) -> None:
         """The files that lowvram has written to `model/`, and no others that may lie there."""

@@ -14,6 +14,7 @@ import pytest
 from lowvram.config.secret import REFUSED
 from lowvram.config.settings import MODEL, LoggerSettings
 from lowvram.results.files.manifest import Manifest, content_of, write
+from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
 from lowvram.results.loggers.wandb import WandbRun, stored_run_id
 from lowvram.results.row import GIB, Row, empty_row, merge
@@ -139,7 +140,7 @@ def test_a_run_that_goes_on_in_another_process_is_one_run_without_a_step_twice(w
         recorder.log(step, {"loss/train": 2.0})
     recorder.finish(ended("ok"))
     rows = history_of_parts(without_account)
-    assert [(row["step"], row["loss/train"]) for row in rows] == [(1, 1.0), (2, 1.0), (2, 2.0), (3, 2.0)]
+    assert [(row["step"], row["loss/train"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_the_model_is_an_artifact_if_the_run_ended_well(without_account: Path):
@@ -160,6 +161,22 @@ def test_the_model_is_an_artifact_if_the_run_ended_well(without_account: Path):
     assert artifact["type"] == "model"
     paths = {content["path"]: content["local_path"] for content in artifact["manifest"]["contents"]}
     assert paths == {name: str(model / name) for name in ("model.safetensors", "files.json")}
+
+
+def test_a_model_that_is_gone_leaves_a_finished_run(without_account: Path):
+    model = without_account / MODEL
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    write(model, Manifest({"model.safetensors": content_of(model / "model.safetensors")}))
+    (model / "model.safetensors").unlink()
+    loggers = Loggers()
+    loggers.begin(replace(run_in(without_account), settings=replace(SETTINGS, artifact=MODEL)))
+    loggers.finish(ended("ok"))
+    (sentence,) = loggers.notes
+    assert sentence.startswith("W&B stopped recording: ")
+    assert "model.safetensors" in sentence
+    (upload,) = loggers.uploads
+    assert json.loads(inspect(upload, "--summary", "--json"))["state"] == "finished"
 
 
 @pytest.mark.parametrize("status", ["oom", "incompatible"])
@@ -251,6 +268,7 @@ DEATH = """
 import json, os, signal, sys
 from pathlib import Path
 from lowvram.config.settings import LoggerSettings
+from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun
 from lowvram.results.row import empty_row, merge
