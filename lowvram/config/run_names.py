@@ -47,7 +47,7 @@ def sweep_group(folder: Path, axes: Sequence[str]) -> str:
     name of the sweep's folder, if the user has chosen it."""
     time = re.match(r"(\d\d)-(\d\d)-\d\d-[0-9a-f]{4}", folder.name)
     if time is None or not re.fullmatch(r"\d{4}-\d\d-\d\d", folder.parent.name):
-        return text_without_secrets(folder.name)
+        return _cut(text_without_secrets(folder.name), LONGEST)
     named = [axis.rpartition(".")[2] for axis in axes[:NUM_AXES]] + ["…"] * (len(axes) > NUM_AXES)
     return f"{folder.parent.name} {time[1]}:{time[2]} {'×'.join(named)}".rstrip()
 
