@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,3 +184,35 @@ class Largest:
 
 def no_number(outputs: Tensor, targets: Tensor) -> str:
     return "good"
+
+
+class Diary:
+    """Writes down every moment, in the working directory."""
+
+    def write(self, line: str) -> None:
+        with Path("diary.txt").open("a") as file:
+            file.write(f"{line}\n")
+
+    def begin(self, config: dict[str, Any], step: int) -> None:
+        self.write(f"begin {step} {config['train']['steps']}")
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        self.write(f"step {step} {next(name for name in values if name.startswith('loss'))}")
+        values.clear()  # a copy
+
+    def evaluation(self, step: int, values: dict[str, Any]) -> None:
+        self.write(f"evaluation {step} {sorted(values)}")
+
+    def snapshot(self, step: int, folder: Path) -> None:
+        self.write(f"snapshot {step} {folder.exists()}")
+
+    def end(self, row: dict[str, Any]) -> None:
+        self.write(f"end {row['status']}")
+
+
+class Failing:
+    """Works until its second step."""
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        if step == 2:
+            raise RuntimeError("no more ink\nat all")

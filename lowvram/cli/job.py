@@ -35,6 +35,7 @@ from lowvram.results.files.run_folder import Claim, Held, has_snapshots
 from lowvram.results.row import Row, Status
 from lowvram.runs import folders
 from lowvram.runs import in_process as inline
+from lowvram.runs.callbacks import check_callbacks
 from lowvram.runs.hydra_notes import notes_of, write_notes
 from lowvram.runs.run import run_point
 from lowvram.search.client import Searches
@@ -243,6 +244,7 @@ def check(config: DictConfig) -> None:
     check_root(config)
     check_own(config)
     values, choices = plain(config), chosen(about.runtime.choices)
+    check_callbacks(values["callbacks"] or ())
     check_fresh(values, launch)
     check_left_to_us(about)
     if is_inline(values):

@@ -21,7 +21,10 @@ from lowvram.config.settings import ROOT_KEYS, check_name
 from lowvram.config.version import __version__
 
 # Keys whose values don't change a result.
-NOT_IDENTITY = ("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "plan.skip", "measure.reruns")
+NOT_IDENTITY = (
+    *("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "callbacks"),
+    *("plan.skip", "measure.reruns"),
+)
 
 
 def register_resolvers() -> None:

@@ -159,6 +159,7 @@ class RootSettings:
     resume: str | None
     name: str | None
     process: str
+    callbacks: list[str] | None
 
     def __post_init__(self) -> None:
         require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")

@@ -55,6 +55,7 @@ EVENTS: Mapping[str, Fields] = {
     "record": {"step": int, "values": dict},
     "row": {"rank": int, "fields": dict},
     "say": {"text": str},
+    "snapshot": {"step": int, "path": str},
     "step_memory": {"by_kind": dict},
     "searched": {"num_plans": int},
 }

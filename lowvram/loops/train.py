@@ -140,7 +140,8 @@ class TrainingRun:
         if self.saved_step != self.step:
             state = gathered(self.state())
             if state is not None:
-                self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
+                path = self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
+                self.session.events("snapshot", step=self.step, path=str(path))
             self.saved_step = self.step
         elif rank() == 0:
             self.snapshots.forget_older()

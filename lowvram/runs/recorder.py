@@ -31,6 +31,7 @@ from lowvram.results.metric_lines import FILE_NAME, Values
 from lowvram.results.metrics_file import DAMAGED, Metrics
 from lowvram.results.row import GIB, Row, Status, to_json
 from lowvram.results.terminal import Progress
+from lowvram.runs.callbacks import Callbacks
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
@@ -51,6 +52,7 @@ class Recording:
         self.row = point.first_row()
         self.reports: dict[int, RankReport] = {}  # by rank
         self.loggers = Loggers()
+        self.callbacks = Callbacks(point.config["callbacks"] or (), progress.say)
         self.metrics = Metrics(point.folder)
         self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
@@ -69,6 +71,7 @@ class Recording:
             "say": self.progress.say,
             "row": self._on_row,
             "step_memory": self._on_step_memory,
+            "snapshot": self.callbacks.snapshot,
         }
         name = event.pop("event")
         if name in handlers:
@@ -165,6 +168,7 @@ class Recording:
         self._begin_logging(step, pid)
         for row in history.rows:
             self.loggers.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+        self.callbacks.begin(without_secrets(self.point.config), step)
         self.progress.start(self.point.name, num_steps)
         self.progress.update(step, {})
 
@@ -176,6 +180,7 @@ class Recording:
         """Record metrics without showing them in the progress line, as they may arrive long after their step."""
         self.metrics.write(step, values)
         self.loggers.log(step, values)
+        self.callbacks.log(step, values)
 
     def _on_step_memory(self, by_kind: dict[str, list[int]]) -> None:
         """Record the memory of each kind over the births and deaths of tensors in one step."""
@@ -209,6 +214,7 @@ class Recording:
         uploads = self.loggers.uploads if self.point.sweep is None else []  # a sweep tells it once, for all
         for line in (*self.loggers.notes, *(f"to upload: {upload}" for upload in uploads)):
             self.progress.say(line)
+        self.callbacks.end(self.row)
         return self.row
 
     def _advise(self) -> None:
@@ -228,6 +234,7 @@ class Recording:
         self.progress.stop()
         self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
         self.loggers.finish(self.row)
+        self.callbacks.end(self.row)
         with suppress(OSError):
             rows.write(self.point.folder, self.row)
         with suppress(OSError):

@@ -34,6 +34,7 @@ VALUES = {
     "seed": 0,
     "device": "auto",
     "process": "child",
+    "callbacks": None,
 }
 OTHERS = {"model": "transformer", "task": "auto", "data": "synthetic", "loader": "inline", "schedule": "constant"}
 

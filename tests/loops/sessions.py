@@ -93,7 +93,7 @@ def session_in(
     task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
     settings = Settings(
-        root=RootSettings(seed=0, device="cpu", vram=None, timeout_s=None, resume=None, name=None, process="child"),
+        root=RootSettings(0, "cpu", vram=None, timeout_s=None, resume=None, name=None, process="child", callbacks=None),
         train=TrainSettings(**{**TRAIN, **train}),
         eval=EvalSettings(metrics=metrics),
         measure=MeasureSettings(
