@@ -16,15 +16,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import ROOT
+from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import ROOT_KEYS, check_name
 from lowvram.config.version import __version__
-
-# Keys whose values don't change a result.
-NOT_IDENTITY = (
-    *("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "callbacks"),
-    *("plan.skip", "measure.reruns"),
-)
 
 
 def register_resolvers() -> None:

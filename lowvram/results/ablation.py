@@ -1,18 +1,17 @@
-"""What differs between the points of a sweep, and what each difference did. Needs no torch."""
+"""What each difference between the points of a sweep did, and which points are the best. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lowvram.config.identity import NOT_IDENTITY
 from lowvram.config.registry import neutral_options
 from lowvram.config.settings import KNOB_GROUPS
 from lowvram.results.columns import value_at
+from lowvram.results.differing import flat_settings, value_text, varying_names
 from lowvram.results.row import Row, Status
-from lowvram.results.shown import shown
 
 Settings = Mapping[str, str]  # what differs: a group's option, or a dotted key's value
 LEAST_STEPS = 3  # of a waterfall: the baseline and two added choices
@@ -35,39 +34,8 @@ class Effect:
 
 def ablations(rows: Sequence[Row]) -> list[Settings]:
     """Of each row the options and values that differ between rows. Values are compared within one option."""
-    flat = [{**dict(_leaves(row["config"])), **row["choices"]} for row in rows]
-    names = dict.fromkeys(name for row in rows for name in row["choices"]) | dict.fromkeys(
-        name for leaves in flat for name in leaves
-    )
-    varying = [name for name in names if _is_setting(name) and _varies(name, rows, flat)]
-    return [{name: _text(leaves[name]) for name in varying if name in leaves} for leaves in flat]
-
-
-def _leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
-
-
-def _is_setting(name: str) -> bool:
-    parents = {name, name.partition(".")[0]}
-    return parents.isdisjoint(NOT_IDENTITY) and not name.endswith("._target_") and name not in NOT_IDENTITY
-
-
-def _varies(name: str, rows: Sequence[Row], flat: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a group differs between rows, or a key between rows that chose the same option of its group."""
-    group, dot, _ = name.partition(".")
-    values_by_option: dict[str | None, set[str]] = {}
-    for row, leaves in zip(rows, flat, strict=True):
-        if name in leaves:
-            values_by_option.setdefault(row["choices"].get(group) if dot else None, set()).add(_text(leaves[name]))
-    return any(len(values) > 1 for values in values_by_option.values())
-
-
-def _text(value: Any) -> str:
-    return shown(value) if isinstance(value, str) else "null" if value is None else str(value).lower()
+    flat, varying = flat_settings(rows), varying_names(rows)
+    return [{name: value_text(each[name]) for name in varying if name in each} for each in flat]
 
 
 def baseline(rows: Sequence[Row]) -> int:

@@ -1,4 +1,4 @@
-"""The columns of a table: plain values for CSV, the same formatted for readers. Needs no torch."""
+"""The columns of a table: values, the same formatted for readers, and which are the best. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,51 +7,64 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowvram.results.metrics import Better, Metric, Shown
+from lowvram.results.metrics import Better, Metric
 from lowvram.results.row import Row, Status
 from lowvram.results.shown import shown
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: plain values for CSV, the same formatted for readers, and which rows are the best."""
+    """One column: its values, the same formatted for readers, and which rows are the best.
 
+    `key`: its name in `BY_IMPORTANCE`.
+    """
+
+    key: str
     title: str
     values: tuple[float | str | None, ...]
     texts: tuple[str, ...]
     best: frozenset[int] = frozenset()
     is_number: bool = False
     better: Better = Better.NEITHER
-    is_shown: bool = True  # in the terminal and in Markdown
-    is_exported: bool = True  # in CSV
     of_training: bool = False  # comparable only after equally many steps
 
 
-def words_column(title: str, words: Iterable[str | None], is_exported: bool = True) -> Column:
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length, and the lines to print below them.
+
+    `source`: how the peaks were measured, if all were measured in the same way.
+    """
+
+    columns: tuple[Column, ...]
+    notes: tuple[str, ...]
+    source: str | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns[0].texts) if self.columns else 0
+
+
+def words_column(title: str, words: Iterable[str | None]) -> Column:
     """A column of names, reasons or typed values; control characters in them are escaped."""
     values = tuple(word and shown(word) for word in words)
-    return Column(shown(title), values, tuple(value or "" for value in values), is_exported=is_exported)
+    return Column(title, shown(title), values, tuple(value or "" for value in values))
 
 
-def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int], kind: Shown) -> Column:
-    """One figure of all rows.
-
-    Args:
-        unit: of memory: its name and its number of bytes.
-        kind: which figures the table shows.
-    """
+def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int]) -> Column:
+    """One figure of all rows. `unit`: of memory: its name and its number of bytes."""
     name, num_bytes = unit
     figures = [value_at(row, metric.path) for row in rows]
     values = tuple(value if value is None or not metric.is_size else value / num_bytes for value in figures)
     texts = metric.format.column(values)
     return Column(
+        metric.path,
         metric.title.format(unit=name),
         values,
         texts,
         best_rows(rows, values, texts, metric.better),
         is_number=True,
         better=metric.better,
-        is_shown=bool(metric.shown_in & kind),
         of_training=metric.of_training,
     )
 

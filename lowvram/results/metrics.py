@@ -27,16 +27,13 @@ class Better(IntEnum):
 
 
 class Shown(Flag):
-    """Where a figure is shown, beside the row. A CSV file has every column of a table."""
+    """Where a figure is shown, beside the row and table.csv, which have all of them."""
 
     TABLE = auto()  # in the terminal, in Markdown and in reports
     TABLE_OF_PLANS = auto()  # only in tables in which nothing was measured
     TABLE_WITH_BUDGET = auto()  # only in tables of plans, or with points that have a `vram` limit
     TABLE_WITH_PADDING = auto()  # only in tables in which batches have padding
-    CSV = auto()  # only in CSV
     SUMMARY = auto()  # in the lines printed after a single run
-
-    COLUMN = TABLE | TABLE_OF_PLANS | TABLE_WITH_BUDGET | TABLE_WITH_PADDING | CSV
 
 
 class Format(ABC):
@@ -91,7 +88,8 @@ class Metric:
 
     Args:
         path: dotted path of its value in a row.
-        title: of its column; `{unit}` is replaced by the table's unit of memory.
+        title: of its column; `{unit}` is replaced by the table's unit of memory. `csv_name` follows from it and mustn't
+            change: users join the files of many sweeps.
         unit: "" if the value is a pure number.
         wandb_name: its name in the summary of a W&B run, where bytes are GiB; None: not in W&B.
         of_training: whether it is comparable only after equally many steps.
@@ -109,6 +107,12 @@ class Metric:
     @property
     def is_size(self) -> bool:
         return self.unit == BYTES
+
+    @property
+    def csv_name(self) -> str:
+        """The name of its column in table.csv and rows.jsonl, such as `peak_bytes`: with its unit, in which it is there
+        whatever the tables show."""
+        return self.title.replace("{unit}", "bytes").replace("/", "_per_").replace(" ", "_")
 
     @property
     def section(self) -> str:
@@ -130,7 +134,7 @@ LEAST_VRAM = "plan.least_vram_bytes"
 SLOW_STEP = "time.step_ms_p95"
 PADDING = "data.padding"
 SMALLER, LARGER = Better.SMALLER, Better.LARGER
-NOWHERE = Shown(0)  # only in the row and in W&B
+NOWHERE = Shown(0)  # only in the row, in table.csv and in W&B
 
 # In the order of the columns. results/terminal.py writes some of them into sentences of the summary.
 METRICS: tuple[Metric, ...] = (
@@ -183,8 +187,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("throughput.mfu", "mfu", wandb_name="throughput/mfu", shown_in=NOWHERE),
     Metric(PADDING, "padding", better=SMALLER, shown_in=Shown.TABLE_WITH_PADDING),
     Metric("time.step_ms_p50", "step ms p50", "ms", better=SMALLER, wandb_name="time/step_ms"),
-    Metric("time.step_ms_p05", "step ms p05", "ms", shown_in=Shown.CSV),
-    Metric(SLOW_STEP, "step ms p95", "ms", shown_in=Shown.CSV),
+    Metric("time.step_ms_p05", "step ms p05", "ms", shown_in=NOWHERE),
+    Metric(SLOW_STEP, "step ms p95", "ms", shown_in=NOWHERE),
     Metric("traffic.waited_ms", "copies waited ms", "ms", better=SMALLER, wandb_name="traffic/waited_ms"),
     Metric("loss.first", "first loss", shown_in=Shown.SUMMARY),
     Metric(
@@ -228,7 +232,30 @@ METRICS: tuple[Metric, ...] = (
         "gradient cosine",
         format=Digits(6),
         wandb_name="fidelity/gradient_cosine",
-        shown_in=Shown.CSV,
+        shown_in=NOWHERE,
     ),
     Metric("fidelity.loss_gap", "loss gap", wandb_name="fidelity/loss_gap"),
+)
+
+# In a narrow terminal the table's columns get room in this order: figures by their paths, columns of words by their
+# titles. Those that aren't listed come last, in the order of the table.
+BY_IMPORTANCE = (
+    PEAK,
+    "status",
+    "memory source",
+    "fits",
+    LEAST_VRAM,
+    "disturbed",
+    "throughput.tokens_per_s",
+    "loss.eval",
+    "plan.allocated_bytes",
+    "plan.step_ms",
+    "throughput.samples_per_s",
+    "time.step_ms_p50",
+    "fidelity.gradient_error",
+    "loss.last",
+    "memory.by_kind_max.activations",
+    "eval.accuracy",
+    "eval.perplexity",
+    "p05-p95",
 )

@@ -16,6 +16,11 @@ def shown(text: str) -> str:
     return _CONTROL.sub(_escaped, text_without_secrets(text))
 
 
+def one_line(text: str) -> str:
+    """The same in one line: every white space is a blank."""
+    return shown(" ".join(text.split()))
+
+
 def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 

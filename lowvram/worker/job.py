@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowvram.config.identity import NOT_IDENTITY
+from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
 from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings
 from lowvram.core import ranks

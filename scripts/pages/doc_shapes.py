@@ -130,23 +130,23 @@ class Figures(Shape):
         raise Refused("it is made of lowvram/results/metrics.py: no command leaves it")
 
     def lines(self, place: Place, folder: Path) -> Iterable[str]:
-        yield "| figure | in the row | unit | better | table | W&B |"
-        yield "|---|---|---|---|---|---|"
+        yield "| figure | in the row | in table.csv | unit | better | table | W&B |"
+        yield "|---|---|---|---|---|---|---|"
         for metric in METRICS:
             title = metric.title.format(unit="MiB")
             better = "" if metric.better is Better.NEITHER else metric.better.name.lower()
             wandb = f"`{metric.wandb_name}`" if metric.wandb_name else ""
-            yield f"| {title} | `{metric.path}` | {metric.unit} | {better} | {shown_in(metric.shown_in)} | {wandb} |"
+            names = f"`{metric.path}` | `{metric.csv_name}`"
+            yield f"| {title} | {names} | {metric.unit} | {better} | {shown_in(metric.shown_in)} | {wandb} |"
 
 
 def shown_in(places: Shown) -> str:
-    """Which tables have a column of it, in words; a CSV file has them all."""
+    """Which tables have a column of it, in words; table.csv has them all."""
     words = {
         Shown.TABLE: "yes",
         Shown.TABLE_OF_PLANS: "of plans",
         Shown.TABLE_WITH_BUDGET: "with a budget",
         Shown.TABLE_WITH_PADDING: "with padding",
-        Shown.CSV: "CSV alone",
     }
     return ", ".join(text for place, text in words.items() if place in places)
 

@@ -31,7 +31,7 @@ def results(work: Path, foreign: Iterable[Path] = ()) -> Results:
         found[f"run {path.parent.relative_to(work)}"] = of_run(path.parent)
     for path in sorted(work.glob("**/rows.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[f"sweep {path.parent.relative_to(work)}"] = [about(row) for row in rows]
+        found[f"sweep {path.parent.relative_to(work)}"] = [about(row["row"]) for row in rows]
     found["files"] = names(work, set(foreign))
     return found
 

@@ -46,7 +46,7 @@ def test_exact_knobs_and_rounding_ones(call: Call) -> None:
     assert len({tuple(losses) for losses in seeds}) == 3
     assert not list(outcome.cwd.glob("**/*.safetensors"))
     header, *_ = (outcome.folder.parent / "table.csv").read_text().splitlines()
-    assert {"gradient error", "gradient cosine", "loss gap"} <= set(header.split(","))
+    assert {"gradient_error", "gradient_cosine", "loss_gap"} <= set(header.split(","))
 
 
 def test_it_touches_nothing_else(call: Call) -> None:

@@ -8,10 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.results import columns, metrics, row, sound, table, terminal
+from lowvram.results import columns, csv_file, metrics, row, sound, table, terminal
+from lowvram.results.csv_file import to_csv
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.wandb_sweep import columns as sweep_columns
-from lowvram.results.metrics import BYTES, GIB, METRICS, Better, Digits, Metric, PowersOfTen, Shown, number_texts
+from lowvram.results.metrics import (
+    BY_IMPORTANCE,
+    BYTES,
+    GIB,
+    METRICS,
+    Better,
+    Digits,
+    Metric,
+    PowersOfTen,
+    Shown,
+    number_texts,
+)
+from lowvram.results.printed_table import to_markdown
 from lowvram.results.report.data import Entry, evidence
 from lowvram.results.report.report import page
 from lowvram.results.row import MIB, Row, empty_row, merge, parsed, to_json
@@ -19,7 +32,7 @@ from lowvram.results.sound import NUMBER
 from scripts.pages import doc_shapes
 from tests.synthetic import point
 
-READERS = (row, sound, table, terminal, logger, doc_shapes)
+READERS = (row, sound, table, csv_file, terminal, logger, doc_shapes)
 OPEN_SECTIONS = ("plan", "fidelity", "memory.by_kind_max")  # whose keys an empty row doesn't tell
 SWAPPED = Metric(
     "memory.swapped_bytes",
@@ -47,9 +60,15 @@ def test_every_figure_is_in_the_row() -> None:
 
 
 def test_no_two_figures_have_the_same_name() -> None:
-    for name in ("path", "title", "wandb_name"):
+    for name in ("path", "title", "wandb_name", "csv_name"):
         names = [value for metric in METRICS if (value := getattr(metric, name))]
         assert len(names) == len(set(names)), name
+
+
+def test_columns_that_are_important_are_figures_or_columns_of_words() -> None:
+    words = {"status", "memory source", "fits", "disturbed", "p05-p95"}
+    assert set(BY_IMPORTANCE) <= {metric.path for metric in METRICS if metric.shown_in} | words
+    assert len(BY_IMPORTANCE) == len(set(BY_IMPORTANCE))
 
 
 def test_sizes_have_bytes_in_the_row_and_gib_in_wandb() -> None:
@@ -95,10 +114,11 @@ def test_a_new_figure_is_a_column_of_tables_and_of_csv() -> None:
     )
     assert (swapped.texts, swapped.best, swapped.better) == (("3.00", "7.00"), {0}, Better.SMALLER)
     assert energy.values == (1.5, 3.5)
-    assert "**3.00**" in table.to_markdown(built)
+    assert "**3.00**" in to_markdown(built)
     assert "swapped MiB" in table.render(measured(), io.StringIO())
-    lines = list(csv.DictReader(io.StringIO(table.to_csv(built))))
-    assert [(line["swapped MiB"], line["joule per step"]) for line in lines] == [("3.0", "1.5"), ("7.0", "3.5")]
+    lines = list(csv.DictReader(io.StringIO(to_csv(measured()))))
+    assert [line["swapped_bytes"] for line in lines] == [str(3 * MIB), str(7 * MIB)]
+    assert [line["joule_per_step"] for line in lines] == ["1.5", "3.5"]
 
 
 @pytest.mark.usefixtures("longer")
@@ -121,7 +141,8 @@ def test_a_new_figure_is_in_the_report_and_in_the_docs(tmp_path: Path) -> None:
     assert (column["values"], column["better"]) == ((3.0, 7.0), -1)
     assert '"swapped MiB"' in page(shown)
     lines = list(doc_shapes.Figures().lines(doc_shapes.Place("figures", "row", "", "", ""), tmp_path))
-    assert lines[-1] == "| joule per step | `energy.joule_per_step` | J | smaller | yes | `energy/joule_per_step` |"
+    names = "| joule per step | `energy.joule_per_step` | `joule_per_step` |"
+    assert lines[-1] == f"{names} J | smaller | yes | `energy/joule_per_step` |"
 
 
 def test_the_best_of_a_column_follows_the_list() -> None:

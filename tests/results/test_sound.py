@@ -156,7 +156,7 @@ def test_a_spreadsheet_runs_nothing_and_numbers_stay_numbers(tmp_path: Path) -> 
     assert [line["name"] for line in lines] == [
         "'=cmd()", "'+1+1", "'-2+3", "'@SUM(A1)", "'\t=1", r"\r=1", "plain", "'=HYPERLINK(\"x\")",
     ]  # fmt: skip
-    assert lines[0]["last loss"] == "-0.5"
+    assert lines[0]["last_loss"] == "-0.5"
 
 
 def test_text_that_can_be_shown_stays() -> None:

@@ -142,7 +142,7 @@ def _scaled(num_bytes: float | None, unit_bytes: int) -> float | None:
 def _columns(all_entries: Sequence[Entry], differing: Sequence[Settings]) -> list[Column]:
     """The columns of the table, with the settings that differ, the reasons and the commands."""
     rows = [entry.row for entry in all_entries]
-    name, status, *numbers = table.build(rows).shown
+    name, status, *numbers = table.build(rows).columns
     names = dict.fromkeys(key for each in differing for key in each)
     sweeps = [entry.sweep.name for entry in all_entries]
     columns = [

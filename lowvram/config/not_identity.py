@@ -1,0 +1,9 @@
+"""The keys of the configuration that are left out of a point's id. Imports nothing."""
+
+from __future__ import annotations
+
+# Keys whose values don't change a result.
+NOT_IDENTITY = (
+    *("hydra", "paths", "logger", "local", "timeout_s", "resume", "name", "callbacks"),
+    *("plan.skip", "measure.reruns"),
+)
