@@ -95,6 +95,7 @@ def provenance(seed: int, command: str) -> dict[str, Any]:
         "driver": driver_version(),
         "seed": seed,
         "python": platform.python_version(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command,
     }
 

@@ -56,11 +56,12 @@ def ledger(
     Without these arguments the tensors that the block makes are still counted: as OTHER if an optimizer makes them
     inside its step, else as ACTIVATIONS.
     """
-    peak, record = Peak(), Ledger(main_device(model) if device is None else device.type, origin_of)
+    record = Ledger(main_device(model) if device is None else device.type, origin_of)
+    peak = Peak(record.lines, record.kinds)
     gc.collect()  # so that only live tensors are counted
     origins = None if origin_of is None else record.origins
     with ExitStack() as undo:
-        undo.callback(peak.fill, record.lines, record.kinds, origins)
+        undo.callback(peak.fill, origins)
         undo.enter_context(record.recording())
         record.set_kind(inputs, Kind.INPUTS)
         if model is not None:

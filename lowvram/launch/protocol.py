@@ -48,6 +48,7 @@ EVENTS: Mapping[str, Fields] = {
     "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},
     "found": {"ranking": list, "account": list, "refusal": str | None},
     "history": {"losses": list},
+    "memory_over_step": {"kinds": list, "moments": list},
     "metrics": {"step": int, "values": dict},
     "planned": {"index": int, "fields": dict},
     "progress": {"step": int, "values": dict},
@@ -56,7 +57,6 @@ EVENTS: Mapping[str, Fields] = {
     "row": {"rank": int, "fields": dict},
     "say": {"text": str},
     "snapshot": {"step": int, "path": str},
-    "step_memory": {"by_kind": dict},
     "searched": {"num_plans": int},
 }
 OPTIONAL: Mapping[str, Fields] = {"row": {"is_of_a_peer": bool, "trace": str}}

@@ -62,7 +62,7 @@ def _about(row: Row) -> Record:
         "fits": (row["plan"] or {}).get("fits"),
         "steps": row["time"]["steps"],
         **{key: row[key] for key in ("disturbed", "semantics_changed")},
-        **{key: where[key] for key in ("device_name", "lowvram", "torch", "git_sha", "command")},
+        **{key: where[key] for key in ("started", "device_name", "lowvram", "torch", "git_sha", "command")},
     }
 
 

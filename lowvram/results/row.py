@@ -99,7 +99,7 @@ def _without_figures() -> Row:
         "precision": _nulls("skipped_steps scale"),
         **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
         "provenance": _nulls(
-            "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python command"
+            "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"
         ),
     }
 

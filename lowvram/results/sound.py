@@ -41,7 +41,7 @@ KINDS: Mapping[str, Kind] = {  # of all values that aren't numbers
     **dict.fromkeys(("logged.name", "logged.group"), TEXT),
     **dict.fromkeys(("memory.source", "memory.by_kind_reason", "fidelity.reason", "plan.reason"), TEXT),
     **dict.fromkeys(("provenance.git_sha", "provenance.lowvram", "provenance.torch", "provenance.driver"), TEXT),
-    **dict.fromkeys(("provenance.device_name", "provenance.python", "provenance.command"), TEXT),
+    **dict.fromkeys(("provenance.device_name", "provenance.python", "provenance.started", "provenance.command"), TEXT),
     **dict.fromkeys(("compiled", "provenance.dirty", "time.is_cut", "plan.fits"), TRUTH),
     **dict.fromkeys(("memory.by_kind", "memory.by_kind_max", "plan.by_kind"), NUMBERS),
     **dict.fromkeys(("attempts", "reruns", "ranks"), LIST),

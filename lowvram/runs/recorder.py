@@ -19,17 +19,17 @@ from lowvram.launch.native_log import native_log
 from lowvram.launch.outcome import Circumstances, RankReport, outcome_of
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import StopConditions
+from lowvram.results import memory_over_step
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
-from lowvram.results.files.durable import write_bytes, write_text
-from lowvram.results.files.run_folder import STEP_MEMORY
+from lowvram.results.files.durable import write_bytes
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
 from lowvram.results.metric_lines import FILE_NAME, Values
 from lowvram.results.metrics_file import DAMAGED, Metrics
-from lowvram.results.row import GIB, Row, Status, to_json
+from lowvram.results.row import GIB, Row, Status
 from lowvram.results.terminal import Progress
 from lowvram.runs.callbacks import Callbacks
 from lowvram.runs.hydra_notes import write_notes
@@ -65,12 +65,12 @@ class Recording:
             "ready": self.add,
             "begin": self._on_begin,
             "commit": self.metrics.commit,
+            "memory_over_step": self._on_memory_over_step,
             "metrics": self._on_metrics,
             "record": self._record,
             "progress": self.progress.update,
             "say": self.progress.say,
             "row": self._on_row,
-            "step_memory": self._on_step_memory,
             "snapshot": self.callbacks.snapshot,
         }
         name = event.pop("event")
@@ -182,12 +182,11 @@ class Recording:
         self.loggers.log(step, values)
         self.callbacks.log(step, values)
 
-    def _on_step_memory(self, by_kind: dict[str, list[int]]) -> None:
+    def _on_memory_over_step(self, kinds: list[str], moments: list[list[Any]]) -> None:
         """Record the memory of each kind over the births and deaths of tensors in one step."""
-        write_text(self.point.folder / STEP_MEMORY, to_json({"bytes": by_kind}) + "\n")
-        self._step_memory = {
-            f"{kind}_gib": [size / GIB for size in sizes] for kind, sizes in by_kind.items() if any(sizes)
-        }
+        memory_over_step.write(self.point.folder, kinds, moments)
+        columns = zip(kinds, list(zip(*moments, strict=True))[2:], strict=False)  # after the event and the phase
+        self._step_memory = {f"{kind}_gib": [size / GIB for size in sizes] for kind, sizes in columns if any(sizes)}
 
     def _begin_logging(self, step: int = 0, pid: int | None = None) -> None:
         """Tell the loggers that the point runs, in the process `pid`, after `step`."""

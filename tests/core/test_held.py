@@ -12,6 +12,7 @@ from lowvram.core.held import held_bytes
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.step import step
+from lowvram.core.timeline import Timeline
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 CHOICES: list[dict[str, Any]] = [
@@ -30,8 +31,9 @@ def test_it_is_what_a_ledger_finds_at_the_end_of_a_step(choices: dict[str, Any])
     batch = make_batch(problem.spec, 4)
     step(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors(), CPU) as peak:
+        timeline = Timeline(peak)
         step(rig, batch)
-    last = {kind: sizes[-1] for kind, sizes in peak.course(10**6).items()}
+    last = timeline.moments()[-1].by_kind
     held = held_bytes(rig.model, rig.stepper)
     on_host = held.pop(Kind.HOST)
     assert {kind: last[kind] for kind in held} == held

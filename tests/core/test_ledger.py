@@ -46,19 +46,6 @@ def test_the_peak_is_of_what_is_alive_together() -> None:
     del three, four
 
 
-def test_the_course_of_a_step_has_its_peak_and_few_moments() -> None:
-    with ledger() as peak:
-        for size in (1, 3, 2):
-            held = [torch.empty(size * KIB, dtype=torch.uint8) for _ in range(50)]
-            del held
-    everything, few = peak.course(10**6), peak.course(20)
-    assert len(everything[Kind.ACTIVATIONS]) == len(peak.changes) == 300
-    assert {kind: max(sizes) for kind, sizes in everything.items()} == peak.by_kind_max
-    assert len(few[Kind.ACTIVATIONS]) == 20
-    assert max(few[Kind.ACTIVATIONS]) == peak.peak_bytes == 150 * KIB
-    assert few.keys() == set(Kind)
-
-
 SHARING: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: x.add_(1),
     "view": lambda x: x.view(4, -1),

@@ -106,9 +106,9 @@ def test_the_memory_held_is_told_by_kind_at_some_of_the_logged_steps(make_sessio
     held = told.values("memory_now/optimizer_gib")
     assert [step for step, _ in held] == [1, 2, 20, 40]
     assert len({size for _, size in held}) == 1  # made by the first step
-    (curves,) = [fields["by_kind"] for event, fields in told.events if event == "step_memory"]
-    assert max(curves["activations"]) > 0
-    assert len({len(sizes) for sizes in curves.values()}) == 1
+    (over_step,) = [fields for event, fields in told.events if event == "memory_over_step"]
+    activations = 2 + over_step["kinds"].index("activations")
+    assert max(moment[activations] for moment in over_step["moments"]) > 0
 
 
 def test_snapshots_are_made_when_due_and_at_the_end(make_session: MakeSession) -> None:

@@ -19,6 +19,7 @@ from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.ranks import agree, num_ranks, rank
 from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
+from lowvram.core.timeline import Timeline
 from lowvram.data.loader import TimedBatches
 from lowvram.loops.fields import Fields, status_bytes
 from lowvram.loops.profiling.clock import clock_for
@@ -85,15 +86,23 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
         torch.cuda.reset_peak_memory_stats()
     report, malloc = report_for(session), MallocWatch()
     with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak, malloc:
-        step(rig, batch)
+        timeline = Timeline(peak)
+        step(with_phases(rig, timeline), batch)
     report.write(peak)
-    session.events("step_memory", by_kind={kind.value: sizes for kind, sizes in peak.course().items()})
+    send(session, timeline)
     fields: dict[str, Any] = {"by_kind": named(peak.by_kind), "by_kind_max": named(peak.by_kind_max)}
     if rig.device.type == "cuda":
         steady_bytes = torch.cuda.max_memory_allocated()
         return {**fields, "steady_peak_bytes": steady_bytes, "beyond_tensors_bytes": steady_bytes - peak.peak_bytes}
     beyond = {"beyond_tensors_bytes": beyond_tensors(session, malloc, peak)}
     return {**fields, "peak_bytes": peak.peak_bytes, "source": "tensor_ledger", **beyond}
+
+
+def send(session: Session, timeline: Timeline) -> None:
+    """Send the memory over the step to the parent, for the report and the loggers. Only rank 0 does."""
+    if rank() == 0:
+        moments = [[event, phase, *by_kind.values()] for event, phase, by_kind in timeline.moments()]
+        session.events("memory_over_step", kinds=[kind.value for kind in Kind], moments=moments)
 
 
 def beyond_tensors(session: Session, malloc: MallocWatch, peak: Peak) -> int | None:

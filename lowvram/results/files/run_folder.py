@@ -36,7 +36,6 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
 LARGEST_MARKER_BYTES = 2**16
 SNAPSHOTS = "snapshots"  # the folder
-STEP_MEMORY = "step_memory.json"
 SNAPSHOT_NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
 
 
@@ -64,8 +63,8 @@ NAMES = {
         "fidelity",
         "experiment",
         "tensorboard",
-        STEP_MEMORY,
         "memory.md",
+        "memory_over_step.csv",
         "snapshot.pickle",
         "snapshot.html",
     ),

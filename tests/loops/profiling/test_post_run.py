@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from lowvram.core.step import step
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.loops.profiling.clock import HostClock
 from lowvram.loops.profiling.post_run import phase_times, post_run, run_peaks
-from lowvram.loops.session import Session
+from lowvram.loops.session import Events, Session
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, relative_error
 
 CHOICES: list[dict[str, str | Knob]] = [{}, {"accum": "x4", "precision": "fp16", "ckpt": "every1"}]
@@ -165,3 +165,18 @@ def test_memory_is_the_same_in_every_run(make_session: Callable[..., Session]) -
     peaks = [post_run(session, session.batches(0))["memory"] for session in (make_session(), make_session())]
     assert peaks[0]["peak_bytes"] == peaks[1]["peak_bytes"]
     assert peaks[0]["by_kind_max"] == peaks[1]["by_kind_max"]
+
+
+def test_the_memory_over_the_step_is_sent_for_the_report(make_session: Callable[..., Session]) -> None:
+    sent: dict[str, Any] = {}
+    session = make_session()
+
+    def events(event: str, **fields: Any) -> None:
+        sent[event] = fields
+
+    found = post_run(replace(session, events=cast("Events", events)), session.batches(0))
+    told = sent["memory_over_step"]
+    of_host = 2 + told["kinds"].index("host")
+    sums = [sum(moment[2:]) - moment[of_host] for moment in told["moments"]]
+    assert max(sums) == found["memory"]["peak_bytes"]
+    assert {moment[1] for moment in told["moments"]} >= {"forward", "backward", "update"}
