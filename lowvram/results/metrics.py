@@ -237,8 +237,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("fidelity.loss_gap", "loss gap", wandb_name="fidelity/loss_gap"),
 )
 
-# In a narrow terminal the table's columns get room in this order: figures by their paths, columns of words by their
-# titles. Those that aren't listed come last, in the order of the table.
+# In a narrow terminal, or window of the report, the table's columns get room in this order: figures by their paths,
+# columns of words by their titles. Those that aren't listed come last, in the order of the table.
 BY_IMPORTANCE = (
     PEAK,
     "status",
@@ -252,6 +252,7 @@ BY_IMPORTANCE = (
     "plan.step_ms",
     "throughput.samples_per_s",
     "time.step_ms_p50",
+    "command",
     "fidelity.gradient_error",
     "loss.last",
     "memory.by_kind_max.activations",
@@ -259,3 +260,8 @@ BY_IMPORTANCE = (
     "eval.perplexity",
     "p05-p95",
 )
+
+
+def importance(key: str) -> int:
+    """The place of a column in `BY_IMPORTANCE`; 0 is the most important one."""
+    return BY_IMPORTANCE.index(key) if key in BY_IMPORTANCE else len(BY_IMPORTANCE)

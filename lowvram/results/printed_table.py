@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from lowvram.results.columns import Column, Table
 from lowvram.results.csv_file import FILE_NAME as CSV_FILE
-from lowvram.results.metrics import BY_IMPORTANCE
+from lowvram.results.metrics import importance
 from lowvram.results.shown import one_line
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     """The first column, which names the rows, and the most important others that fit into `width`, in their order."""
     room = width - 1 - sum(_width(column, width) + _BORDER for column in columns[:1])
     kept = {0: True}
-    ranks = {key: rank for rank, key in enumerate(BY_IMPORTANCE)}
-    for i in sorted(range(1, len(columns)), key=lambda i: ranks.get(columns[i].key, len(ranks))):
+    for i in sorted(range(1, len(columns)), key=lambda i: importance(columns[i].key)):
         needed = _width(columns[i], width) + _BORDER
         kept[i] = needed <= room
         room -= needed * kept[i]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lowvram.results import table
+from lowvram.results import memory_over_step, table
 from lowvram.results.ablation import (
     Settings,
     ablations,
@@ -23,6 +24,9 @@ from lowvram.results.ablation import (
 )
 from lowvram.results.columns import Column, value_at, words_column
 from lowvram.results.metric_lines import FILE_NAME as LOG_FILE
+from lowvram.results.metrics import importance
+from lowvram.results.report import heading
+from lowvram.results.report.batch_size import batch_sizes
 from lowvram.results.report.curves import curve
 from lowvram.results.row import KINDS, Row
 from lowvram.results.shown import shown
@@ -59,8 +63,9 @@ def evidence(all_entries: Sequence[Entry]) -> Evidence:
     sweeps = list(dict.fromkeys(entry.sweep for entry in all_entries))
     points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(all_entries, differing, strict=True)]
     return {
-        "title": shown(", ".join(sweep.name for sweep in sweeps)),
-        "about": _about(rows, differing),
+        "title": heading.title(differing) or table.label(rows[0]),
+        "sweeps": [_sweep(sweep, [entry.row for entry in all_entries if entry.sweep == sweep]) for sweep in sweeps],
+        "about": _about(rows),
         "unit": unit,
         "memory_title": f"{'planned' if is_plan else 'peak'} memory",
         "memory_source": _source(rows),
@@ -71,6 +76,7 @@ def evidence(all_entries: Sequence[Entry]) -> Evidence:
         "frontier": frontier(rows),
         "effects": [vars(effect) for effect in effects(rows, differing, reference)],
         "waterfall": waterfall(rows, differing),
+        "batch_sizes": batch_sizes(rows, differing),
         "columns": [_column(column) for column in _columns(all_entries, differing)],
         "notes": [*table.build(rows).notes, *_damages(points)],
     }
@@ -82,21 +88,24 @@ def _damages(points: Sequence[Evidence]) -> list[str]:
     return [f"{name}: {number} damaged lines of {LOG_FILE} are left out" for name, number in damaged if number]
 
 
-def _about(rows: Sequence[Row], differing: Sequence[Settings]) -> list[str]:
-    """The swept settings, models, devices and versions; each once."""
-    names = ", ".join(dict.fromkeys(name for each in differing for name in each))
+def _sweep(folder: Path, rows: Sequence[Row]) -> dict[str, str]:
+    """The name of a sweep's folder, when it ran, and its command."""
+    return {"name": shown(folder.name), "date": heading.date(rows), "command": heading.command(rows)}
+
+
+def _about(rows: Sequence[Row]) -> list[str]:
+    """The number of points, models, devices and versions; each once."""
     where = [row["provenance"] for row in rows]
     models = [f"model={model}" for model in dict.fromkeys(row["choices"].get("model") for row in rows) if model]
     devices = [each["device_name"] for each in where]
     versions = [f"{name} {each[name]}" for name in ("lowvram", "torch") for each in where if each[name]]
-    swept = f"{len(rows)} points over {names}" if names else None
-    return list(dict.fromkeys(str(one) for one in (swept, *models, *devices, *versions) if one))
+    number = f"{len(rows)} point{'s' * (len(rows) > 1)}"
+    return list(dict.fromkeys(str(one) for one in (number, *models, *devices, *versions) if one))
 
 
 def _source(rows: Sequence[Row]) -> str:
     """How the peaks were measured."""
-    sources = dict.fromkeys(row["memory"]["source"] for row in rows if row["memory"]["source"])
-    return ", ".join(table.SOURCES.get(source, str(source)) for source in sources)
+    return ", ".join(table.peak_sources(rows))
 
 
 def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool) -> Evidence:
@@ -116,12 +125,37 @@ def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool)
         "planned": None if _is_plan(row) else _scaled(value_at(row, "plan.allocated_bytes"), unit_bytes),
         "by_kind": kinds and [_scaled(kinds.get(kind) or 0, unit_bytes) for kind in PEAK_KINDS],
         "by_kind_reason": row["memory"]["by_kind_reason"],
+        "disturbed": row["disturbed"] and shown(row["disturbed"]),
         "speed": speed and per_sample and speed * per_sample,
+        "speed_range": _speed_range(row, speed and per_sample and speed * per_sample),
         "loss": value_at(row, "loss.eval"),
         "num_steps": value_at(row, "time.steps"),
         "gradient_error": value_at(row, "fidelity.gradient_error"),
         "loss_gap": value_at(row, "fidelity.loss_gap"),
+        "over_step": kinds and _over_step(entry.folder, unit_bytes),
         "curve": vars(curve(entry.folder, row, batch_size and per_sample and batch_size * per_sample)),
+    }
+
+
+def _speed_range(row: Row, speed: float | None) -> list[float] | None:
+    """The speeds of a slow and of a fast step, the 95th and the 5th percentile of their times; None for a plan."""
+    times = [value_at(row, f"time.step_ms_{name}") for name in ("p50", "p95", "p05")]
+    middle, slow, fast = times
+    return [speed * middle / slow, speed * middle / fast] if speed and middle and slow and fast else None
+
+
+def _over_step(folder: Path, unit_bytes: int) -> Evidence | None:
+    """The memory of a step: the moments, the stretches of its phases, and the sizes of each kind; one number for a kind
+    that stays the same. None if the folder has no such file."""
+    moments = memory_over_step.read(folder)
+    if moments is None:
+        return None
+    sizes = {kind: [_scaled(size, unit_bytes) for size in moments.by_kind.get(kind, ())] for kind in PEAK_KINDS}
+    stretches = [(phase, list(group)) for phase, group in groupby(enumerate(moments.phases), key=lambda each: each[1])]
+    return {
+        "events": moments.events,
+        "phases": [[shown(phase), group[0][0], group[-1][0]] for phase, group in stretches],
+        "sizes": [of[0] if len(set(of)) == 1 else of for of in (sizes[kind] or [0.0] for kind in PEAK_KINDS)],
     }
 
 
@@ -140,7 +174,7 @@ def _scaled(num_bytes: float | None, unit_bytes: int) -> float | None:
 
 
 def _columns(all_entries: Sequence[Entry], differing: Sequence[Settings]) -> list[Column]:
-    """The columns of the table, with the settings that differ, the reasons and the commands."""
+    """The columns of the table, with the settings that differ and the commands."""
     rows = [entry.row for entry in all_entries]
     name, status, *numbers = table.build(rows).columns
     names = dict.fromkeys(key for each in differing for key in each)
@@ -151,7 +185,6 @@ def _columns(all_entries: Sequence[Entry], differing: Sequence[Settings]) -> lis
         status,
         *(words_column(key, (settings.get(key) for settings in differing)) for key in names),
         *numbers,
-        words_column("reason", (row["reason"] for row in rows)),
         words_column("command", (row["provenance"]["command"] for row in rows)),
     ]
     return [column for column in columns if any(column.texts)]
@@ -160,6 +193,7 @@ def _columns(all_entries: Sequence[Entry], differing: Sequence[Settings]) -> lis
 def _column(column: Column) -> Evidence:
     return {
         "title": column.title,
+        "rank": importance(column.key),
         "texts": column.texts,
         "values": column.values if column.is_number else None,
         "best": sorted(column.best),

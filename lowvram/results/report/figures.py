@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,19 @@ WIDTH_INCHES, HEIGHT_INCHES, ROW_INCHES = 6.4, 4.2, 0.28
 DOTS_PER_INCH = 200
 MOST_NAMED = 12  # curves that a legend can name
 LOG_FROM = 12  # ratio of the largest to the smallest peak above which an axis is logarithmic
-# Okabe and Ito's colours, which colour-blind people can tell apart; as in page/report.css.
+# Colours that colour-blind people can tell apart, as in page/report.css.
 GOOD, BAD, GREY, DIM = "#0063a0", "#b54800", "#8a8f96", "#55595f"
 KIND_COLOURS = {
-    "parameters": "#0072b2",
-    "gradients": "#e69f00",
-    "optimizer": "#009e73",
-    "activations": "#56b4e9",
-    "inputs": "#cc79a7",
-    "other": GREY,
+    "parameters": "#2b68f0",
+    "gradients": "#ad1208",
+    "optimizer": "#29d787",
+    "activations": "#e3bc18",
+    "inputs": "#eb52af",
+    "other": "#2e3139",
 }
+CURVE_COLOURS = ("#1b04f8", "#fe5301", "#1cae77", "#d46cd4", "#7f1f01", "#00615c", "#590f94", "#151c48")
+DASHES = ("-", "--", ":", "-.")
+DISTURBED = "≈ disturbed: its speed is uncertain"
 Draw = Callable[["Axes", Evidence], None]
 
 
@@ -89,6 +92,7 @@ def _scatter(axes: Axes, shown: Evidence) -> None:
         axes.get_figure().colorbar(dots, label="error of the gradient")  # pyright: ignore[reportOptionalMemberAccess]
     else:
         axes.scatter(*at, c=[GOOD if i in shown["frontier"] else GREY for i, _ in points], zorder=3)
+    _speed_ranges(axes, [point for _, point in points])
     edge = [shown["points"][i] for i in shown["frontier"]]
     axes.plot([point["memory"] for point in edge], [point["speed"] for point in edge], "--", color=GOOD, linewidth=1)
     named = edge if len(edge) <= MOST_NAMED else [edge[0], edge[-1]]
@@ -101,6 +105,17 @@ def _scatter(axes: Axes, shown: Evidence) -> None:
     if max(at[0]) > LOG_FROM * min(at[0]):
         _log_axis(axes)
     axes.grid(alpha=0.3)
+
+
+def _speed_ranges(axes: Axes, points: Sequence[dict[str, Any]]) -> None:
+    """The 5th to the 95th percentile of the speed of steps, as bars, and a white spot on disturbed points."""
+    for point in (point for point in points if point["speed_range"]):
+        axes.plot([point["memory"]] * 2, point["speed_range"], "_-", color=GREY, linewidth=1, zorder=2)
+    disturbed = [(point["memory"], point["speed"]) for point in points if point["disturbed"]]
+    if disturbed:
+        axes.scatter(*zip(*disturbed, strict=True), s=9, color="white", zorder=4, label=DISTURBED)
+        axes.plot([], [], "o", color=GREY, markerfacecolor="white", label=DISTURBED)
+        axes.legend(handles=axes.get_legend_handles_labels()[0][-1:], fontsize=7, loc="lower right")
 
 
 def _log_axis(axes: Axes) -> None:
@@ -146,7 +161,7 @@ def _waterfall(axes: Axes, shown: Evidence) -> None:
         before = peak
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{_memory(shown)}, log scale\ngrey: plain accumulation")
+    axes.set_xlabel(f"{_memory(shown)}, log scale\ngrey: plain accumulation; ≈: disturbed")
     _log_axis(axes)
     axes.set_xlim(least, most * (most / least) ** 0.55)
 
@@ -156,9 +171,11 @@ def _pace(shown: Evidence, index: int) -> str:
     speed, first = shown["points"][index]["speed"], shown["points"][shown["waterfall"][0]["point"]]["speed"]
     if not (speed and first):
         return ""
+    compared = [shown["points"][i] for i in (index, shown["waterfall"][0]["point"])]
+    sign = "≈ " if any(point["disturbed"] for point in compared) else ""
     if index == shown["waterfall"][0]["point"]:
-        return f"{number_texts([speed], num_digits=3)[0]} {shown['speed_unit']}/s"
-    return f"{speed / first:.2g} × the speed"
+        return f"{sign}{number_texts([speed], num_digits=3)[0]} {shown['speed_unit']}/s"
+    return f"{sign}{speed / first:.2g} × the speed"
 
 
 def _kinds(axes: Axes, shown: Evidence) -> None:
@@ -185,9 +202,11 @@ def _kinds(axes: Axes, shown: Evidence) -> None:
 def _losses(field: str) -> Draw:
     def draw(axes: Axes, shown: Evidence) -> None:
         points: list[dict[str, Any]] = [point for point in shown["points"] if point["curve"][field]]
-        for point in points:
+        for n, point in enumerate(points):
             label = _plain(point["name"]) if len(points) <= MOST_NAMED else None
-            axes.plot(point["curve"][field], point["curve"]["loss"], linewidth=1.2, label=label)
+            (line,) = axes.plot(point["curve"][field], point["curve"]["loss"], linewidth=1.2, label=label)
+            line.set_color(CURVE_COLOURS[n % len(CURVE_COLOURS)])
+            line.set_linestyle(DASHES[(n + n // len(CURVE_COLOURS)) % len(DASHES)])
         axes.set(
             xlabel="time of steps, s" if field == "seconds" else f"{shown['speed_unit']} seen", ylabel="training loss"
         )

@@ -35,6 +35,8 @@ SCRIPTS = (
     "waterfall",
     "kinds",
     "losses",
+    "batch_size",
+    "over_step",
     "table",
     "main",
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.results import memory_over_step
 from lowvram.results.report.report import save
 from lowvram.results.row import Row, merge
 from tests import synthetic
@@ -42,7 +43,7 @@ class Shown(HTMLParser):
             self.words.append(data.strip())
 
 
-def opened(path: Path, profile: Path) -> str:
+def opened(path: Path, profile: Path, width: int = 1280) -> str:
     """The page as a browser leaves it. Fails if its console tells an error."""
     assert BROWSER is not None
     options = [
@@ -52,7 +53,7 @@ def opened(path: Path, profile: Path) -> str:
         f"--user-data-dir={profile}",
         "--virtual-time-budget=5000",
     ]
-    words = [BROWSER, *options, "--window-size=1280,800", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
+    words = [BROWSER, *options, f"--window-size={width},800", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)
     assert 'data-is-complete="true"' in done.stdout
@@ -87,6 +88,54 @@ def test_all_figures_are_drawn(tmp_path: Path) -> None:
     assert shown.classes.count("accumulation") == 2  # the grey bar, and in the legend
     assert shown.tags.count("tr") == 1 + len(rows)
     assert "python train.py 3" in shown.words
+
+
+def test_a_headline_on_a_disturbed_point_has_its_mark(tmp_path: Path) -> None:
+    time = {"step_ms_p50": 100.0, "step_ms_p05": 80.0, "step_ms_p95": 200.0}
+    rows = [point(0, {}), point(1, {"precision": "bf16"}, disturbed="other processes", time=time)]
+    shown = Shown(opened(report(tmp_path / "sweep", rows), tmp_path / "profile"))
+    assert shown.words.count("≈ disturbed") == 2  # the smallest peak, and the fastest
+    assert "disturbed" in shown.classes
+    assert shown.classes.count("error") == 2  # in the legend, and at the point
+    both = report(tmp_path / "both", [point(0, {}, disturbed="x"), rows[1]])
+    shown = Shown(opened(both, tmp_path / "another profile"))
+    assert "≈ disturbed, and so is the baseline" in shown.words
+
+
+@pytest.mark.parametrize("width", [600, 1400])
+def test_the_table_fits_the_window_and_names_are_never_hidden(tmp_path: Path, width: int) -> None:
+    act = """
+      const table = document.getElementById("scroll"), heads = [...document.querySelectorAll("th")];
+      const told = [table.scrollWidth <= table.clientWidth, document.documentElement.scrollWidth <= innerWidth];
+      told.push(!heads[0].hidden, heads.some((head) => head.hidden));
+      document.getElementById("whole").click();
+      told.push(heads.some((head) => head.hidden), document.getElementById("dropped").textContent === "");
+      document.title = told.join(" ");
+    """
+    more = {"fidelity": {"gradient_error": 0.001, "loss_gap": 0.0}, "eval": {"accuracy": 0.5, "perplexity": 9.0}}
+    rows = [merge(row, more) for row in synthetic.grid(20)[:10]]
+    page = opened(after(report(tmp_path / "sweep", rows), act), tmp_path / "profile", width)
+    assert "<title>true true true true false true<" in page
+
+
+def test_a_batch_that_was_swept_and_the_memory_over_a_step_are_drawn(tmp_path: Path) -> None:
+    rows = [point(i, {}, config={"train": {"batch_size": size}}) for i, size in enumerate((8, 16, 32))]
+    leave(tmp_path, rows)
+    moments = [[n, "forward" if n < 5 else "backward", 2**20, n * 2**20] for n in range(10)]
+    for row in rows[:2]:
+        memory_over_step.write(tmp_path / row["id"], ["parameters", "activations"], moments)
+    path = save(tmp_path)
+    assert path is not None
+    shown = Shown(opened(path, tmp_path / "profile"))
+    assert {"The size of the batch", "Memory over one step", "forward", "backward"} <= set(shown.words)
+    assert shown.classes.count("spot") == 3 * len(rows)
+    assert shown.classes.count("area") == 2  # of both points the same peak: the baseline alone
+
+
+def test_curves_have_names_at_their_ends(tmp_path: Path) -> None:
+    rows = [point(i, {"ckpt": option}) for i, option in enumerate(("none", "every1", "every2"))]
+    shown = Shown(opened(report(tmp_path / "sweep", rows), tmp_path / "profile", 1400))
+    assert shown.classes.count("end") == len(rows)
 
 
 def test_what_did_not_run_is_reported(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from lowvram.results import memory_over_step
 from lowvram.results.report.report import SCRIPTS, main, save
-from lowvram.results.row import Row, merge
+from lowvram.results.row import GIB, Row, merge
 from tests import synthetic
 from tests.synthetic import HOSTILE, HOSTILE_FOLDER, failed, leave, point
 
@@ -86,9 +87,12 @@ def test_what_comes_from_outside_is_only_text(tmp_path: Path) -> None:
     hostile = page(tmp_path / HOSTILE_FOLDER, rows)
     assert hostile.tags == plain.tags
     assert hostile.attributes.keys() == plain.attributes.keys()
-    assert "".join(hostile.texts["title"]).strip() == HOSTILE_FOLDER
+    assert hostile.data["sweeps"][0]["name"] == HOSTILE_FOLDER
     expected = HOSTILE.replace("\u2028", "\\u2028")  # it would end a line
     assert hostile.points("command")[0] == hostile.points("name")[0] == hostile.points("reason")[1] == expected
+    single = page(tmp_path / "single", [rows[0]])
+    assert "".join(single.texts["title"]).strip() == expected
+    assert single.tags == plain.tags
     assert hostile.points("settings")[1] == {"model": "transformer", "precision": expected, "seed": expected}
 
 
@@ -132,7 +136,43 @@ def test_figures_hold_what_the_rows_do(tmp_path: Path) -> None:
     assert found.points("curve")[0]["seen"][-1] == 60 * 32 * 128
     titles = [column["title"] for column in found.data["columns"]]
     assert titles[:4] == ["name", "status", "ckpt", "peak GiB"]
+    assert [column["rank"] for column in found.data["columns"]][3] == 0
     assert titles[-1] == "command"
+
+
+def test_the_head_says_what_was_swept_when_and_how(tmp_path: Path) -> None:
+    about = {"started": "2026-11-25T08:10:00Z"}
+    rows = [
+        point(i, {"ckpt": option}, provenance={**about, "command": f"python train.py ckpt={option}"})
+        for i, option in enumerate(("none", "every1"))
+    ]
+    found = page(tmp_path / "sweep", rows)
+    assert "".join(found.texts["title"]).strip() == found.data["title"] == "ckpt none, every1"
+    told = {"name": "sweep", "date": "2026-11-25 08:10 UTC", "command": "python train.py -m ckpt=none,every1"}
+    assert found.data["sweeps"] == [told]
+
+
+def test_speeds_have_their_spread_and_the_mark_of_disturbed_points(tmp_path: Path) -> None:
+    time = {"step_ms_p50": 100.0, "step_ms_p05": 80.0, "step_ms_p95": 200.0}
+    rows = [point(0, {}, disturbed="other processes", time=time), point(1, {"ckpt": "every1"})]
+    found = page(tmp_path, rows)
+    assert found.points("disturbed") == ["other processes", None]
+    assert found.points("speed_range") == [[12800, 32000], None]
+
+
+def test_the_memory_over_a_step_is_that_of_its_file(tmp_path: Path) -> None:
+    rows = [point(0, {}), point(1, {"ckpt": "every1"})]
+    leave(tmp_path, rows)
+    moments = [[0, "between", GIB, 0, 7], [4, "forward", GIB, GIB // 2, 7], [5, "forward", GIB, 0, 7]]
+    memory_over_step.write(tmp_path / rows[0]["id"], ["parameters", "activations", "host"], moments)
+    path = save(tmp_path)
+    assert path is not None
+    told, none = Page(path).points("over_step")
+    assert none is None
+    assert told["events"] == [0, 4, 5]
+    assert told["phases"] == [["between", 0, 0], ["forward", 1, 2]]
+    sizes = dict(zip(Page(path).data["kinds"], told["sizes"], strict=True))
+    assert (sizes["parameters"], sizes["activations"], sizes["gradients"]) == (1, [0, 0.5, 0], 0)
 
 
 def test_plans_are_shown_as_plans(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ function effects() {
   if (!shown.effects.length) return null;
   return section(
     "What each choice saved and cost",
-    "Medians over the pairs of points that differ in nothing else. Bars are logarithmic: half and twice are equally long.",
+    "Medians over the pairs of points that differ in nothing else. Bars are logarithmic: half and twice are equally long. ≈: speeds of disturbed points.",
     "",
     h("div", { class: "tall" }, drawing(drawEffects)),
   );
@@ -35,15 +35,17 @@ function drawEffects(width) {
 
 function drawEffect(effect, i, columns, nameWidth, lossAt, errorAt) {
   const top = 22 + i * EFFECT_HEIGHT, middle = top + EFFECT_HEIGHT / 2 + 4, number = effect.pairs.length;
-  const words = `${effect.name}=${effect.value}`, against = `against ${effect.against}, ${number} pair${number > 1 ? "s" : ""}`;
+  const disturbed = effect.pairs.filter((pair) => pair.some((j) => shown.points[j].disturbed)).length;
+  const words = `${effect.name}=${effect.value}`;
+  const against = `against ${effect.against}, ${number} pair${number > 1 ? "s" : ""}`;
   const [memory, speed] = columns.map((column) => change(column.ratios[i]));
   return s(
     "g",
     { role: "img", "aria-label": `${words} ${against}: memory ${memory}, speed ${speed}` },
-    s("title", {}, `${words} ${against}`),
+    s("title", {}, `${words} ${against}${disturbed ? `, ${disturbed} with a disturbed point` : ""}`),
     text(0, middle - 6, shortened(words, nameWidth / 7), {}),
     text(0, middle + 7, shortened(against, nameWidth / 6), { class: "soft", "font-size": 10.5 }),
-    columns.map((column) => ratioBar(column, i, top)),
+    columns.map((column) => ratioBar(column, i, top, column.title === "speed" && disturbed > 0)),
     text(lossAt, middle, change(effect.loss_ratio), { "text-anchor": "end" }),
     errorAt === null ? null : text(errorAt, middle, short(effect.gradient_error), { "text-anchor": "end" }),
   );
@@ -56,12 +58,12 @@ function ratioColumn(title, ratios, better, left, room) {
   return { title, ratios, better, end, place: (log) => left + 8 + ((log - low) / (high - low)) * span };
 }
 
-function ratioBar({ ratios, better, end, place }, i, top) {
+function ratioBar({ ratios, better, end, place }, i, top, isDisturbed) {
   const ratio = ratios[i], zero = place(0), to = ratio > 0 ? place(Math.log2(ratio)) : zero;
   const bar = { x: Math.min(zero, to), y: top + 7, width: Math.abs(to - zero), height: EFFECT_HEIGHT - 14 };
   return [
     s("rect", { ...bar, class: `bar ${verdictName(ratio, better)}` }),
     line(zero, top + 3, zero, top + EFFECT_HEIGHT - 3, "axis"),
-    text(end, top + EFFECT_HEIGHT / 2 + 4, change(ratio), { "text-anchor": "end" }),
+    text(end, top + EFFECT_HEIGHT / 2 + 4, `${isDisturbed ? "≈ " : ""}${change(ratio)}`, { "text-anchor": "end" }),
   ];
 }

@@ -20,8 +20,11 @@ const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, t
 const text = (x, y, words, attributes) => s("text", { x, y, ...attributes }, String(words));
 const line = (x1, y1, x2, y2, name) => s("line", { x1, y1, x2, y2, class: name });
 
-// `words` in so many characters.
-const shortened = (words, most) => (words.length > most ? `${words.slice(0, most - 1)}…` : words);
+// `words` in so many characters: without their middle, as names of points often differ at their ends alone.
+function shortened(words, most) {
+  const kept = Math.max(2, Math.floor(most) - 1), last = Math.floor(kept / 2);
+  return words.length > most ? `${words.slice(0, kept - last)}…${words.slice(words.length - last)}` : words;
+}
 
 // A section of the page: its title, what it says below, and what it holds.
 function section(title, about, name, ...children) {
@@ -41,9 +44,10 @@ function drawing(draw, name) {
 function drawAll(isForced) {
   const widths = drawings.map(({ place }) => place.clientWidth);
   drawings.forEach((one, i) => {
-    if (!isForced && one.width === widths[i]) return;
+    if (!widths[i] || (!isForced && one.width === widths[i])) return;
     one.width = widths[i];
     one.place.replaceChildren(one.draw(widths[i]));
   });
+  fitColumns();
   findMarks();
 }

@@ -13,9 +13,13 @@ function kinds() {
     shown.points.some((point) => point.memory === null && point.planned !== null)
       ? key(s("rect", { x: 1, y: 1, width: 10, height: 10, class: "missing" }), "only planned") : null,
   );
-  return section("What the peak is made of", "Bytes alive at the peak, largest first.", "",
+  const isBeside = isStacked() || (shown.waterfall && shown.effects.length);
+  return section("What the peak is made of", "Bytes alive at the peak, largest first.", isBeside ? "" : "wide",
     legend, drawing(drawKinds, "tall"));
 }
+
+// Whether the choices and the peaks below them are together about as high as the plot beside both.
+const isStacked = () => !shown.waterfall && shown.effects.length > 0 && 30 * shown.effects.length + 24 * shown.points.length < 480;
 
 function drawKinds(width) {
   const size = (point) => point.memory ?? point.planned ?? 0;

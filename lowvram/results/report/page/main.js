@@ -24,7 +24,7 @@ function buildFirst() {
 }
 
 function buildRest() {
-  add(failures(), shown.waterfall ? effects() : null, kinds(), losses(), table());
+  add(isStacked() ? kinds() : null, failures(), shown.waterfall ? effects() : null, isStacked() ? null : kinds(), batchSizes(), overStep(), losses(), table());
   fillTable();
   drawAll(false);
   listen();

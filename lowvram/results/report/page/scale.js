@@ -30,8 +30,8 @@ function verdict(ratio, better) {
 
 const verdictName = (ratio, better) => ["bad", "", "good"][verdict(ratio, better) + 1];
 
-// A function from values to places between `from` and `to`, with `ticks` and `isLog`.
-function scale(values, from, to, { zero = false, log = null } = {}) {
+// A function from values to places between `from` and `to`, with `ticks` and `isLog`. `ticks`: the values to name, if there is room; else one about every `gap` pixels.
+function scale(values, from, to, { zero = false, log = null, ticks = null, gap = 80 } = {}) {
   const known = values.filter((value) => Number.isFinite(value));
   const least = Math.min(...known), most = Math.max(...known);
   const isLog = log ?? (least > 0 && most / least > LOG_FROM);
@@ -43,7 +43,7 @@ function scale(values, from, to, { zero = false, log = null } = {}) {
   high += room;
   const place = (value) => from + ((warp(value) - low) / (high - low)) * (to - from);
   place.isLog = isLog;
-  place.ticks = (isLog ? logTicks : linearTicks)(low, high, Math.abs(to - from) / 80);
+  place.ticks = ticks && ticks.length <= Math.abs(to - from) / 30 ? ticks : (isLog ? logTicks : linearTicks)(low, high, Math.abs(to - from) / gap);
   return place;
 }
 

@@ -14,9 +14,11 @@ function scatter() {
     key(s("circle", { cx: 6, cy: 6, r: 5, class: "ring" }), "baseline"),
     shown.points.some((point) => !isOk(point) && point.planned !== null)
       ? key(cross(6, 6), "did not run, at its planned memory") : null,
+    shown.points.some((point) => point.speed_range) ? key(s("path", { class: "error", d: "M6 1v11M2 1h8M2 12h8" }), "p05–p95 of the steps") : null,
+    shown.points.some((point) => point.disturbed) ? key(s("circle", { cx: 6, cy: 6, r: 4.5, class: "dot plain disturbed" }), "disturbed") : null,
     isColoured ? errorLegend() : h("span", {}, "fidelity: not measured"),
   );
-  return section("Memory and speed", "Up and left is better.", "", legend, drawing((width) => drawScatter(width, isColoured)));
+  return section("Memory and speed", "Up and left is better.", isStacked() ? "double" : "", legend, drawing((width) => drawScatter(width, isColoured)));
 }
 
 const key = (shape, words) => h("span", {}, s("svg", { width: 13, height: 13 }, shape), words);
@@ -43,7 +45,7 @@ function drawScatter(width, isColoured) {
   const absent = shown.points.map((point, i) => ({ point, i })).filter(({ point }) => !isOk(point) && point.speed === null && (point.memory ?? point.planned) !== null);
   if (!placed.length) return h("p", { class: "soft" }, "No point has both a peak and a speed.");
   const x = scale([...placed, ...absent].map(({ point }) => point.memory ?? point.planned), frame.left, frame.right, { zero: true });
-  const y = scale(placed.map(({ point }) => point.speed), frame.bottom - (absent.length ? 18 : 0), frame.top, { zero: true });
+  const y = scale(placed.flatMap(({ point }) => [point.speed, ...(point.speed_range ?? [])]), frame.bottom - (absent.length ? 18 : 0), frame.top, { zero: true });
   const dots = placed.map(({ point, i }) => dot(point, i, x(point.memory), y(point.speed), isColoured));
   const edge = shown.frontier.map((i) => `${x(shown.points[i].memory)},${y(shown.points[i].speed)}`).join(" ");
   const base = shown.points[baseline];
@@ -52,6 +54,7 @@ function drawScatter(width, isColoured) {
     { width, height },
     axes(x, y, frame, `${shown.memory_title}, ${shown.unit}${shown.memory_source ? ` (${shown.memory_source})` : ""}`, `${shown.speed_unit}/s`),
     s("polyline", { class: "frontier", points: edge }),
+    placed.map(({ point }) => bar(x(point.memory), point.speed_range, y)),
     dots,
     absent.map(({ point, i }) => s("g", mark(i), cross(x(point.memory ?? point.planned), frame.bottom - 7))),
     base.memory !== null && base.speed !== null ? s("circle", { class: "ring", cx: x(base.memory), cy: y(base.speed), r: 9 }) : null,
@@ -60,7 +63,7 @@ function drawScatter(width, isColoured) {
 }
 
 function dot(point, i, cx, cy, isColoured) {
-  const isBest = shown.frontier.includes(i), attributes = mark(i, `dot ${isBest ? "best" : "plain"}`);
+  const isBest = shown.frontier.includes(i), attributes = mark(i, `dot ${isBest ? "best" : "plain"} ${point.disturbed ? "disturbed" : ""}`);
   const hasError = isColoured && point.gradient_error !== null;
   const circle = s("circle", { ...attributes, cx, cy, r: isBest ? 6 : 5 });
   if (hasError) {

@@ -5,11 +5,12 @@ const SLOWEST = 0.9; // of the baseline's speed that still counts as no slower
 
 function head() {
   const options = shown.points.map((point, i) => [point, i]).filter(([point]) => point.memory !== null);
+  const about = [...shown.about, shown.memory_source].filter(Boolean).join(" · ");
   return h(
     "div",
     { class: "top" },
-    h("div", {}, h("h1", {}, shown.title), h("p", { class: "about" }, [...shown.about, shown.memory_source].filter(Boolean).join(" · "))),
-    h(
+    h("div", { class: "heading" }, h("h1", {}, shown.title), shown.sweeps.map(sweepLine), h("p", { class: "about" }, about)),
+    !options.length ? null : h(
       "label",
       {},
       "baseline ",
@@ -20,6 +21,11 @@ function head() {
       ),
     ),
   );
+}
+
+// When a sweep ran, and how.
+function sweepLine({ name, date, command }) {
+  return h("p", { class: "about sweep" }, [date, name].filter(Boolean).join(" · "), command ? h("code", {}, command) : null);
 }
 
 function cards() {
@@ -56,10 +62,19 @@ function card(what, point, base) {
     h("div", { class: "number" }, point === base ? withUnit(point.memory) : times(less), " ",
       h("small", {}, point === base ? "" : withUnit(point.memory))),
     h("div", { class: "soft" }, lines),
+    disturbedMark(point, base),
   );
 }
 
-const times = (less) => (less === null ? "–" : less >= 1 ? `${short(less)} × less` : `${short(1 / less)} × more`);
+// That a speed was measured while other programs ran, or while it went up and down; or that it is compared with such.
+function disturbedMark(point, base) {
+  const which = [point, ...(point === base ? [] : [base])].filter((each) => each.disturbed && each.speed !== null);
+  if (!which.length) return null;
+  const words = which.includes(point) ? (which.length > 1 ? `${DISTURBED}, and so is the baseline` : DISTURBED) : "≈ the baseline is disturbed";
+  return h("div", { class: "disturbed", title: which.map((each) => `${fullName(each)}: ${each.disturbed}`).join("\n") }, words);
+}
+
+const times = (less) => (less === null ? "–" : short(less) === "1" ? "the same" : less >= 1 ? `${short(less)} × less` : `${short(1 / less)} × more`);
 
 function counts() {
   const number = new Map();

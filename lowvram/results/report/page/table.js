@@ -2,6 +2,8 @@
 // All numbers, with their change from the baseline. A column's title sorts, by mouse or by keyboard.
 
 let sorted = { column: null, isDescending: false };
+let isWhole = false; // whether all columns are shown, however narrow the window is
+let visible = new Set(); // the columns that are shown
 
 function table() {
   const rows = h("tbody", { id: "rows" });
@@ -9,14 +11,14 @@ function table() {
     h(
       "th",
       { scope: "col", class: column.values ? "number" : "", "aria-sort": "none" },
-      h("button", { type: "button", class: column.title.length > 14 ? "long" : "", click: () => sortBy(c) }, column.title),
+      h("button", { type: "button", click: () => sortBy(c) }, column.title),
     ),
   );
   const filter = h("input", { type: "search", placeholder: "filter", "aria-label": "filter the rows", input: filterRows, id: "filter" });
   return section(
     "All points", "Below each number its change from the baseline, for the better in blue, for the worse in orange. Choose the baseline above.", "wide",
-    filter,
-    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, heads)), rows)),
+    h("div", { class: "controls" }, filter, h("label", {}, h("input", { type: "checkbox", id: "whole", change: showWhole }), " all columns"), h("span", { class: "soft", id: "dropped" })),
+    h("div", { class: "scroll", id: "scroll" }, h("table", { id: "table" }, h("thead", {}, h("tr", {}, heads)), rows)),
     shown.notes.length ? h("ul", { class: "notes" }, shown.notes.map((note) => h("li", {}, note))) : null,
   );
 }
@@ -28,15 +30,46 @@ function fillTable() {
     head.setAttribute("aria-sort", c === sorted.column ? direction : "none");
   });
   filterRows();
+  fitColumns();
+}
+
+function showWhole(event) {
+  isWhole = event.target.checked;
+  fitColumns();
+}
+
+// Hides the least important columns that the window has no room for, and says which; never the names.
+function fitColumns() {
+  const heads = [...document.querySelectorAll("th")], width = document.getElementById("scroll")?.clientWidth;
+  if (!width) return;
+  const longest = Math.max(...shown.points.map((point) => fullName(point).length));
+  document.getElementById("table").style.setProperty("--names", `${Math.min(longest, 34) + 2}ch`);
+  show(new Set(heads.keys()));
+  const widths = heads.map((head) => head.offsetWidth);
+  let room = width - widths[0];
+  const kept = new Set([0]);
+  for (const c of [...heads.keys()].slice(1).sort((a, b) => shown.columns[a].rank - shown.columns[b].rank)) {
+    if (!isWhole && widths[c] > room) continue;
+    kept.add(c);
+    room -= widths[c];
+  }
+  show(kept);
+  const dropped = shown.columns.filter((_, c) => !kept.has(c)).map(({ title }) => title);
+  document.getElementById("dropped").textContent = dropped.length ? `no room for ${dropped.join(", ")}` : "";
+}
+
+function show(columns) {
+  visible = columns;
+  for (const row of document.querySelectorAll("#scroll tr")) [...row.children].forEach((cell, c) => { cell.hidden = !visible.has(c); });
 }
 
 function tableRow(i) {
   const cells = shown.columns.map((column) => {
     const words = column.texts[i];
     if (column.values) return numberCell(column, i);
-    if (column.title === "status") return h("td", {}, statusMark(shown.points[i].status));
+    if (column.title === "status") return h("td", { title: shown.points[i].reason }, statusMark(shown.points[i].status));
     if (column.title === "command") return commandCell(words);
-    return h("td", { class: column.title === "reason" ? "reason" : "" }, words);
+    return h("td", {}, words);
   });
   return h("tr", { "data-point": i, class: i === baseline ? "reference" : "" }, cells);
 }
@@ -52,11 +85,13 @@ function numberCell(column, i) {
   );
 }
 
+// A button that copies the command. Where a page may not copy, the command is shown, selected.
 function commandCell(words) {
   if (!words) return h("td", {});
-  const copy = h("button", { type: "button", title: "copy the command" }, "copy");
-  copy.addEventListener("click", () => navigator.clipboard?.writeText(words).then(() => copy.replaceChildren("copied"), () => selectText(copy.nextSibling)) ?? selectText(copy.nextSibling));
-  return h("td", { class: "command" }, copy, h("code", { title: words }, words));
+  const code = h("code", { hidden: true }, words), copy = h("button", { type: "button", title: words }, "copy");
+  const reveal = () => { code.hidden = false; selectText(code); };
+  copy.addEventListener("click", () => navigator.clipboard?.writeText(words).then(() => copy.replaceChildren("copied"), reveal) ?? reveal());
+  return h("td", { class: "command" }, copy, code);
 }
 
 const selectText = (element) => getSelection().selectAllChildren(element);

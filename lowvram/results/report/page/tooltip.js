@@ -6,6 +6,8 @@ let marks = new Map(); // index of a point -> its elements
 const isOk = (point) => point.status === "ok";
 const SIGNS = { ok: "●", oom: "▲", incompatible: "⊘", nonfinite: "∞", timeout: "◷", killed: "✕", interrupted: "‖",
   skipped: "»", error: "!", unfinished: "…" };
+const DISTURBED = "≈ disturbed";
+const rangeText = (point) => (point.speed_range ? ` (${point.speed_range.map(short).join(" to ")})` : "");
 const withUnit = (value) => `${short(value)} ${shown.unit}`;
 const fullName = (point) => (isMerged ? `${point.sweep}: ${point.name}` : point.name);
 
@@ -21,7 +23,8 @@ function facts(point) {
   if (!isOk(point)) lines.push(`${point.status}${point.reason ? `: ${point.reason}` : ""}`);
   if (point.memory !== null) lines.push(`${shown.memory_title} ${withUnit(point.memory)}`);
   if (point.planned !== null && point.planned !== point.memory) lines.push(`planned ${withUnit(point.planned)}`);
-  if (point.speed !== null) lines.push(`${short(point.speed)} ${shown.speed_unit}/s`);
+  if (point.speed !== null) lines.push(`${short(point.speed)} ${shown.speed_unit}/s${rangeText(point)}`);
+  if (point.disturbed) lines.push(`${DISTURBED}: ${point.disturbed}`);
   if (point.loss !== null) lines.push(`loss of the evaluation ${short(point.loss)}`);
   if (point.gradient_error !== null) lines.push(`relative error of the gradient ${short(point.gradient_error)}`);
   return lines;

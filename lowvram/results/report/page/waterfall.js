@@ -14,7 +14,7 @@ function waterfall() {
     swatch("bar bad", "takes more"),
     swatch("bar rest", "what is left"),
   );
-  return section("The waterfall: knobs added one by one", "Memory on a logarithmic scale: a bar's length is the factor saved.", "",
+  return section("The waterfall: knobs added one by one", "Memory on a logarithmic scale: a bar's length is the factor saved. ≈: the speed of a disturbed point.", "",
     legend, drawing(drawWaterfall));
 }
 
@@ -56,6 +56,7 @@ function drawStep(step, point, before, x, frame, i) {
   const from = before?.memory ?? point.memory, kind = step.is_accumulation ? "accumulation" : from >= point.memory ? "good" : "bad";
   const [left, right] = [Math.min(from, point.memory), Math.max(from, point.memory)];
   const speed = ratioOf(point.speed, first.speed), less = ratioOf(first.memory, point.memory);
+  const sign = [point, first].some((each) => each.disturbed) ? "≈ " : "";
   return s(
     "g",
     attributes,
@@ -64,6 +65,6 @@ function drawStep(step, point, before, x, frame, i) {
     s("rect", { class: "bar rest", x: frame.left, y: top + 8, width: x(left) - frame.left, height: high - 16 }),
     s("rect", { class: `bar ${kind}`, x: x(left), y: top + 8, width: x(right) - x(left), height: high - 16 }),
     text(frame.right + 10, middle - 3, i === 0 ? withUnit(point.memory) : `${withUnit(point.memory)}: ${times(less)}`, {}),
-    text(frame.right + 10, middle + 11, point.speed === null ? "" : i === 0 ? `${short(point.speed)} ${shown.speed_unit}/s` : `${short(speed)} × the speed`, { class: "soft", "font-size": 11 }),
+    text(frame.right + 10, middle + 11, point.speed === null ? "" : `${sign}${i === 0 ? `${short(point.speed)} ${shown.speed_unit}/s` : `${short(speed)} × the speed`}`, { class: "soft", "font-size": 11 }),
   );
 }
