@@ -96,8 +96,9 @@ def _scatter(axes: Axes, shown: Evidence) -> None:
     edge = [shown["points"][i] for i in shown["frontier"]]
     axes.plot([point["memory"] for point in edge], [point["speed"] for point in edge], "--", color=GOOD, linewidth=1)
     named = edge if len(edge) <= MOST_NAMED else [edge[0], edge[-1]]
+    middle = sum(axes.get_xlim()) / 2
     for number, point in enumerate(named):
-        offset, side = (0, -13 if number % 2 else 7), "left" if point is edge[0] else "right"
+        offset, side = (4, -13 if number % 2 else 7), "left" if point["memory"] < middle else "right"
         words, place = _plain(point["name"]), (point["memory"], point["speed"])
         axes.annotate(words, place, offset, textcoords="offset points", fontsize=7, ha=side)
     axes.set(xlabel=_memory(shown), ylabel=f"{shown['speed_unit']}/s")

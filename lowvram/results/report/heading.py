@@ -37,7 +37,8 @@ def date(rows: Sequence[Row]) -> str:
 
 def command(rows: Sequence[Row]) -> str:
     """The command of a sweep, made of those of its points: a word that differs between them has all its values. That is
-    what was typed, unless it listed the points one by one. "" if no row says its command."""
+    what was typed, unless it listed the points one by one. "" if no row says its command, or if they are commands of
+    different programs."""
     commands = list(dict.fromkeys(text for row in rows if (text := row["provenance"]["command"])))
     if len(commands) < 2:
         return shown(commands[0]) if commands else ""
@@ -45,6 +46,8 @@ def command(rows: Sequence[Row]) -> str:
     for word in (word for text in commands for word in _words(text)):
         key, equals, value = word.partition("=")
         values.setdefault(key + equals, {})[value] = None
+    if len({tuple(word for word in _words(text) if "=" not in word) for text in commands}) > 1:
+        return ""
     words = [f"{key}{','.join(each)}" for key, each in values.items()]
     first = next((i for i, word in enumerate(words) if "=" in word), len(words))
     return shown(shlex.join([*words[:first], "-m", *words[first:]]))

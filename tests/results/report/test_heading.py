@@ -37,6 +37,7 @@ def test_the_command_is_made_of_those_of_the_points() -> None:
     assert commanded("lowvram 'name=a b' seed=0", "lowvram 'name=a b' seed=1") == "lowvram -m 'name=a b' seed=0,1"
     assert commanded("python train.py seed=0") == "python train.py seed=0"
     assert commanded(None, None) == ""
+    assert commanded("python train.py seed=0", "lowvram seed=1") == ""
 
 
 def test_a_command_that_no_shell_can_read_is_shown_all_the_same() -> None:

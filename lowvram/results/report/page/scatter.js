@@ -46,6 +46,7 @@ function drawScatter(width, isColoured) {
   if (!placed.length) return h("p", { class: "soft" }, "No point has both a peak and a speed.");
   const x = scale([...placed, ...absent].map(({ point }) => point.memory ?? point.planned), frame.left, frame.right, { zero: true });
   const y = scale(placed.flatMap(({ point }) => [point.speed, ...(point.speed_range ?? [])]), frame.bottom - (absent.length ? 18 : 0), frame.top, { zero: true });
+  placed.sort((a, b) => shown.frontier.includes(a.i) - shown.frontier.includes(b.i)); // the best lie on top
   const dots = placed.map(({ point, i }) => dot(point, i, x(point.memory), y(point.speed), isColoured));
   const edge = shown.frontier.map((i) => `${x(shown.points[i].memory)},${y(shown.points[i].speed)}`).join(" ");
   const base = shown.points[baseline];
