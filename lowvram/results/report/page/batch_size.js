@@ -26,7 +26,9 @@ function drawBatchSizes(width, title, value, range, lines) {
   const { sizes, title: sizesTitle } = shown.batch_sizes, height = 260, frame = { left: 76, top: 10, right: width - 14, bottom: height - 42 };
   const placed = shown.points.map((_, i) => i).filter((i) => isOk(shown.points[i]) && sizes[i] !== null && value(shown.points[i]) !== null);
   const x = scale(placed.map((i) => sizes[i]), frame.left, frame.right, { log: true, ticks: [...new Set(placed.map((i) => sizes[i]))] });
-  const y = scale(placed.flatMap((i) => [value(shown.points[i]), ...(range(shown.points[i]) ?? [])]), frame.bottom, frame.top, { zero: title !== "eval loss", log: false, gap: 45 });
+  const all = placed.flatMap((i) => [value(shown.points[i]), ...(range(shown.points[i]) ?? [])]);
+  const wide = [0.99 * Math.min(...all), 1.01 * Math.max(...all)]; // so that what is equal up to rounding looks equal
+  const y = scale([...all, ...wide], frame.bottom, frame.top, { zero: title !== "eval loss", log: false, gap: 45 });
   const curves = lines.map((each, n) => {
     const own = placed.filter((i) => shown.batch_sizes.lines[i] === each).sort((a, b) => sizes[a] - sizes[b]);
     const points = own.map((i) => `${x(sizes[i])},${y(value(shown.points[i]))}`).join(" ");

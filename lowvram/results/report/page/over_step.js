@@ -30,6 +30,7 @@ function drawOverStep(width, i, known) {
   const { events, phases, sizes } = point.over_step;
   const size = (k, n) => (Array.isArray(sizes[k]) ? sizes[k][n] : sizes[k]);
   const sums = events.map((_, n) => shown.kinds.reduce((sum, _, k) => sum + size(k, n), 0));
+  const most = Math.max(...sums), peak = Math.abs(most / point.memory - 1) < 1e-3 ? point.memory : most; // sums are of rounded sizes
   const tallest = Math.max(...[baseline, beside].filter((j) => known.includes(j)).map((j) => shown.points[j].memory));
   const x = scale(events, frame.left, frame.right, { log: false }), y = scale([0, tallest, ...sums], frame.bottom, frame.top, { zero: true, log: false, gap: 45 });
   return s(
@@ -39,8 +40,8 @@ function drawOverStep(width, i, known) {
     axes(x, y, frame, "allocations and releases", `memory, ${shown.unit}`),
     areas(events, size, x, y),
     phases.map(([phase, first, last]) => phaseOf(phase, x(events[first]), x(events[last]), frame)),
-    line(frame.left, y(Math.max(...sums)), frame.right, y(Math.max(...sums)), "peak"),
-    text(frame.right - 4, y(Math.max(...sums)) + 14, withUnit(Math.max(...sums)), { class: "halo", "text-anchor": "end" }),
+    line(frame.left, y(peak), frame.right, y(peak), "peak"),
+    text(frame.right - 4, y(peak) + 14, withUnit(peak), { class: "halo", "text-anchor": "end" }),
   );
 }
 
