@@ -59,7 +59,7 @@ def test_it_touches_nothing_else(call: Call) -> None:
     assert compared["memory"]["by_kind_max"] == plain["memory"]["by_kind_max"]
     assert compared["time"]["steps"] == plain["time"]["steps"]
     assert compared["loss"] == plain["loss"]
-    left = {".hydra", ".lowvram", "metrics.jsonl", "native.log", "result.json"}
+    left = {".hydra", ".lowvram", "memory_over_step.csv", "metrics.jsonl", "native.log", "result.json"}
     assert {file.name for file in outcome.folder.iterdir()} == left
 
 
