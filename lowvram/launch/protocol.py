@@ -56,8 +56,8 @@ EVENTS: Mapping[str, Fields] = {
     "record": {"step": int, "values": dict},
     "row": {"rank": int, "fields": dict},
     "say": {"text": str},
-    "snapshot": {"step": int, "path": str},
     "searched": {"num_plans": int},
+    "snapshot": {"step": int, "path": str},
 }
 OPTIONAL: Mapping[str, Fields] = {"row": {"is_of_a_peer": bool, "trace": str}}
 
