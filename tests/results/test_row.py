@@ -40,7 +40,9 @@ SECTIONS = {
     "loss": "first last eval",
     "eval": "accuracy perplexity",
     "precision": "skipped_steps scale",
-    "provenance": "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command",
+    "provenance": (
+        "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"
+    ),
 }
 # status: (a re-run skips it, exit code of a single run, exit code of a sweep with an ok row beside it)
 MATRIX = {
