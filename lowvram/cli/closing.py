@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from lowvram.cli.call import Call
 from lowvram.cli.job import Ending
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from lowvram.config.words import key
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import Launch
 from lowvram.results import row as rows
@@ -20,7 +21,7 @@ from lowvram.results.terminal import command_line, hydra_quoted, shown_path, sum
 from lowvram.runs.folders import end_runs
 
 
-def close_run(endings: Iterable[Ending], launch: Launch | None) -> int:
+def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[str]) -> int:
     """Print the result of a single run; returns the exit code. A refused run leaves no files."""
     ran = next(((ending, row) for ending in endings if (row := row_of(ending)) is not None), None)
     end_runs(is_refused=ran is None or ran[1]["status"] == Status.INCOMPATIBLE)
@@ -31,12 +32,19 @@ def close_run(endings: Iterable[Ending], launch: Launch | None) -> int:
         tell(row["reason"], sys.stderr)
     else:
         ranks = [f"sharding.ranks={launch.num_ranks}"] if launch else []  # torchrun isn't part of the command
-        print("\n".join(summary(row, ending.folder, ranks)))
+        again = words_of_resumed(words) if ending.row else []  # else they are in its folder
+        print("\n".join(summary(row, ending.folder, [*again, *ranks])))
         if launch and not launch.records and Status(row["status"]).exit_single == EXIT_FAILED:
             tell(
                 f"rank {launch.rank}: {row['status']}: {row['reason']}", sys.__stderr__
             )  # the one that records may not
     return EXIT_INTERRUPTED if stop_signals() else rows.exit_code([row], sweep=False)
+
+
+def words_of_resumed(words: Sequence[str]) -> list[str]:
+    """What was typed beside resume=; nothing for another run."""
+    is_resumed = "resume" in map(key, words)
+    return [word for word in words if is_resumed and key(word) not in ("resume", "hydra.run.dir")]
 
 
 def row_of(ending: Ending) -> Row | None:

@@ -122,8 +122,9 @@ Result = tuple[Row | None, BaseException | None]  # the row of a point, and the 
 
 def run_in_folder(point: Point, claim: Claim, find: Callable[[Point], Result]) -> Result:
     """Run a point that has no final row yet, with `find`."""
-    about = {"locks": (claim.fd,), "run": claim.run, "is_resumed": has_snapshots(point.folder)}
-    point = replace(point, **about)
+    is_resumed = has_snapshots(point.folder)
+    earlier = rows.read(point.folder) if is_resumed and not claim.was_cut_off else None
+    point = replace(point, locks=(claim.fd,), run=claim.run, is_resumed=is_resumed, earlier=earlier)
     if not point.is_resumed:  # a resumed point writes them at its first step
         write_notes(point.folder, point.notes)
     return find(point)
@@ -183,9 +184,10 @@ def row_of_sweep(point: Point, mistake: Exception | None) -> Result:
 
 
 def left(point: Point, status: Status, reason: str) -> Row:
-    """Write the row of a point that hasn't run."""
+    """Write the row of a point that hasn't run, unless the run that it would continue has left one."""
     row = rows.merge(point.first_row(), {"status": status.value, "reason": reason})
-    rows.write(point.folder, row)
+    if point.earlier is None:
+        rows.write(point.folder, row)
     tell_point(point, row)
     return row
 

@@ -51,7 +51,7 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
     job_process.begin(progress_for(sys.stdout))
     try:
         through_hydra(call, words, aside)
-        code = close_sweep(call, words) if call.sweep else close_run(call.endings.values(), launch_from())
+        code = close_sweep(call, words) if call.sweep else close_run(call.endings.values(), launch_from(), words)
         sys.stdout.flush()
         return code
     except MISTAKES as error:

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lowvram.config.errors import BadInput
 from lowvram.config.words import key
 from lowvram.results import row as rows
-from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in
+from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in, was_cut_off
 from lowvram.results.terminal import hydra_quoted
 from lowvram.runs.hydra_notes import check_secrets, words_of
 
@@ -54,13 +54,14 @@ def typed_value(words: list[str], wanted: str) -> str | None:
 
 
 def newest_unfinished(words: list[str]) -> Path:
-    """The run below the outputs folder with the newest snapshot whose row isn't final, and that doesn't run now."""
+    """The run below the outputs folder with the newest snapshot that isn't finished, and that doesn't run now."""
     outputs = typed_value(words, "paths.outputs") or "outputs"
     snapshots = (path for folder in Path(outputs).glob(f"**/{SNAPSHOTS}") for path in snapshots_in(folder))
     newest_first = sorted(snapshots, key=lambda file: file.stat().st_mtime, reverse=True)
     for folder in dict.fromkeys(file.parent.parent for file in newest_first):
         row = rows.read(folder)
-        if (row is None or not rows.is_final(row)) and not is_running(folder):
+        is_finished = row is not None and rows.is_final(row) and not was_cut_off(folder)
+        if not is_finished and not is_running(folder):
             return folder
     raise BadInput(
         "resume", "last", f"a folder: no unfinished run below {outputs} has a snapshot and isn't running now"

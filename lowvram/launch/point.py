@@ -40,6 +40,7 @@ class Point:
     provenance: dict[str, Any]
     logged: Logged | None = None
     is_resumed: bool = False
+    earlier: Row | None = None  # of the run that it continues: see runs/earlier.py
     launch: Launch | None = None  # if torchrun has started this program
     plan: Mapping[str, Any] | None = None  # the row's field: the memory and time predicted for it
     attempts: Attempts | None = None  # earlier ones, with fewer parts, that ran out of memory: see runs/retry.py

@@ -73,13 +73,15 @@ class Plans:
         return row
 
     def skipped(self, point: Point) -> Row | None:
-        """Write the row of a point that `plan.skip=true` skips. None: the point is to run."""
+        """The row of a point that `plan.skip=true` skips, written unless the run that it would continue has left one.
+        None: the point is to run."""
         if not point.config["plan"]["skip"] or not is_far_off(point.plan):
             return None
         assert point.plan is not None
         reason = f"planned to need {needed_text(point.plan)}, more than plan.skip=true lets run"
         row = rows.merge(point.first_row(), {"status": Status.SKIPPED.value, "reason": reason})
-        rows.write(point.folder, row)
+        if point.earlier is None:
+            rows.write(point.folder, row)
         return row
 
     def of(self, point: Point) -> Planned | None:

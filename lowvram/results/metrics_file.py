@@ -22,6 +22,7 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
         self._file: TextIO | None = None
+        self._before: tuple[int, Sequence[Values]] | None = None  # the first `step` of `begin`, and the rows after it
         self._last_kinds = set[Any]()  # of the rows of the step after which the point began; they may be written again
 
     def begin(self, step: int, untold: Sequence[Values], known: Sequence[Values] = ()) -> Lines:
@@ -39,7 +40,9 @@ class Metrics:
         is_foreign = any(row[name] != expected[name] for row, expected, name in comparable(before.rows, known))
         if before.num_damaged or is_foreign:
             self._path.replace(self._path.with_name(DAMAGED))
-        kept = [] if is_foreign else [row for row in before.rows if row["step"] <= step]
+        ours = [] if is_foreign else before.rows
+        kept = [row for row in ours if row["step"] <= step]
+        self._before = self._before or (step, [row for row in ours if row["step"] > step])
         there = set(map(kind, kept))
         missing = [row for row in untold if kind(row) not in there]
         rows = sorted([*kept, *missing], key=lambda row: row["step"])
@@ -68,6 +71,14 @@ class Metrics:
         os.fsync(self._file.fileno())
         if not is_same_file(self._file.fileno(), self._path):
             raise FileNotFoundError(errno.ENOENT, "its file was removed by somebody", str(self._path))
+
+    def put_back(self) -> None:
+        """Close the file, with the rows of later steps that it had before the first `begin`, instead of new ones."""
+        self.close()
+        if self._before is not None:
+            step, later = self._before
+            self._rewrite([*(row for row in read_lines(self._path).rows if row["step"] <= step), *later])
+            self.close()
 
     def close(self) -> None:
         if self._file is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowvram.config.secret import REFUSED, text_without_secrets, without_secrets
 from lowvram.results.files.durable import write_text
 
 FOLDER = ".hydra"
-OVERRIDES = "overrides.yaml"
+CONFIG, HYDRA, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
 Notes = Mapping[str, str]  # texts by their files' names
 
 
@@ -30,8 +31,8 @@ def notes_of(config: DictConfig) -> Notes:
     hydra = copy.deepcopy(HydraConfig.get())
     values = hydras_part(hydra)
     return {
-        "config.yaml": as_yaml(without_secrets(container(config, resolve=False))),
-        "hydra.yaml": as_yaml({"hydra": values}),
+        CONFIG: as_yaml(without_secrets(container(config, resolve=False))),
+        HYDRA: as_yaml({"hydra": values}),
         OVERRIDES: as_yaml(values["overrides"]["task"]),
     }
 
@@ -60,6 +61,15 @@ def write_notes(folder: Path, notes: Notes) -> None:
     (folder / FOLDER).mkdir(exist_ok=True)
     for name, text in notes.items():
         write_text(folder / FOLDER / name, text)
+
+
+def read_notes(folder: Path) -> Notes:
+    """The files as they are; those that can't be read are left out."""
+    notes = dict[str, str]()
+    for name in (CONFIG, HYDRA, OVERRIDES):
+        with suppress(OSError, UnicodeDecodeError):
+            notes[name] = (folder / FOLDER / name).read_text(encoding="utf-8")
+    return notes
 
 
 def words_of(folder: Path) -> list[str]:

@@ -30,8 +30,9 @@ from lowvram.results.loggers.logger import LoggedRun, config_of
 from lowvram.results.metric_lines import FILE_NAME, Values
 from lowvram.results.metrics_file import DAMAGED, Metrics
 from lowvram.results.row import GIB, Row, Status
-from lowvram.results.terminal import Progress
+from lowvram.results.terminal import Progress, shown_path
 from lowvram.runs.callbacks import Callbacks
+from lowvram.runs.earlier import EarlierLife
 from lowvram.runs.hydra_notes import write_notes
 from lowvram.runs.retry import in_parts, is_due, put_back, set_aside
 
@@ -54,6 +55,7 @@ class Recording:
         self.loggers = Loggers()
         self.callbacks = Callbacks(point.config["callbacks"] or (), progress.say)
         self.metrics = Metrics(point.folder)
+        self._earlier = EarlierLife.of(point)
         self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
         self._disturbed_row: Row | None = None  # of the measurement before this one
@@ -204,17 +206,33 @@ class Recording:
             return self.row  # nothing ran, so nothing is kept
         self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
+        if self._earlier is not None and self._earlier.stays(self.row):
+            return self._keep(self._earlier)
         rows.write(self.point.folder, self.row)  # first: an upload may take long
         if not self._is_logged:  # it ended before its first step
             self._begin_logging()
         if self._step_memory:
             self.loggers.log_curves(logger.STEP_MEMORY, self._step_memory)
         self.loggers.finish(self.row)
+        self._tell_end()
+        return self.row
+
+    def _keep(self, earlier: EarlierLife) -> Row:
+        """Leave the folder as it was before this run; returns the row of this run, which is only printed."""
+        self.metrics.put_back()
+        earlier.put_back_notes()
+        self.loggers.finish(earlier.row)
+        path, status = shown_path(self.point.folder / rows.FILE_NAME), earlier.row["status"]
+        self.progress.say(f"{path} stays as it was ({status}): this run ended before it saved a step")
+        self._tell_end()
+        return self.row
+
+    def _tell_end(self) -> None:
+        """Print what the loggers have to say, and tell the callbacks the row of this run."""
         uploads = self.loggers.uploads if self.point.sweep is None else []  # a sweep tells it once, for all
         for line in (*self.loggers.notes, *(f"to upload: {upload}" for upload in uploads)):
             self.progress.say(line)
         self.callbacks.end(self.row)
-        return self.row
 
     def _advise(self) -> None:
         choices, plan = self.row["choices"], self.row["plan"] or {}
@@ -232,6 +250,9 @@ class Recording:
         """The row of a point whose results can't be written: the row says so, and the sweep goes on."""
         self.progress.stop()
         self.end(Status.ERROR, f"{error.strerror} while writing {error.filename or self.point.folder}")
+        with suppress(OSError):
+            if self._earlier is not None and self._earlier.stays(self.row):
+                return self._keep(self._earlier)
         self.loggers.finish(self.row)
         self.callbacks.end(self.row)
         with suppress(OSError):

@@ -134,12 +134,14 @@ class Claim:
         self.created = made_folders(self.folder)
         self._before = b""  # the marker's content before this claim
         self.is_new = False  # whether this program has made the marker
+        self.was_cut_off = False  # see `was_cut_off`, as it was before this claim
         self.run: str | None = None  # id of the run, stored in its snapshots
         self.fd = -1
         try:
             self.fd = self._open()
             self._check(self._before, point)
             self._tidy()
+            self.was_cut_off = was_cut_off(self.folder)
             self.run = self._named_run()
             self._write_marker(Owner.me(), point)
         except BaseException:
@@ -361,6 +363,17 @@ def is_running(folder: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def was_cut_off(folder: Path) -> bool:
+    """Whether the last program that ran here died after a step of its was saved, so that the row is an older one's.
+    Asked while nobody runs here."""
+    try:
+        owner = owner_of(read_marker((folder / MARKER).read_bytes()))
+        newest = snapshots_in(folder / SNAPSHOTS)[0].stat().st_mtime_ns
+        return owner is not None and newest > (folder / rows.FILE_NAME).stat().st_mtime_ns
+    except (OSError, IndexError):
+        return False
 
 
 def holds_run(folder: Path) -> bool:

@@ -1,0 +1,53 @@
+"""What the folder of a resumed run already holds: a row, metrics, and what was typed. It stays until the run that goes
+on has a result or has saved a step, so a resumed run that ends before changes nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from lowvram.launch.point import Point
+from lowvram.results import row as rows
+from lowvram.results.files.run_folder import SNAPSHOTS, snapshots_in
+from lowvram.results.row import Row, Status
+from lowvram.runs.hydra_notes import Notes, read_notes, write_notes
+
+
+@final
+@dataclass(frozen=True)
+class EarlierLife:
+    """The run as its last program left it."""
+
+    folder: Path
+    row: Row
+    notes: Notes
+    snapshots: Collection[str]  # names of files; each has the hash of its bytes
+
+    @classmethod
+    def of(cls, point: Point) -> EarlierLife | None:
+        """That of a point; None if it isn't resumed, or if the last program left no row."""
+        if point.earlier is None:
+            return None
+        return cls(point.folder, point.earlier, read_notes(point.folder), names_of_snapshots(point.folder))
+
+    def stays(self, row: Row) -> bool:
+        """Whether it stays in place of `row`, with which the run that went on has ended.
+
+        A final row is replaced only after a step was saved, or by `ok`. One that isn't final is also replaced by
+        another result, such as `oom`: a sweep would repeat the point for ever.
+        """
+        if row["status"] == Status.OK or names_of_snapshots(self.folder) - set(self.snapshots):
+            return False
+        is_result = rows.is_final(row) and row["status"] != Status.INCOMPATIBLE
+        return rows.is_final(self.row) or not is_result
+
+    def put_back_notes(self) -> None:
+        if read_notes(self.folder) != self.notes:
+            write_notes(self.folder, self.notes)
+
+
+def names_of_snapshots(folder: Path) -> set[str]:
+    return {path.name for path in snapshots_in(folder / SNAPSHOTS)}
