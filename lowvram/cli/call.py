@@ -20,7 +20,7 @@ from lowvram.cli.job import Ending
 from lowvram.cli.sweep import SweepBatch, UntilOver
 from lowvram.config.compose import check_left_to_us, container
 from lowvram.config.errors import Refused
-from lowvram.config.settings import check_own, check_root, is_inline
+from lowvram.config.settings import is_inline
 from lowvram.launch.client import Event
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.launch.torchrun import Launch
@@ -92,13 +92,13 @@ class Call:
             if event["event"] == "row" and event["fields"]["status"] != Status.OK:
                 refused.append(event["fields"]["reason"])
 
+        job.check_values(coming.composed(0))  # most mistakes are in what all points share
         here = job_process.this()
         here.plans.coming = coming
         here.server.start()  # it imports while Hydra composes
         configs = coming.to_check()
         for config in configs:
-            check_root(config)
-            check_own(config)
+            job.check_values(config)
         inline.check_sweep(configs)
         if self.is_elsewhere and any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
             raise Refused("process=inline: must be child where a launcher starts the processes")

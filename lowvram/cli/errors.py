@@ -7,79 +7,31 @@ import difflib
 import re
 import shlex
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hydra.errors import OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from lowvram.cli.hints import hint_for_key, hint_for_option
+from lowvram.cli.program import program
 from lowvram.compat.hydra import args_parser
 from lowvram.config.errors import BadInput, Refused
+from lowvram.config.registry import options_of
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.settings import GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS
 from lowvram.config.texts import LONGEST_REASON, shortened
+from lowvram.config.words import key as key_of
 from lowvram.results.terminal import hydra_quoted
 
-# Names that other tools use -> what to type here.
-ELSEWHERE = {
-    "lr": "the learning rate is optimizer.lr",
-    "learning_rate": "the learning rate is optimizer.lr",
-    "momentum": "it is optimizer.momentum with optimizer=sgd",
-    "weight_decay": "it is optimizer.weight_decay",
-    "epochs": "training is counted in updates: train.steps",
-    "num_train_epochs": "training is counted in updates: train.steps",
-    "max_steps": "it is train.steps",
-    "steps": "it is train.steps",
-    "batch_size": "the logical batch is train.batch_size; accum=x4 runs it in 4 parts",
-    "per_device_train_batch_size": "the logical batch is train.batch_size; accum=x4 runs it in 4 parts",
-    "gradient_accumulation_steps": "choose accum=x2 (… x32): the logical batch stays train.batch_size",
-    "accumulate_grad_batches": "choose accum=x2 (… x32): the logical batch stays train.batch_size",
-    "auto_find_batch_size": "choose accum=auto: the logical batch stays, its parts shrink until they fit",
-    "auto_scale_batch_size": "choose accum=auto: the logical batch stays, its parts shrink until they fit",
-    "gradient_checkpointing": "choose ckpt=every1 (or every2 … every4)",
-    "activation_checkpointing": "choose ckpt=every1 (or every2 … every4)",
-    "bf16": "choose precision=bf16",
-    "fp16": "choose precision=fp16",
-    "tf32": "choose precision=tf32",
-    "amp": "choose precision=bf16 or precision=fp16",
-    "mixed_precision": "choose precision=bf16 or precision=fp16",
-    "optim": "choose optimizer=adamw or optimizer=sgd",
-    "max_grad_norm": "it is stepping.clip",
-    "gradient_clip_val": "it is stepping.clip",
-    "clip": "it is stepping.clip",
-    "lr_scheduler_type": "choose schedule=cosine (or constant, warmup_cosine)",
-    "num_workers": "choose loader=workers; their number is loader.num_workers",
-    "dataloader_num_workers": "choose loader=workers; their number is loader.num_workers",
-    "group_by_length": "choose loader=bucketed",
-    "packing": "choose loader=packed",
-    "max_length": "it is data.sequence_length",
-    "sequence_length": "it is data.sequence_length",
-    "image_size": "it is data.image_size",
-    "dropout": "it is model.dropout",
-    "dataset": "choose data=text data.path=… (or imagefolder, synthetic, …)",
-    "gpu": "choose device=cuda",
-    "gpus": "choose device=cuda",
-    "num_gpus": "choose sharding=ddp or sharding=fsdp; their number is sharding.ranks",
-    "devices": "choose sharding=ddp or sharding=fsdp; their number is sharding.ranks",
-    "ranks": "choose sharding=ddp or sharding=fsdp; their number is sharding.ranks",
-    "world_size": "choose sharding=ddp or sharding=fsdp; their number is sharding.ranks",
-    "nproc_per_node": "choose sharding=ddp or sharding=fsdp; their number is sharding.ranks",
-    "num_processes": "choose sharding=ddp or sharding=fsdp; their number is sharding.ranks",
-    "accelerator": "choose device=cuda or device=cpu",
-    "memory": "the memory that a point may use is vram=8GiB",
-    "output_dir": "it is paths.outputs",
-    "resume_from_checkpoint": "it is resume=last or resume=FOLDER",
-}
 PRESETS = ("experiment", "sweep", "debug", "local")  # groups whose options are whole configurations
 ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that exclude each other
-UNFIT = "Hydra has no such value for it; `python train.py --cfg hydra` shows what it has"
-SNAPSHOT_HINT = "ckpt is activation checkpointing; saved training state is a snapshot: resume=last or resume=FOLDER"
 
 
 def sentence(error: Exception) -> str:
     """What is wrong and how to mend it, in one sentence."""
     cause = cause_of_ours(error)
     if isinstance(cause, BadInput):
-        hint = ELSEWHERE.get(cause.key)  # a root key that nobody knows, forced in with +
+        hint = hint_for_key(cause.key) if "." not in cause.key else None  # a root key that is forced in with +
         return f"{cause.key}: no such key; {hint}" if hint else str(cause)
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
@@ -116,6 +68,11 @@ def sorted_words(words: list[str]) -> list[str]:
     return [*(word for word in words if word not in known.overrides), *known.overrides]
 
 
+def with_presets(words: Sequence[str]) -> list[str]:
+    """`+experiment=…`, as Hydra's pages type it, as `experiment=…`: the defaults list has these groups."""
+    return [word.lstrip("+") if word.startswith("+") and key_of(word) in PRESETS else word for word in words]
+
+
 def check_flags(known: argparse.Namespace) -> None:
     """Raises Refused for flags that Hydra can't combine."""
     typed = [flag for flag in ONE_OF if getattr(known, flag[2:].replace("-", "_"))]
@@ -129,7 +86,7 @@ def check_flags(known: argparse.Namespace) -> None:
 def unknown_flag(word: str) -> str:
     """The sentence for a flag that Hydra doesn't have."""
     key, equals, _ = word.lstrip("-").partition("=")
-    hint = ELSEWHERE.get(key.replace("-", "_"))
+    hint = hint_for_key(key.replace("-", "_"))
     if hint is None:
         hint = f"type {word.lstrip('-')}, without dashes" if equals else "--help shows them all"
     return f"{word}: no such flag; {hint}"
@@ -160,8 +117,8 @@ def unknown_option(match: re.Match[str]) -> str:
     group, _, option = path.partition("/")
     options = listed[1].split() if listed else []
     group = f"hydra/{group}" if path != match[1] else group
-    if group == "ckpt" and "/" in option:
-        return f"{group}={option}: {SNAPSHOT_HINT}"
+    if hint := hint_for_option(group, option):
+        return f"{group}={option}: {hint}"
     known = f"must be one of {', '.join(options)}" if options else f"the group {group} has no such option"
     return f"{group}={option}: {known}{closest(option, options)}"
 
@@ -169,15 +126,15 @@ def unknown_option(match: re.Match[str]) -> str:
 def unknown_key(match: re.Match[str]) -> str:
     """Hydra could not override a key that isn't there."""
     key = match[1].lstrip("+~")
-    last = key.rpartition(".")[2]
-    hint = ELSEWHERE.get(last)
-    if hint and not ("." in key and key in hint):  # a key that the hint names exists with another option
+    if hint := hint_for_key(key):
         return f"{key}: no such key; {hint}"
-    section, _, _ = key.rpartition(".")
+    section, _, last = key.rpartition(".")
+    if section and last in GROUPS and section not in GROUPS:
+        return f"{key}: no such key; choose {last}=OPTION, one of {', '.join(options_of(last))}"
     if section in SECTIONS:
         return f"{key}: {section} has no such key, it knows {', '.join(SECTIONS[section].__dataclass_fields__)}"
     known = f"{section} has no such key" if section else f"no such key or group{closest(key, [*GROUPS, *ROOT_KEYS])}"
-    return f"{key}: {known}; `python train.py --cfg job` shows them all"
+    return f"{key}: {known}; `{program()} --cfg job` shows them all"
 
 
 def ambiguous(match: re.Match[str]) -> str:
@@ -206,6 +163,11 @@ def closest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
+def unfit(match: re.Match[str]) -> str:
+    """A key of Hydra's own that can't have the value."""
+    return f"{match[1]}: Hydra has no such value for it; `{program()} --cfg hydra` shows what it has"
+
+
 def chosen_twice(match: re.Match[str]) -> str:
     """A group of which two options were typed."""
     return f"{match[1]}: the group has one option; type {match[1]}=… once, without +"
@@ -216,7 +178,7 @@ PATTERNS = {
     r"Could not override '([^']+)'": unknown_key,
     r"Could not delete from config\. '([^']+)'": unknown_key,
     r"Multiple values for (\w+)\.": chosen_twice,
-    r"Error merging override ([^\n]+)": lambda match: f"{match[1]}: {UNFIT}",
+    r"Error merging override ([^\n]+)": unfit,
     r"force-add of config groups is not supported: '\+\+(\w+)": chosen_twice,
     r"Ambiguous value for argument '([^\n]+)'\n": ambiguous,
 }

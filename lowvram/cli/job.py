@@ -25,11 +25,13 @@ from lowvram.config.errors import Refused
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
 from lowvram.config.settings import LoggerSettings, check_own, check_root, is_inline, is_plan, is_search
+from lowvram.config.source_checks import check_groups
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Logged, Point
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import launch_from
 from lowvram.planning.client import plan_for_row
+from lowvram.planning.devices import load_device
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import Claim, Held, has_snapshots
 from lowvram.results.row import Row, Status
@@ -240,11 +242,19 @@ def mistake_in(config: DictConfig) -> Exception | None:
     return None
 
 
-def check(config: DictConfig) -> None:
-    """Raises BadInput for what can be checked without building the objects."""
-    about, launch = HydraConfig.get(), launch_from()
+def check_values(config: DictConfig) -> None:
+    """Raises BadInput for a wrong value of a point, as far as that can be told without torch."""
     check_root(config)
     check_own(config)
+    check_groups(config)
+    if config.plan.device != "auto":
+        load_device(config.plan.device)
+
+
+def check(config: DictConfig) -> None:
+    """Raises BadInput for what can be checked of a point without torch."""
+    about, launch = HydraConfig.get(), launch_from()
+    check_values(config)
     values, choices = plain(config), chosen(about.runtime.choices)
     check_callbacks(values["callbacks"] or ())
     check_fresh(values, launch)

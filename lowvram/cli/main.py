@@ -15,8 +15,9 @@ import hydra
 from lowvram.cli import hydra_hooks, job_process
 from lowvram.cli.call import Call
 from lowvram.cli.closing import close_run, close_sweep, show_sweep
-from lowvram.cli.errors import sentence, sorted_words
+from lowvram.cli.errors import sentence, sorted_words, with_presets
 from lowvram.cli.job import hydra_job
+from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
@@ -33,6 +34,7 @@ def main() -> None:
     """`python train.py …` and `lowvram …`."""
     logging.raiseExceptions = False  # if the disk is full, W&B's own log files fail too; the row says it
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    note_program()
     launch = launch_from()
     call = Call(launch)
     with terminal_restored(), aside(launch) as folder:
@@ -80,7 +82,7 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
         The error in the words, or that of a point which ends the call.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
-    words = with_resumed(words)
+    words = with_resumed(with_presets(words))
     if aside is not None:
         words = moved(words, aside)
     typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(words)]

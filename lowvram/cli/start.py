@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 from lowvram.cli.streams import STDERR, protect_streams
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
+from lowvram.config.version import __version__
 
 
 def main() -> None:
@@ -15,6 +17,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_at_once)  # until cli/main.py installs its own handlers
     protect_streams()
+    if "--version" in sys.argv[1:]:
+        print(f"lowvram {__version__}")
+        return
     from lowvram.cli.main import main as command_line  # a third of a second
 
     command_line()

@@ -33,7 +33,7 @@ from lowvram.data.source import (
     resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import SplitSource, read_splits
+from lowvram.data.splits import SplitSource, check_name, read_splits
 from lowvram.data.text_and_label import (
     class_names,
     class_numbers,
@@ -95,6 +95,10 @@ class Hub(TextSource):
         require(is_free, "data.samples", self.samples.name, allowed)
         labelled = self.image is None or self.label is not None
         require(labelled, "data.label", self.label, "the column of the images' classes")
+
+    def check_paths(self) -> None:
+        """Asked before any process starts, so it takes no torch."""
+        check_name(self.name)
 
     @property
     def modality(self) -> Modality:

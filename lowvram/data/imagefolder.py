@@ -57,6 +57,10 @@ class ImageFolder(Source):
         require(0 < self.min_area <= 1, "data.min_area", self.min_area, "more than 0 and at most 1")
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
+    def check_paths(self) -> None:
+        """Asked before any process starts, so it takes no torch."""
+        existing_path(self.path)
+
     def resolve(self, model: FollowedModel) -> Source:
         return replace(self, image_size=self.image_size or model.natural_shape()[-1])
 

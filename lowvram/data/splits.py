@@ -74,9 +74,7 @@ def loaded(place: SplitSource) -> Any:
     """All splits by their names."""
     from datasets.exceptions import DatasetsError
 
-    looks_local = place.name.startswith((".", "/", "~")) or place.name.count("/") > 1
-    if looks_local and not place.is_local:
-        raise BadInput("data.name", place.name, f"{ELSEWHERE}; nothing is there")
+    check_name(place.name)
     try:
         with quiet_progress():
             return load_local_set(place) if place.is_local else load_from_hub(place)
@@ -85,6 +83,13 @@ def loaded(place: SplitSource) -> Any:
     except (DatasetsError, OSError, ValueError) as error:
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput("data.name", place.name, f"{LOCAL if place.is_local else ELSEWHERE} ({reason})") from None
+
+
+def check_name(name: str) -> None:
+    """Raises BadInput for a path at which nothing is."""
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not Path(name).expanduser().exists():
+        raise BadInput("data.name", name, f"{ELSEWHERE}; nothing is there")
 
 
 def load_from_hub(place: SplitSource) -> Any:

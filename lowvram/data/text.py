@@ -55,6 +55,10 @@ class Text(TextSource):
         require_count("data.sequence_length", self.sequence_length)
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
+    def check_paths(self) -> None:
+        """Asked before any process starts, so it takes no torch."""
+        existing_path(self.path)
+
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]
         return ResolvedTextSource(replace(self, sequence_length=length), model.text_rules)

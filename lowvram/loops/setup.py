@@ -90,14 +90,3 @@ def check_metrics(settings: Settings) -> None:
     if metrics and breakers:
         allowed = f"null with this option of {breakers[0]}, under which the model's outputs never exist whole"
         raise BadInput("eval.metrics", metrics, allowed)
-
-
-def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
-    """Raise BadInput unless the logical batch divides into equal slices for the ranks, and these into equal parts."""
-    unit, name = num_ranks * parts, f"accum.parts={parts}"
-    if num_ranks > 1:
-        name = f"{unit} (ranks x accum.parts = {num_ranks} x {parts})"
-    each, left = divmod(batch_size, unit)
-    if left:
-        allowed = f"a multiple of {name}: {batch_size} = {each} x {unit} + {left}"
-        raise BadInput("train.batch_size", batch_size, allowed)

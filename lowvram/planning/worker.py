@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import BadInput, Incompatible
-from lowvram.config.settings import KNOB_GROUPS, Settings
+from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.assemble import skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
-from lowvram.loops.setup import acting_allocator, can_replace, check_batch_size, open_data, wanted_ranks
+from lowvram.loops.setup import acting_allocator, can_replace, open_data, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.devices import DeviceSpec, find_device, load_device

@@ -11,9 +11,8 @@ from typing import Any, final
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of, neutral_options
-from lowvram.config.settings import KNOB_GROUPS, Settings
+from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.knob import Exactness, Knob
-from lowvram.loops.setup import check_batch_size
 from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner

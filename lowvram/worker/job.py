@@ -13,7 +13,7 @@ import torch
 
 from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
-from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings
+from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core import ranks
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
@@ -24,7 +24,7 @@ from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
-from lowvram.loops.setup import acting_allocator, check_batch_size, check_metrics, open_data, with_steps
+from lowvram.loops.setup import acting_allocator, check_metrics, open_data, with_steps
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s

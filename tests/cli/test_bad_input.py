@@ -52,7 +52,7 @@ MISTAKES = {
     "optimizer.lr=nan": ["optimizer.lr=nan: must be"],
     "timeout_s=nan": ["timeout_s=nan: must be"],
     "timeout_s=inf": ["timeout_s=inf: must be a number or null, not infinity"],
-    "data=imagefolder": ["data.sequence_length: data has no such key; `python train.py --cfg job` shows them all"],
+    "data=imagefolder": ["data.sequence_length: data has no such key; `", "train.py --cfg job` shows them all"],
     # ranges
     "ckpt=every1 ckpt.every=0": ["ckpt.every=0: must be at least 1"],
     "model.num_heads=5": ["model.num_heads=5: must be", "model.width=32"],
