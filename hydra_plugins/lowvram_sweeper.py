@@ -3,6 +3,7 @@ lowvram/cli/hydra_hooks.py; how points are listed and named, in lowvram/cli/swee
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, final
@@ -19,13 +20,9 @@ from lowvram.cli import sweep as sweeper
 from lowvram.cli.sweep import Names, SweepBatch, names_of
 
 
-@final
-class PointSweeper(Sweeper):
-    """conf/hydra/sweeper/lowvram.yaml: as Hydra's basic sweeper, but with lists of points beside grids, and no point is
-    composed twice. It writes nothing into the sweep's folder: the program does."""
-
-    def __init__(self, max_batch_size: int | None, params: Any = None, points: Any = None) -> None:
-        self.max_batch_size, self.params, self.points = max_batch_size, params or {}, points
+class CheckingSweeper(Sweeper, ABC):
+    """A sweeper whose points the program checks and launches; none is composed twice. It writes nothing into the
+    sweep's folder: the program does."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """For a launcher that composes each point with `ComposesOnce`."""
@@ -36,10 +33,24 @@ class PointSweeper(Sweeper):
             hydra_context=context, task_function=task_function, config=config
         )
 
+    def launch(self, coming: SweepBatch) -> None:
+        """Hand points to the program, which checks and launches them."""
+        assert self.launcher is not None
+        self.loader.name(coming)
+        for listener in hydra_hooks.listeners:
+            listener.launch(self.launcher, coming)
+
+
+@final
+class PointSweeper(CheckingSweeper):
+    """conf/hydra/sweeper/lowvram.yaml: as Hydra's basic sweeper, but with lists of points beside grids."""
+
+    def __init__(self, max_batch_size: int | None, params: Any = None, points: Any = None) -> None:
+        self.max_batch_size, self.params, self.points = max_batch_size, params or {}, points
+
     def sweep(self, arguments: list[str]) -> None:
         """Launch all points, in batches of `max_batch_size`. Wrong options are reported before the first of them."""
         assert self.config is not None
-        assert self.launcher is not None
         compose = partial(self.loader.look, self.config)
         parser = OverridesParser.create(config_loader=cast(ConfigLoader, self.loader))
         configured = [f"{key}={value}" for key, value in self.params.items()]
@@ -47,10 +58,7 @@ class PointSweeper(Sweeper):
         num_launched = 0
         for grid in sweeper.grid(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
-            coming = SweepBatch(batch, num_launched, compose)
-            self.loader.name(coming)
-            for listener in hydra_hooks.listeners:
-                listener.launch(self.launcher, coming)
+            self.launch(SweepBatch(batch, num_launched, compose))
             num_launched += len(batch)
 
 
@@ -73,8 +81,10 @@ class ComposesOnce:
         return ComposesOnce, (self._loader, self._names)  # a launcher may hand it to other processes
 
     def look(self, config: DictConfig, words: Sequence[str]) -> DictConfig:
-        """A point before its turn."""
+        """A point before its turn, or words that are no point, without a name."""
         key = tuple(words)
+        if key not in self._names:
+            return self._composed(config, list(words))
         if key not in self._looked_at:
             self._looked_at[key] = self._composed(config, list(words))
         return self._looked_at[key]
@@ -86,5 +96,6 @@ class ComposesOnce:
     def _composed(self, config: DictConfig, words: list[str]) -> DictConfig:
         composed = self._loader.load_sweep_config(config, words)
         with open_dict(composed.hydra.sweeper):
-            composed.hydra.sweeper.update(self._names[tuple(words)]._asdict())
+            if names := self._names.get(tuple(words)):
+                composed.hydra.sweeper.update(names._asdict())
         return composed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,13 +57,15 @@ class Checkout:
     def venv(self) -> Path:
         return self.root / ".venv"
 
-    def start(self, script: str, *args: str, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, script: str, *args: str, cwd: Path | None = None, stderr: int = subprocess.PIPE, **env: str
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [BASH, str(self.root / script), *args],
             cwd=cwd or self.root,
             env={"PATH": str(self.bin), "LOG": str(self.log), **env},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
@@ -95,6 +98,9 @@ def checkout(tmp_path: Path) -> Checkout:
 def with_python(checkout: Checkout) -> Checkout:
     write_executable(checkout.bin / "python3", FAKE_PYTHON)
     return checkout
+
+
+STEPS = [("1/4", "making the"), ("2/4", "installing pip"), ("3/4", "installing torch"), ("4/4", "installing all")]
 
 
 def num_pip_installs(calls: list[str]) -> int:
@@ -141,6 +147,8 @@ def test_set_up_once_and_again_only_when_the_requirements_change(with_python: Ch
     calls = with_python.calls()
     assert code == 0
     assert "setting up" in err
+    assert re.findall(r"^  (\d/4) (\w+ \w+)", err, re.MULTILINE) == STEPS
+    assert re.search(r"^  ready after \d+:\d\d minutes$", err, re.MULTILINE)
     assert calls[0].startswith("-m venv")
     assert num_pip_installs(calls) == 1
     assert calls[-1] == f"{with_python.root}/train.py seed=1"
@@ -154,8 +162,29 @@ def test_set_up_once_and_again_only_when_the_requirements_change(with_python: Ch
     calls = with_python.calls()
     assert code == 0
     assert "updating" in err
+    assert re.findall(r"^  (\d/4)", err, re.MULTILINE) == [number for number, _ in STEPS]
     assert num_pip_installs(calls) == 1
     assert not any("venv" in call.split() for call in calls)
+
+
+def test_a_failure_names_the_step(with_python: Checkout) -> None:
+    code, err = with_python.run("scripts/train", FAIL="constraints.txt --quiet torch")
+    assert code == 1
+    *_, last, failed = err.splitlines()
+    assert last.startswith("  3/4 installing torch")
+    assert failed.startswith(f"setting up {with_python.venv} failed")
+
+
+def test_pip_shows_how_far_the_large_download_is_on_a_terminal(with_python: Checkout) -> None:
+    """And only there: what is logged has a line for each step."""
+    terminal, stderr = os.openpty()
+    process = with_python.start("scripts/train", stderr=stderr)
+    process.communicate(timeout=20)
+    os.close(stderr)
+    assert "3/4 installing torch" in os.read(terminal, 2**16).decode()
+    os.close(terminal)
+    shown = [call for call in with_python.calls() if "install" in call and "--quiet" not in call]
+    assert [call.split()[-1] for call in shown] == ["torch"]
 
 
 def test_a_moved_checkout_is_installed_anew(with_python: Checkout) -> None:
@@ -272,11 +301,12 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
         *extras["report"],
         *extras["workspace"],
         *extras["launchers"],
+        *extras["optuna"],
         *extras["dev"],
     ]:
         requirement = Requirement(text)
         if requirement.name == project["name"]:
-            assert requirement.extras == {"hf", "launchers", "report", "workspace"}
+            assert requirement.extras == {"hf", "launchers", "optuna", "report", "workspace"}
             continue
         assert requirement.specifier.contains(pinned[requirement.name]), text
 
@@ -315,7 +345,8 @@ def test_wheel_ships_the_whole_configuration(packages: Path, tmp_path: Path) -> 
     } == page  # of a report
     tops = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".dist-info")}
     assert tops == {"lowvram", "hydra_plugins"}  # Hydra looks for plugins there and nowhere else
-    assert [path.name for path in (tmp_path / "hydra_plugins").iterdir()] == ["lowvram_sweeper.py"]
+    plugins = sorted(path.name for path in (tmp_path / "hydra_plugins").iterdir())
+    assert plugins == ["lowvram_optuna_sweeper.py", "lowvram_sweeper.py"]
 
 
 def test_wheel_runs_without_the_repository(packages: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lowvram.launch.client import Event
 from lowvram.launch.stop import StopConditions, stop_signals
 from lowvram.launch.torchrun import Launch
 from lowvram.planning.client import request_of
-from lowvram.results.row import Status
+from lowvram.results.row import Row, Status
 from lowvram.results.terminal import tell
 from lowvram.runs import in_process as inline
 from lowvram.runs.folders import SweepFolder
@@ -92,13 +92,14 @@ class Call:
             if event["event"] == "row" and event["fields"]["status"] != Status.OK:
                 refused.append(event["fields"]["reason"])
 
-        job.check_values(coming.composed(0))  # most mistakes are in what all points share
-        here = job_process.this()
-        here.plans.coming = coming
-        here.server.start()  # it imports while Hydra composes
-        configs = coming.to_check()
-        for config in configs:
+        here, configs = job_process.this(), list[DictConfig]()
+        for config in coming.to_check():
             job.check_values(config)
+            here.server.start()  # after the first, as most mistakes are in what all points share
+            configs.append(config)
+        here.plans.coming = coming
+        if not configs:  # an earlier batch was checked
+            return
         inline.check_sweep(configs)
         if self.is_elsewhere and any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
             raise Refused("process=inline: must be child where a launcher starts the processes")
@@ -129,6 +130,10 @@ class Call:
         if job.status is JobStatus.COMPLETED:
             ending = job.return_value
             self.endings[ending.index] = ending
+
+    def row(self, index: int) -> Row | None:
+        """The row of a point that has ended; None if it has none."""
+        return self.endings[index].read_row() if index in self.endings else None
 
     def is_over(self) -> bool:
         return bool(stop_signals() or self.failure or self.refusal)

@@ -23,7 +23,7 @@ from lowvram.runs.folders import end_runs
 
 def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[str]) -> int:
     """Print the result of a single run; returns the exit code. A refused run leaves no files."""
-    ran = next(((ending, row) for ending in endings if (row := row_of(ending)) is not None), None)
+    ran = next(((ending, row) for ending in endings if (row := ending.read_row()) is not None), None)
     end_runs(is_refused=ran is None or ran[1]["status"] == Status.INCOMPATIBLE)
     if ran is None:
         return EXIT_INTERRUPTED if stop_signals() else 0
@@ -45,13 +45,6 @@ def words_of_resumed(words: Sequence[str]) -> list[str]:
     """What was typed beside resume=; nothing for another run."""
     is_resumed = "resume" in map(key, words)
     return [word for word in words if is_resumed and key(word) not in ("resume", "hydra.run.dir")]
-
-
-def row_of(ending: Ending) -> Row | None:
-    """The row of a point, unless it has none or another program runs the point."""
-    if ending.is_stopped or ending.holder or ending.refusal:
-        return None
-    return ending.row or rows.read(ending.folder)
 
 
 def close_sweep(call: Call, words: Sequence[str]) -> int:
@@ -83,7 +76,7 @@ def show_sweep(call: Call, words: Sequence[str]) -> list[Row]:
     for ending in endings:
         if ending.is_stopped:
             call.sweep.forget(ending.folder)
-    by_ending = [(ending, row) for ending in endings if (row := row_of(ending)) is not None]
+    by_ending = [(ending, row) for ending in endings if (row := ending.read_row()) is not None]
     finished = table.collect(folder) if call.failure else [row for _, row in by_ending]
     if not finished:
         call.sweep.undo()

@@ -91,7 +91,6 @@ OPTIONS = {
     r"model=(bert|roberta|distilbert|opt|llama|qwen|mistral|gemma|t5|vit).*": "type model=hf model.name=FOLDER_OR_NAME",
     r"hydra/launcher=(joblib|submitit_\w+)": "it isn't installed here: pip install 'lowvram[launchers]'",
     r"hydra/launcher=(ray|ray_aws|rq)": r"it isn't installed here: pip install hydra-\1-launcher",
-    r"hydra/sweeper=optuna": "it isn't installed here: pip install 'lowvram[optuna]'",
     r"hydra/sweeper=(ax|nevergrad)": "it takes another job than lowvram's: type hydra/sweeper=optuna",
 }
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from lowvram.cli.sweep import SweepBatch
 from lowvram.config.compose import MISTAKES
 from lowvram.config.errors import require
+from lowvram.results.row import Row
 
 
 class Listener(Protocol):
@@ -40,8 +41,22 @@ class Listener(Protocol):
         """Whether no more points are to be run."""
         ...
 
+    def row(self, index: int) -> Row | None:
+        """The row of a point that has ended, by its index; None if it has none."""
+        ...
+
 
 listeners: list[Listener] = []  # none in the process of a launcher
+
+
+def is_over() -> bool:
+    """Whether no more points are to be run."""
+    return any(listener.is_over() for listener in listeners)
+
+
+def row(index: int) -> Row | None:
+    """The row of a point that has ended."""
+    return next((row for listener in listeners if (row := listener.row(index)) is not None), None)
 
 
 class NotBegun(BaseException):

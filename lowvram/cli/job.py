@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from lowvram.cli import job_process
 from lowvram.cli.errors import sentence, unforeseen
+from lowvram.cli.objective import Objective
 from lowvram.config import identity
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
@@ -69,6 +70,12 @@ class Ending:
     holder: str | None = None
     refusal: Refused | OSError | None = None
     error: BaseException | None = None
+
+    def read_row(self) -> Row | None:
+        """The row of the point, unless it has none or another program runs the point."""
+        if self.is_stopped or self.holder or self.refusal:
+            return None
+        return self.row or rows.read(self.folder)
 
 
 def hydra_job(config: DictConfig) -> Ending:
@@ -247,6 +254,8 @@ def check_values(config: DictConfig) -> None:
     check_root(config)
     check_own(config)
     check_groups(config)
+    if config.optimized_metric is not None:
+        Objective.named(config.optimized_metric)
     if config.plan.device != "auto":
         load_device(config.plan.device)
 

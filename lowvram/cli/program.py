@@ -1,5 +1,5 @@
 """How the user has called this program: `python train.py`, `scripts/train` or `lowvram`. Printed commands start so.
-Imports nothing slow.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from lowvram.compat.hydra import complete_program
+
 TYPED = "LOWVRAM_PROGRAM"  # in the environment: how scripts/train was called
 COMMAND = "lowvram"  # the installed command
+COMPLETION = ("-sc", "--shell-completion")
 
 _words = [COMMAND]
 
@@ -25,6 +28,8 @@ def note_program() -> None:
         typed = COMMAND if found is not None and Path(found).samefile(script) else script
     if typed is not None:
         sys.orig_argv = [typed, *sys.argv[1:]]
+        if not set(sys.argv).isdisjoint(COMPLETION):
+            complete_program(typed)
     _words[:] = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
 
 

@@ -149,15 +149,29 @@ class SweepBatch:
         batch: the words of each.
         first: the index of the first of them in the sweep.
         compose: composes a configuration from words.
+        swept: the keys that differ between the points; None: as the batch shows.
+        checked: the words of points that are checked before; None: representative ones of the batch.
     """
 
-    def __init__(self, batch: Batch, first: int, compose: Compose) -> None:
-        self.batch, self.first, self._compose = batch, first, compose
-        self.swept, self.axes = swept_keys(batch), axes_of(batch)  # the keys that differ between the points
+    def __init__(
+        self,
+        batch: Batch,
+        first: int,
+        compose: Compose,
+        swept: list[str] | None = None,
+        checked: Batch | None = None,
+    ) -> None:
+        self.batch, self.first, self._compose, self._checked = batch, first, compose, checked
+        self.swept = swept_keys(batch) if swept is None else swept
+        self.axes = axes_of(batch) if swept is None else swept
 
-    def to_check(self) -> list[DictConfig]:
-        """The configurations of the representative points. Raises Hydra's error if one can't be composed."""
-        return [self.composed(place) for place in representative(self.batch)]
+    def to_check(self) -> Iterator[DictConfig]:
+        """The configurations of the points that are checked before any runs. Raises Hydra's error if one can't be
+        composed."""
+        if self._checked is None:
+            yield from map(self.composed, representative(self.batch))
+        else:
+            yield from map(self._compose, self._checked)
 
     def composed(self, place: int) -> DictConfig:
         config = self._compose(self.batch[place])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from hydra._internal.core_plugins import basic_launcher
 from hydra._internal.utils import get_args_parser
+from hydra.core.plugins import Plugins
+from hydra.plugins.completion_plugin import CompletionPlugin
 
 
 def args_parser() -> argparse.ArgumentParser:
@@ -15,6 +18,17 @@ def args_parser() -> argparse.ArgumentParser:
     and exits. Replaced by a public name, if Hydra makes one.
     """
     return get_args_parser()
+
+
+def complete_program(program: str) -> None:
+    """Have `--shell-completion install=…` register a program by this name.
+
+    `_get_exec` of the completion plugins, since 1.0: it knows `python` and the basename of an installed command, so it
+    can't name a script in a folder. Replaced by a public way to name it, if Hydra makes one.
+    """
+    plugins: list[Any] = list(Plugins.instance().discover(CompletionPlugin))
+    for plugin in plugins:
+        plugin._get_exec = staticmethod(lambda: program)
 
 
 def own_launcher() -> str:

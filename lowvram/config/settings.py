@@ -160,6 +160,7 @@ class RootSettings:
     name: str | None
     process: str
     callbacks: list[str] | None
+    optimized_metric: Any = None  # a path or a list of paths: see cli/objective.py
 
     def __post_init__(self) -> None:
         require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")
