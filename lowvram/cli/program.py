@@ -10,6 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from lowvram.compat.hydra import complete_program
 
 TYPED = "LOWVRAM_PROGRAM"  # in the environment: how scripts/train was called
@@ -30,6 +32,7 @@ def note_program() -> None:
         sys.orig_argv = [typed, *sys.argv[1:]]
         if not set(sys.argv).isdisjoint(COMPLETION):
             complete_program(typed)
+    OmegaConf.register_new_resolver("program", program, replace=True)  # for --help
     _words[:] = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
 
 

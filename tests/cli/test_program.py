@@ -62,6 +62,12 @@ def test_python_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert program.program() == "python3 train.py"
 
 
+def test_the_help_names_the_program() -> None:
+    said = bash("scripts/train --help")
+    assert "\n  scripts/train precision=bf16 ckpt=every2\n" in said
+    assert "python train.py" not in said
+
+
 def test_scripts_train_is_completed_by_bash() -> None:
     said = bash(
         'eval "$(scripts/train -sc install=bash)"; complete -p scripts/train\n'
