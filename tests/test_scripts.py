@@ -71,7 +71,7 @@ class Checkout:
 
     def run(self, script: str, *args: str, cwd: Path | None = None, **env: str) -> tuple[int, str]:
         """Exit code and standard error."""
-        process = self.start(script, *args, cwd=cwd, **env)
+        process = self.start(script, *args, cwd=cwd, stderr=subprocess.PIPE, **env)
         _, err = process.communicate(timeout=20)
         return process.returncode, err
 
@@ -100,7 +100,7 @@ def with_python(checkout: Checkout) -> Checkout:
     return checkout
 
 
-STEPS = [("1/4", "making the"), ("2/4", "installing pip"), ("3/4", "installing torch"), ("4/4", "installing all")]
+STEPS = [("1/4", "making the"), ("2/4", "installing pip"), ("3/4", "installing torch"), ("4/4", "installing the")]
 
 
 def num_pip_installs(calls: list[str]) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.data.image_listing import BROKEN, ClassFolder, class_folders, external_links, skipped_files
-from lowvram.data.local import load_local
+from lowvram.data.local import existing_path, load_local
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count, resolved_size
 from lowvram.data.spec import DataSpec, Modality
