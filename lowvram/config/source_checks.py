@@ -39,11 +39,11 @@ class LeftToChild(BaseException):
 class Unknown:
     """What isn't imported here. Every use raises `LeftToChild`."""
 
-    def _use(self, *_: Any, **__: Any) -> Never:
+    def use(self, *_: Any, **__: Any) -> Never:
         raise LeftToChild
 
-    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __enter__ = __mro_entries__ = _use
-    __bool__ = __hash__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __format__ = __str__ = _use
+    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __enter__ = __mro_entries__ = use
+    __bool__ = __hash__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __format__ = __str__ = use
 
 
 UNKNOWN = Unknown()
