@@ -276,9 +276,11 @@ def test_checks_with_arguments_run_pytest_alone(checkout: Checkout, tmp_path: Pa
 @pytest.mark.parametrize(("tier", "chosen"), [("fast", "not slow and not medium"), ("all", ""), ("", "not slow")])
 def test_each_tier_holds_the_one_before(checkout: Checkout, tmp_path: Path, tier: str, chosen: str) -> None:
     python = write_executable(tmp_path / "mine", FAKE_PYTHON)
+    write_executable(checkout.root / "scripts" / "emulated_gpu", "echo emulated >>calls_of_emulated_gpu\n")
     code, _ = checkout.run("scripts/test", *tier.split(), LOWVRAM_PYTHON=str(python))
     assert code == 0
     assert checkout.log.read_text().rstrip("\n").endswith(f"-m {chosen}")
+    assert (checkout.root / "calls_of_emulated_gpu").exists() == (tier == "all")
 
 
 def pins() -> dict[str, str]:
@@ -300,13 +302,14 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
         *extras["hf"],
         *extras["report"],
         *extras["workspace"],
+        *extras["tensorboard"],
         *extras["launchers"],
         *extras["optuna"],
         *extras["dev"],
     ]:
         requirement = Requirement(text)
         if requirement.name == project["name"]:
-            assert requirement.extras == {"hf", "launchers", "optuna", "report", "workspace"}
+            assert requirement.extras == {"hf", "launchers", "optuna", "report", "tensorboard", "workspace"}
             continue
         assert requirement.specifier.contains(pinned[requirement.name]), text
 
