@@ -305,6 +305,7 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
         *extras["tensorboard"],
         *extras["launchers"],
         *extras["optuna"],
+        *extras["tensorboard"],
         *extras["dev"],
     ]:
         requirement = Requirement(text)
