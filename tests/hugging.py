@@ -7,6 +7,8 @@ import tempfile
 from functools import cache
 from typing import Any
 
+import torch
+
 from lowvram.models.hf_source import transformers
 
 ROOT = tempfile.TemporaryDirectory(prefix="lowvram-hugging-")
@@ -23,12 +25,39 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # by their kinds: a class of
     "vit": ("ViTForImageClassification", {**HEADS, "image_size": 16, "patch_size": 4}),
     "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]}),
 }
+OPT = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+DISTILBERT = {"dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2}
+SWIN = {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more of them, which only some tests try
+    **CONFIGS,
+    "opt": ("OPTForCausalLM", {**WORDS, **OPT}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**WORDS, **HEADS}),
+    "qwen3": ("Qwen3ForCausalLM", {**WORDS, **HEADS, "num_key_value_heads": 1, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", {**WORDS, **HEADS, "num_key_value_heads": 1}),
+    "gemma": ("GemmaForCausalLM", {**WORDS, **HEADS, "num_key_value_heads": 1, "head_dim": 8}),
+    "roberta": ("RobertaForSequenceClassification", {**WORDS, **HEADS}),
+    "distilbert": ("DistilBertForSequenceClassification", {**WORDS, **DISTILBERT}),
+    "deit": ("DeiTForImageClassification", {**HEADS, "image_size": 16, "patch_size": 4}),
+    "swin": ("SwinForImageClassification", {**SWIN, "image_size": 32}),
+    "convnext": ("ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}),
+}
 
 
 @cache
 def tiny(kind: str) -> str:
     """The path of a folder that holds the configuration alone."""
-    architecture, sizes = CONFIGS[kind]
+    architecture, sizes = FAMILIES[kind]
     config = transformers.AutoConfig.for_model(kind, architectures=[architecture], **sizes)
     config.save_pretrained(f"{ROOT.name}/{kind}")
     return f"{ROOT.name}/{kind}"
+
+
+@cache
+def with_weights(kind: str, num_labels: int = 5) -> str:
+    """The path of a folder that holds weights, too."""
+    architecture, _ = FAMILIES[kind]
+    classes = {"num_labels": num_labels} if "Classification" in architecture else {}
+    config, folder = transformers.AutoConfig.from_pretrained(tiny(kind), **classes), f"{ROOT.name}/{kind}-weights"
+    torch.manual_seed(0)
+    getattr(transformers, architecture)(config).save_pretrained(folder)
+    return folder

@@ -17,8 +17,9 @@ from lowvram.knobs.adapter.layers import library
 from lowvram.models.hf import HfConfig
 from lowvram.models.hf_source import transformers
 from tests.calls import ROOT, Outcome
-from tests.hugging import tiny
+from tests.hugging import FAMILIES, tiny, with_weights
 from tests.laboratory import CPU
+from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
 LENGTH, EVAL_SAMPLES = 16, 8
@@ -87,3 +88,15 @@ def test_a_whole_model_is_loaded_by_transformers_and_evaluates_the_same(
     before = loss_of(transformers.AutoModelForCausalLM.from_pretrained(folder), held_out)
     assert loss_of(model, held_out) == pytest.approx(outcome.row["loss"]["eval"], rel=1e-5)
     assert abs(before - outcome.row["loss"]["eval"]) > 0.01
+
+
+@pytest.mark.parametrize("kind", first_of(["vit", "swin", "roberta", "opt"]))
+def test_every_kind_of_model_is_left_whole(call: Call, kind: str) -> None:
+    """More families, in one process: tests/models/test_hf_families.py."""
+    sizes = ("data.sequence_length=16", "data.image_size=16", "data.num_classes=5", "data.eval_samples=4")
+    words = (f"model.name={with_weights(kind)}", "data=synthetic", "train.steps=2", "train.batch_size=4")
+    outcome = call("model=hf", *words, *sizes, "logger=none")
+    assert outcome.code == 0, outcome.said()
+    model_class = getattr(transformers, FAMILIES[kind][0])
+    _, said = model_class.from_pretrained(outcome.folder / "model", output_loading_info=True)
+    assert not any(said.values()), said

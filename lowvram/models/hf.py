@@ -14,19 +14,21 @@ from typing import Any, final
 
 import torch
 from omegaconf import MISSING
-from torch import Tensor, nn
+from torch import nn
 
 from lowvram.compat.hf_offline import hf_offline
-from lowvram.compat.transformers import class_of
 from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
+from lowvram.models.hf_heads import READS, Head, head_named_by, logits_at_end, model_class
 from lowvram.models.hf_packed import PACKED_KINDS
+from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
     check_weights,
     first_line,
     folder,
     is_folder,
+    local_files,
     read_config,
     transformers,
     weight_files,
@@ -43,33 +45,6 @@ class Weights(Enum):
     auto = "pretrained if there are any, else random"
     pretrained = "as they were saved"
     random = "as the model's author starts them"
-
-
-class Head(Enum):
-    """What the model predicts. The names are what a user types."""
-
-    auto = "what the folder's config.json says under architectures"
-    causal_lm = "the next token"
-    sequence_classification = "a class of a text"
-    image_classification = "a class of an image"
-
-
-READS = {
-    Head.causal_lm: Modality.TOKENS,
-    Head.sequence_classification: Modality.LABELLED_TOKENS,
-    Head.image_classification: Modality.IMAGES,
-}
-CLASSES: dict[Head, Any] = {
-    Head.causal_lm: transformers.AutoModelForCausalLM,
-    Head.sequence_classification: transformers.AutoModelForSequenceClassification,
-    Head.image_classification: transformers.AutoModelForImageClassification,
-}
-SUFFIXES = {
-    "ForCausalLM": Head.causal_lm,
-    "LMHeadModel": Head.causal_lm,
-    "ForSequenceClassification": Head.sequence_classification,
-    "ForImageClassification": Head.image_classification,
-}
 
 
 @final
@@ -148,7 +123,7 @@ class HfConfig(ForeignModel):
 
     def longest(self) -> int | None:
         """The most tokens for which the model has positions; None: not known."""
-        return getattr(self.config().get_text_config(), "max_position_embeddings", None)
+        return num_positions(self.config().get_text_config())
 
     def config(self) -> Any:
         """The model's own configuration with the changes of `model.args` and of `forced`."""
@@ -164,23 +139,11 @@ class HfConfig(ForeignModel):
         return cached | ({} if self.dropout is None else dict.fromkeys(dropped, self.dropout))
 
     def chosen_head(self) -> Head:
-        if self.head is not Head.auto:
-            return self.head
-        names = self.config().architectures or ["nothing"]
-        chosen = next((head for suffix, head in SUFFIXES.items() if names[0].endswith(suffix)), None)
-        options = ", ".join(head.name for head in CLASSES)
-        if chosen is None:
-            raise BadInput("model.head", "auto", f"one of {options}: the model's configuration names {names[0]}")
-        return chosen
+        return head_named_by(self.config()) if self.head is Head.auto else self.head
 
     def model_class(self) -> Any:
         """The model's class in transformers."""
-        head, config = self.chosen_head(), self.config()
-        try:
-            return class_of(CLASSES[head], config)
-        except KeyError:
-            allowed = f"a head that transformers has for the kind {config.model_type}"
-            raise BadInput("model.head", head.name, allowed) from None
+        return model_class(self.chosen_head(), self.config())
 
     def check_packed(self) -> None:
         """Raises BadInput unless this model_type is known to keep packed sequences apart: positions that restart at 0
@@ -223,7 +186,6 @@ class HfConfig(ForeignModel):
         require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
         most = f"at most {vocab_size}, the model's vocabulary: choose its own with data.tokenizer=auto, or bytes"
         require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
-        config.pad_token_id = self.pad_id
 
     def fit_images(self, config: Any, spec: DataSpec) -> None:
         """Set the image size to that of the data.
@@ -233,15 +195,21 @@ class HfConfig(ForeignModel):
         """
         channels, *size = self.natural_shape()
         require(spec.shape[0] == channels, "the images' channels", spec.shape[0], f"{channels}, which the model reads")
-        if getattr(config, "image_size", None) is not None:
-            is_fit = not self.is_pretrained() or list(spec.shape[1:]) == size
-            require(is_fit, "data.image_size", spec.shape[-1], f"{size[0]}, for which the weights were trained")
-            config.image_size = spec.shape[-1]
+        check_windows(config, spec.shape[-1])
+        if getattr(config, "image_size", None) is None or list(spec.shape[1:]) == size:
+            return
+        before = shapes_of(self.model_class(), config) if self.is_pretrained() else {}
+        config.image_size = spec.shape[-1]
+        is_fit = not before or before == shapes_of(self.model_class(), config)
+        require(is_fit, "data.image_size", spec.shape[-1], f"{size[0]}, for which the weights were trained")
 
     def make(self, spec: DataSpec) -> nn.Module:
         model = self.model_class()(self.config_for(spec))
-        if model.config.is_encoder_decoder:
-            model.forward = partial(logits_at_end, model)
+        if spec.modality is Modality.LABELLED_TOKENS:
+            # Not in the configuration that the model is built from: its embedding of the token would never train.
+            model.config.pad_token_id = self.pad_id
+            if model.config.is_encoder_decoder:
+                model.forward = partial(logits_at_end, model)
         return model
 
     def build(self, spec: DataSpec) -> nn.Module:
@@ -271,23 +239,15 @@ class HfConfig(ForeignModel):
         return str(folder(self.name).resolve()) if is_folder(self.name) else self.name
 
     def save(self, model: Any, spec: DataSpec, folder: Path) -> None:
-        """Save in transformers' own layout, with the tokenizer's files if the model came from a folder."""
+        """Save in transformers' own layout, with the files of the model's folder that belong to it."""
         unchanged = read_config(self.name, self.revision).to_dict()
-        source = Path(self.name).expanduser()
-        hf_layout.save(model, {name: unchanged[name] for name in self.forced(unchanged)}, source, folder)
+        hf_layout.save(model, {name: unchanged[name] for name in self.forced(unchanged)}, folder)
+        self.save_companions(folder)
+
+    def save_companions(self, folder: Path) -> None:
+        """Copy the files that belong to the model and hold no weights, such as the tokenizer's."""
+        hf_layout.copy_companions(local_files(self.name, self.revision), folder)
 
     def is_random(self, model: Any) -> bool:
         shares = (value for name, value in model.config.to_dict().items() if "drop" in name)
         return any(isinstance(share, float) and share > 0 for share in shares)
-
-
-def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The forward pass of an encoder-decoder classifier: texts (b, t) to logits (b, k), from the decoder's state at
-    each text's last end-of-sequence token. The model's own forward pass selects that by a boolean mask, which waits for
-    the device and can't run on fake tensors."""
-    shifted = input_ids.roll(1, dims=1)
-    shifted[:, 0] = model.config.decoder_start_token_id
-    states = model.base_model(input_ids, attention_mask=attention_mask, decoder_input_ids=shifted, use_cache=False)[0]
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    last = (input_ids.eq(model.config.eos_token_id) * places).argmax(1)
-    return model.classification_head(states[torch.arange(len(last), device=last.device), last])

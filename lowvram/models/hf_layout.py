@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.core.quiet import quiet
+from lowvram.models.hf_source import transformers
 
-BESIDE = (  # files that belong to a model, but that its `save_pretrained` doesn't write: tokenizers, image processors
+BESIDE = (  # files that can't be made from the model itself: tokenizers, image processors, settings of `generate`
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -20,15 +21,15 @@ BESIDE = (  # files that belong to a model, but that its `save_pretrained` doesn
     "chat_template.*",
     "preprocessor_config.json",
     "processor_config.json",
+    "generation_config.json",
 )
 
 
-def save(model: Any, restored: Mapping[str, Any], source: Path, folder: Path) -> None:
+def save(model: Any, restored: Mapping[str, Any], folder: Path) -> None:
     """Write a model of transformers.
 
     Args:
         restored: original values of configuration entries that were changed for the training.
-        source: where the model came from, if that is a folder.
     """
     with quiet():
         model.save_pretrained(folder)
@@ -36,6 +37,12 @@ def save(model: Any, restored: Mapping[str, Any], source: Path, folder: Path) ->
         for name, value in restored.items():
             setattr(config, name, value)
         config.save_pretrained(folder)
+        if model.can_generate():
+            transformers.GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def copy_companions(source: Path | None, folder: Path) -> None:
+    """Copy the files of `BESIDE` from the folder that the model came from, if there is one."""
     for pattern in BESIDE:
-        for path in filter(Path.is_file, source.glob(pattern)):
+        for path in filter(Path.is_file, source.glob(pattern) if source else ()):
             shutil.copyfile(path, folder / path.name)

@@ -17,6 +17,7 @@ try:
     with quiet():  # transformers imports torchao, which logs
         import transformers
         import transformers.modeling_utils
+        from huggingface_hub import try_to_load_from_cache
 except ModuleNotFoundError as missing:
     needed = f"another model, or {missing.name} installed: pip install 'lowvram[hf]'"
     raise BadInput("model", "hf", needed) from None
@@ -81,6 +82,15 @@ def folder(name: str) -> Path:
 
 def is_folder(name: str) -> bool:
     return folder(name).is_dir()
+
+
+def local_files(name: str, revision: str | None) -> Path | None:
+    """The folder that holds a model's files on this machine; None if there is none. Of a model on the hub it holds what
+    has been downloaded."""
+    if is_folder(name):
+        return folder(name)
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def weight_files(name: str) -> list[Path]:

@@ -1,0 +1,73 @@
+"""The heads of transformers' models that lowvram trains, and what each of them reads."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowvram.compat.transformers import class_of
+from lowvram.config.errors import BadInput
+from lowvram.data.spec import Modality
+from lowvram.models.hf_source import transformers
+
+
+class Head(Enum):
+    """What the model predicts. The names are what a user types."""
+
+    auto = "what the folder's config.json says under architectures"
+    causal_lm = "the next token"
+    sequence_classification = "a class of a text"
+    image_classification = "a class of an image"
+
+
+READS = {
+    Head.causal_lm: Modality.TOKENS,
+    Head.sequence_classification: Modality.LABELLED_TOKENS,
+    Head.image_classification: Modality.IMAGES,
+}
+CLASSES: dict[Head, Any] = {
+    Head.causal_lm: transformers.AutoModelForCausalLM,
+    Head.sequence_classification: transformers.AutoModelForSequenceClassification,
+    Head.image_classification: transformers.AutoModelForImageClassification,
+}
+SUFFIXES = {  # of the names of classes
+    "ForCausalLM": Head.causal_lm,
+    "LMHeadModel": Head.causal_lm,
+    "ForSequenceClassification": Head.sequence_classification,
+    "ForImageClassification": Head.image_classification,
+    "ForImageClassificationWithTeacher": Head.image_classification,
+}
+
+
+def head_named_by(config: Any) -> Head:
+    """The head of the class that a configuration names first. Raises BadInput if it is none that lowvram trains."""
+    names = config.architectures or ["nothing"]
+    chosen = next((head for suffix, head in SUFFIXES.items() if names[0].endswith(suffix)), None)
+    if chosen is None:
+        options = ", ".join(head.name for head in CLASSES)
+        raise BadInput("model.head", "auto", f"one of {options}: the model's configuration names {names[0]}")
+    return chosen
+
+
+def model_class(head: Head, config: Any) -> Any:
+    """The class of a model with this head. Raises BadInput if transformers has none for this kind of model."""
+    try:
+        return class_of(CLASSES[head], config)
+    except KeyError:
+        allowed = f"a head that transformers has for the kind {config.model_type}"
+        raise BadInput("model.head", head.name, allowed) from None
+
+
+def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The forward pass of an encoder-decoder classifier: texts (b, t) to logits (b, k), from the decoder's state at
+    each text's last end-of-sequence token. The model's own forward pass selects that by a boolean mask, which waits for
+    the device and can't run on fake tensors."""
+    shifted = input_ids.roll(1, dims=1)
+    shifted[:, 0] = model.config.decoder_start_token_id
+    states = model.base_model(input_ids, attention_mask=attention_mask, decoder_input_ids=shifted, use_cache=False)[0]
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    last = (input_ids.eq(model.config.eos_token_id) * places).argmax(1)
+    return model.classification_head(states[torch.arange(len(last), device=last.device), last])

@@ -1,0 +1,55 @@
+"""What sizes of samples models of transformers take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.config.errors import require
+from lowvram.models.hf_source import transformers
+
+# Kinds (model_type) whose first token has the position after that of padding, so that they have fewer positions than
+# their configurations say.
+SHIFTED_KINDS = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "layoutlmv3",
+        "lilt",
+        "longformer",
+        "luke",
+        "markuplm",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+
+
+def num_positions(config: Any) -> int | None:
+    """The most tokens for which a model of texts has positions; None: not known."""
+    positions = getattr(config, "max_position_embeddings", None)
+    is_shifted = positions is not None and config.model_type in SHIFTED_KINDS
+    return positions - config.pad_token_id - 1 if is_shifted else positions
+
+
+def shapes_of(model_class: Any, config: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, by name."""
+    with without_dispatch_modes(), torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in model_class(config).named_parameters()}
+
+
+def check_windows(config: Any, image_size: int) -> None:
+    """Raises BadInput if the last stage of a Swin has fewer patches on a side than its windows: its biases, one for
+    each place of a window, are then too many."""
+    if not isinstance(config, transformers.SwinConfig):
+        return
+    downscaling = config.patch_size * 2 ** (len(config.depths) - 1)
+    least = downscaling * (config.window_size - 1) + 1
+    allowed = f"at least {least}, so that a window (model.args.window_size={config.window_size}) fits the last stage"
+    require(image_size >= least, "data.image_size", image_size, allowed)

@@ -1,0 +1,186 @@
+"""Families of transformers: each trains from a folder's weights, and what is left computes the same elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Rig
+from lowvram.core.step import step
+from lowvram.data.spec import DataSpec, Modality
+from lowvram.loops.export import Origin, export, load
+from lowvram.models.hf import Head, HfConfig
+from lowvram.models.hf_sizes import SHIFTED_KINDS
+from lowvram.models.hf_source import local_files, transformers
+from lowvram.tasks import Auto, Problem
+from tests.hugging import FAMILIES, tiny, with_weights
+from tests.laboratory import CPU, KNOBS, batches, knobs_of, make_batch, relative_error
+
+SPECS = {
+    Modality.TOKENS: DataSpec(Modality.TOKENS, 300, (8,)),
+    Modality.LABELLED_TOKENS: DataSpec(Modality.LABELLED_TOKENS, 5, (8,), vocab_size=300),
+    Modality.IMAGES: DataSpec(Modality.IMAGES, 5, (3, 16, 16)),
+}
+NO_ADAPTER: Any = KNOBS["adapter", "none"]
+NUM_NEW = 6  # tokens to generate
+
+
+def spec_for(config: HfConfig) -> DataSpec:
+    spec = SPECS[config.modality]
+    return DataSpec(spec.modality, 5, config.natural_shape()) if spec.modality is Modality.IMAGES else spec
+
+
+def trained(config: HfConfig) -> tuple[Problem, Rig]:
+    """A model after a few steps."""
+    task = Auto().pose(config, spec_for(config))
+    rig = assemble(task, knobs_of(), CPU)
+    rig.stepper.set_lr(0.01)
+    for batch in batches(task.spec, [4, 4, 4]):
+        step(rig, batch)
+    return task, rig
+
+
+@cache
+def exported(kind: str) -> tuple[Problem, Rig, Path]:
+    """A model that was trained from a folder's weights, and the folder to which it was saved."""
+    config, folder = HfConfig(with_weights(kind)), Path(f"{with_weights(kind)}-trained")
+    task, rig = trained(config)
+    export(folder, rig.model, Origin(config, task.spec, NO_ADAPTER, 0), merge=False)
+    rig.model.eval()
+    return task, rig, folder
+
+
+def loaded(kind: str) -> tuple[Any, dict[str, Any]]:
+    """The model as anybody loads it, and what `from_pretrained` has to say of the weights."""
+    return getattr(transformers, FAMILIES[kind][0]).from_pretrained(exported(kind)[2], output_loading_info=True)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_trained_model_loads_without_a_missing_weight_and_computes_the_same(kind: str) -> None:
+    task, rig, folder = exported(kind)
+    model, said = loaded(kind)
+    assert not any(said.values()), said
+    batch = make_batch(task.spec, 4)
+    with torch.no_grad():
+        found, wanted = task.call(model, batch.inputs), task.call(rig.model, batch.inputs)
+        again = task.call(load(folder).eval(), batch.inputs)
+    assert torch.equal(found, wanted)
+    assert torch.equal(again, wanted)
+    start = assemble(task, knobs_of(), CPU).model
+    assert relative_error(dict(model.named_parameters()), dict(start.named_parameters())) > 0.01
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if "LM" in FAMILIES[kind][0]])
+def test_a_trained_model_generates_as_it_did_where_it_was_trained(kind: str) -> None:
+    """With the cache, which is off while it trains."""
+    model, _ = loaded(kind)
+    rig, prompt = exported(kind)[1], torch.tensor([[5, 6, 7]])
+    told = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0}
+    assert model.generation_config.use_cache
+    assert torch.equal(model.generate(prompt, **told), rig.model.generate(prompt, **told))  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_trained_model_keeps_its_configuration(kind: str) -> None:
+    before, after = (
+        json.loads((Path(folder) / "config.json").read_text()) for folder in (with_weights(kind), exported(kind)[2])
+    )
+    assert after == before
+
+
+# What differs from family to family
+
+
+def test_the_token_that_ends_texts_trains_although_texts_are_padded_with_it() -> None:
+    """A model that is told a padding token when it is built never trains that token's embedding."""
+    for head, pad_id in ((Head.causal_lm, None), (Head.sequence_classification, 2)):
+        config = HfConfig(tiny("llama"), head=head)
+        model: Any = assemble(Auto().pose(config, spec_for(config)), knobs_of(), CPU).model
+        assert (config.pad_id, model.get_input_embeddings().padding_idx) == (2, None)
+        assert model.config.pad_token_id == pad_id
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("bert", 64), ("opt", 64), ("roberta", 62)])
+def test_the_longest_text_is_one_that_the_model_has_positions_for(kind: str, longest: int) -> None:
+    config = HfConfig(tiny(kind))
+    assert config.natural_shape() == (longest,)
+    task = Auto().pose(config, replace(SPECS[config.modality], shape=(longest,)))
+    task.call(assemble(task, knobs_of(), CPU).model, make_batch(task.spec, 2).inputs)
+
+
+@pytest.mark.slow
+def test_all_kinds_are_known_whose_positions_start_behind_the_padding() -> None:
+    auto_classes = transformers.AutoModelForSequenceClassification, transformers.AutoModelForMaskedLM
+    configs = {config.model_type: config for auto in auto_classes for config, _ in auto._model_mapping.items()}
+    assert {kind for kind, config in configs.items() if skips_padding(config, auto_classes)} == SHIFTED_KINDS
+
+
+def skips_padding(config_class: Any, auto_classes: tuple[Any, ...]) -> bool:
+    """Whether an embedding of positions has one for padding. Kinds that can't be made by default have none."""
+    for auto in auto_classes:
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(config_class())
+        except Exception:
+            continue
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+        return any("position" in name and module.padding_idx is not None for name, module in named)
+    return False
+
+
+@pytest.mark.parametrize("kind", ["convnext", "swin", "resnet"])
+def test_weights_that_fit_any_image_size_train_at_another(kind: str) -> None:
+    config = HfConfig(with_weights(kind))
+    task = Auto().pose(config, DataSpec(Modality.IMAGES, 5, (3, 48, 48)))
+    task.call(assemble(task, knobs_of(), CPU).model, make_batch(task.spec, 2).inputs)
+
+
+def test_weights_for_one_image_size_are_refused_at_another() -> None:
+    with pytest.raises(BadInput, match=r"data\.image_size=48: must be 16, for which the weights were trained"):
+        HfConfig(with_weights("vit")).make(DataSpec(Modality.IMAGES, 5, (3, 48, 48)))
+
+
+def test_images_smaller_than_a_window_are_refused() -> None:
+    least, less = (DataSpec(Modality.IMAGES, 5, (3, size, size)) for size in (13, 12))
+    task = Auto().pose(HfConfig(tiny("swin")), least)
+    task.call(assemble(task, knobs_of(), CPU).model, make_batch(least, 2).inputs)
+    with pytest.raises(BadInput, match=r"data\.image_size=12: must be at least 13, .*window_size=4"):
+        HfConfig(tiny("swin")).make(less)
+
+
+# Files beside the weights
+
+
+def test_settings_of_generate_and_the_tokenizer_come_along(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(with_weights("llama"), tmp_path / "llama"))
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
+    (source / "tokenizer.json").write_text("{}")
+    config = HfConfig(str(source))
+    export(tmp_path / "out", trained(config)[1].model, Origin(config, spec_for(config), NO_ADAPTER, 0), merge=False)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": [2, 7],
+        "temperature": 0.6,
+    }
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_model_of_the_hub_brings_the_files_that_were_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "models--some--body"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    shutil.copytree(with_weights("llama"), cached / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert local_files("some/body", None) == cached / "snapshots" / "abc"
+    assert local_files("some/body", "other") is None
+    assert local_files("no/body", None) is None
