@@ -56,6 +56,10 @@ class ModelConfig(Protocol):
 
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None: ...
 
+    def save_companions(self, folder: Path) -> None:
+        """Write the files that belong to the model and hold no weights, such as a tokenizer's."""
+        ...
+
 
 class Problem(Task):
     """A task made of a model and the description of its data; the base of all tasks here."""

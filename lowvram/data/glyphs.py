@@ -58,7 +58,7 @@ class Glyphs(Source):
         masks = [mask(character, size) for character in CHARACTERS]
         description = f"drawn characters: {len(masks)} classes, {self.num_samples} samples of {size}x{size} pixels"
         return Data(
-            DataSpec(Modality.IMAGES, len(masks), (3, size, size)),
+            DataSpec(Modality.IMAGES, len(masks), (3, size, size), class_names=tuple(CHARACTERS)),
             train=DrawnGlyphs(masks, self.num_samples, Stream.TRAIN, seed),
             eval=DrawnGlyphs(masks, self.eval_samples, Stream.EVAL, seed),
             description=f"{description}; {self.eval_samples} samples held out",

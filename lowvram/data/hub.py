@@ -167,7 +167,8 @@ class Hub(TextSource):
             LabelledTexts(marked_tokens(each.dataset, self.text, self.label, tokenizer, length), each, length, rules)
             for each in (split.train, split.held_out.only(self.eval_samples))
         )
-        spec = DataSpec(Modality.LABELLED_TOKENS, len(split.classes), (length,), tokenizer.vocab_size)
+        modality, names = Modality.LABELLED_TOKENS, split.class_names
+        spec = DataSpec(modality, len(names), (length,), tokenizer.vocab_size, class_names=names)
         what = f"texts of up to {length} {tokenizer.unit}"
         return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)))
 
@@ -181,7 +182,8 @@ class Hub(TextSource):
             )
             for each, crop in zip((split.train, split.held_out.only(self.eval_samples)), crops, strict=True)
         )
-        spec = DataSpec(Modality.IMAGES, len(split.classes), (3, size, size))
+        names = split.class_names
+        spec = DataSpec(Modality.IMAGES, len(names), (3, size, size), class_names=names)
         return Data(
             spec, train, held_out, self.described(f"images, {size}x{size} pixels", split, len(train), len(held_out))
         )
@@ -218,6 +220,10 @@ class TrainEvalSplit:
     train: LabelledRows
     held_out: LabelledRows
     classes: list[Any]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.classes))
 
 
 def split_by_class(source: Hub, train: Any, held_out: Any | None) -> TrainEvalSplit:

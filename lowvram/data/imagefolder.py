@@ -76,7 +76,7 @@ class ImageFolder(Source):
             f" {len(eval_rows)} held out, {size}x{size} pixels{skipped_files(folders)}{external_links(folders)}"
         )
         return Data(
-            DataSpec(Modality.IMAGES, num_classes, (3, size, size)),
+            DataSpec(Modality.IMAGES, num_classes, (3, size, size), class_names=tuple(files.classes)),
             train=CroppedImages(files, train_rows, size, crop),
             eval=CroppedImages(files, eval_rows, size, center_crop),
             description=description,

@@ -79,8 +79,9 @@ class PythonPackages(TextSource):
             f"source code of {len(PACKAGES)} packages of Python's library: which is a piece of up to {length} bytes"
             f" from? {self.num_samples} samples, {self.eval_samples} held out"
         )
+        modality, names = Modality.LABELLED_TOKENS, tuple(PACKAGES)
         return Data(
-            DataSpec(Modality.LABELLED_TOKENS, len(PACKAGES), (length,), Bytes.vocab_size),
+            DataSpec(modality, len(names), (length,), Bytes.vocab_size, class_names=names),
             train=Pieces(train, self.num_samples, length, rules, Stream.TRAIN, seed),
             eval=Pieces(held_out, self.eval_samples, length, rules, Stream.EVAL, seed),
             description=description,

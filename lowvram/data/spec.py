@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -140,6 +140,7 @@ class DataSpec:
 
     has_few_shapes: whether batches of equally many samples have at most `FEW_SHAPES` different shapes.
     is_padded: whether masks of samples may have zeros. If not, models can attend without a mask.
+    class_names: of each class, where the data know them. They don't define a problem, so specs are equal without them.
     """
 
     modality: Modality
@@ -149,6 +150,7 @@ class DataSpec:
     layout: Layout | None = None
     has_few_shapes: bool = True
     is_padded: bool = True
+    class_names: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:

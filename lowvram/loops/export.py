@@ -59,6 +59,7 @@ def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
     if merge or not adapter.save_adapter(model, folder, config.base):
         config.save(adapter.merged(model, partial(config.make, spec)), spec, folder)
         return
+    config.save_companions(folder)
     named = {} if config.base is None else {"name": config.base}
     described = {"model": {**plain(config), **named}, "data": plain(spec), "adapter": plain(adapter), "seed": seed}
     write_json(folder / APART, described)
@@ -157,7 +158,9 @@ def described_problem(described: dict[str, Any], allowed: Allowed) -> tuple[Mode
     data = described["data"]
     layout = data.get("layout") and layout_from(data["layout"])
     shape, vocab_size = tuple(data["shape"]), data.get("vocab_size")
-    spec = DataSpec(Modality[data["modality"]], data["num_classes"], shape, vocab_size, layout)
+    names = data.get("class_names") and tuple(data["class_names"])
+    modality, num_classes = Modality[data["modality"]], data["num_classes"]
+    spec = DataSpec(modality, num_classes, shape, vocab_size, layout, class_names=names)
     return allowed.config(built(described, "model")), spec
 
 

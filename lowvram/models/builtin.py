@@ -104,6 +104,10 @@ class OwnModel(ABC):
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
         layout.save(model, self, spec, folder)
 
+    def save_companions(self, folder: Path) -> None:
+        """Write the files that belong to the model and hold no weights: there are none."""
+        del folder
+
     def values(self, model: Any, spec: DataSpec, seed: int) -> InitialValues:
         return InitialValues(model, seed)
 

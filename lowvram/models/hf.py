@@ -241,7 +241,11 @@ class HfConfig(ForeignModel):
     def save(self, model: Any, spec: DataSpec, folder: Path) -> None:
         """Save in transformers' own layout, with the files of the model's folder that belong to it."""
         unchanged = read_config(self.name, self.revision).to_dict()
-        hf_layout.save(model, {name: unchanged[name] for name in self.forced(unchanged)}, folder)
+        entries = {name: unchanged[name] for name in self.forced(unchanged)}
+        if spec.class_names is not None and len(spec.class_names) == model.config.num_labels:
+            entries["id2label"] = dict(enumerate(spec.class_names))
+            entries["label2id"] = {name: number for number, name in enumerate(spec.class_names)}
+        hf_layout.save(model, entries, folder)
         self.save_companions(folder)
 
     def save_companions(self, folder: Path) -> None:

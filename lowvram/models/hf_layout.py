@@ -25,16 +25,16 @@ BESIDE = (  # files that can't be made from the model itself: tokenizers, image 
 )
 
 
-def save(model: Any, restored: Mapping[str, Any], folder: Path) -> None:
+def save(model: Any, entries: Mapping[str, Any], folder: Path) -> None:
     """Write a model of transformers.
 
     Args:
-        restored: original values of configuration entries that were changed for the training.
+        entries: of its configuration, that are saved with other values than it was trained with.
     """
     with quiet():
         model.save_pretrained(folder)
         config = deepcopy(model.config)
-        for name, value in restored.items():
+        for name, value in entries.items():
             setattr(config, name, value)
         config.save_pretrained(folder)
         if model.can_generate():

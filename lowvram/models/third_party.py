@@ -52,6 +52,10 @@ class ForeignModel(ABC):
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
         """Write the model so that it can be loaded without the run that trained it."""
 
+    def save_companions(self, folder: Path) -> None:
+        """Write the files that belong to the model and hold no weights; here none."""
+        del folder
+
     def call(self, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """The model's logits. A dictionary of inputs is passed as keyword arguments."""
         return logits_of(all_outputs(model, inputs))

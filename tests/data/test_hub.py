@@ -54,6 +54,7 @@ def test_every_kind_of_file(tmp_path: Path, name: str) -> None:
     SAVERS[name](Dataset.from_list(MOODS), str(tmp_path / name))
     data = opened(tmp_path / name, label="mood")
     assert data.spec == DataSpec(Modality.LABELLED_TOKENS, 2, (24,), 256)
+    assert data.spec.class_names == ("glad", "sad")
     found = sorted([*all_of(data.train), *all_of(data.eval)])
     assert found == sorted((row["text"], int(row["mood"] == "sad")) for row in MOODS)
 
@@ -102,6 +103,7 @@ def test_whole_numbers_are_classes_in_their_order(tmp_path: Path) -> None:
     rows = [{"text": f"{stars} stars", "stars": stars} for stars in (10, 2, 7) for _ in range(3)]
     data = opened(csv_of(rows, tmp_path / "a.csv"), label="stars", text="text")
     assert data.spec.num_classes == 3
+    assert data.spec.class_names == ("2", "7", "10")
     assert {*all_of(data.train), *all_of(data.eval)} == {("2 stars", 0), ("7 stars", 1), ("10 stars", 2)}
 
 
@@ -109,7 +111,7 @@ def test_a_class_label_has_an_order_of_its_own(tmp_path: Path) -> None:
     features = Features({"text": Value("string"), "mood": ClassLabel(names=["sad", "glad", "never"])})
     Dataset.from_list(MOODS, features=features).save_to_disk(str(tmp_path))
     data = opened(tmp_path, label="mood")
-    assert data.spec.num_classes == 3
+    assert data.spec.class_names == ("sad", "glad", "never")
     assert {label for text, label in all_of(data.train) if text.startswith("sad")} == {0}
 
 
@@ -224,6 +226,7 @@ def test_images(tmp_path: Path, image_model, kind: str) -> None:
         Dataset.from_list(stored).cast_column("file", ImageFeature()).to_parquet(str(path))
     data = Hub(str(path), image="file", label="kind").resolve(image_model()).open(seed=0)
     assert data.spec == DataSpec(Modality.IMAGES, 2, (3, 24, 24))
+    assert data.spec.class_names == ("blue", "red")
     assert (len(data.train), len(data.eval)) == (6, 2)
     for samples in (data.train, data.eval):
         image, label = samples.sample(0, 0)

@@ -54,6 +54,7 @@ def labels(samples: Samples) -> list[int]:
 def test_spec_and_labels(tmp_path: Path, image_model) -> None:
     data = ImageFolder(str(make_folder(tmp_path))).resolve(image_model()).open(seed=0)
     assert (data.spec.num_classes, data.spec.shape) == (3, (3, 24, 24))
+    assert data.spec.class_names == tuple(sorted(path.name for path in tmp_path.iterdir()))
     assert (len(data.train), len(data.eval)) == (12, 3)
     assert sorted(labels(data.train)) == [0] * 4 + [1] * 4 + [2] * 4
     assert labels(data.eval) == [0, 1, 2]

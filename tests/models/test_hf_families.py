@@ -17,6 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.adapter import Lora
 from lowvram.loops.export import Origin, export, load
 from lowvram.models.hf import Head, HfConfig
 from lowvram.models.hf_sizes import SHIFTED_KINDS
@@ -24,6 +25,7 @@ from lowvram.models.hf_source import local_files, transformers
 from lowvram.tasks import Auto, Problem
 from tests.hugging import FAMILIES, tiny, with_weights
 from tests.laboratory import CPU, KNOBS, batches, knobs_of, make_batch, relative_error
+from tests.wordy import save_tokenizer
 
 SPECS = {
     Modality.TOKENS: DataSpec(Modality.TOKENS, 300, (8,)),
@@ -171,6 +173,40 @@ def test_settings_of_generate_and_the_tokenizer_come_along(tmp_path: Path) -> No
         "temperature": 0.6,
     }
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_classes_have_the_names_that_the_data_give_them(tmp_path: Path) -> None:
+    config = HfConfig(with_weights("vit"))
+    task, rig = trained(config)
+    spec = replace(task.spec, class_names=("ant", "bee", "cat", "dog", "emu"))
+    export(tmp_path / "out", rig.model, Origin(config, spec, NO_ADAPTER, 0), merge=False)
+    names: Any = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (names.id2label[4], names.label2id) == ("emu", {name: i for i, name in enumerate(spec.class_names or ())})
+
+
+def test_a_head_of_more_classes_than_the_data_have_keeps_its_own_names(tmp_path: Path) -> None:
+    config = HfConfig(with_weights("vit"))
+    spec = replace(spec_for(config), num_classes=2, class_names=("ant", "bee"))
+    model = assemble(Auto().pose(config, spec), knobs_of(), CPU).model
+    export(tmp_path / "out", model, Origin(config, spec, NO_ADAPTER, 0), merge=False)
+    names: Any = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert names.id2label[0] == "LABEL_0"
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_adapter_has_the_tokenizer_and_the_names_beside_it(tmp_path: Path, merge: bool) -> None:
+    source = save_tokenizer(Path(shutil.copytree(with_weights("bert"), tmp_path / "bert")))
+    config, adapter = HfConfig(str(source)), Lora(rank=2, train=["classifier"])
+    spec = replace(spec_for(config), class_names=("ant", "bee", "cat", "dog", "emu"))
+    model: Any = assemble(Auto().pose(config, spec), knobs_of(adapter=adapter), CPU).model
+    export(tmp_path / "out", model, Origin(config, spec, adapter, 0), merge=merge)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (
+        tokenizer("the fox")["input_ids"] == transformers.AutoTokenizer.from_pretrained(source)("the fox")["input_ids"]
+    )
+    described = json.loads((tmp_path / "out" / ("config.json" if merge else "lowvram.json")).read_text())
+    assert (described["id2label"]["4"] if merge else described["data"]["class_names"][4]) == "emu"
+    assert torch.equal(load(tmp_path / "out").classifier.bias, model.classifier.bias)
 
 
 def test_a_model_of_the_hub_brings_the_files_that_were_downloaded(
