@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.loops.export import load
 from lowvram.models.hf import HfConfig
 from tests.calls import Outcome, read_row
-from tests.hugging import tiny
-from tests.wordy import SENTENCES, save_tokenizer
+from tests.hugging import tiny, with_weights
+from tests.wordy import SENTENCES, save_chat_tokenizer, save_tokenizer
 
 Call = Callable[..., Outcome]
 QUICK = ("train.batch_size=4", "logger=none", "data.eval_samples=8")
@@ -80,6 +82,35 @@ def test_labelled_texts_in_a_file_with_the_models_own_tokenizer(call: Call, tmp_
     assert run.row["eval"]["accuracy"] > 0.6
     pace = run.row["throughput"]
     assert 5 < pace["tokens_per_s"] / pace["samples_per_s"] < 11  # the longest is cut to 11, with its marks
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def test_conversations_are_learnt_and_answered(call: Call, tmp_path: Path) -> None:
+    folder = save_chat_tokenizer(Path(shutil.copytree(with_weights("llama"), tmp_path / "llama")), CHATML)
+    answers = {"the fox": "is quick", "the dog": "sleeps"}
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in answers.items()
+        for _ in range(10)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = ("data=chat", f"data.name={tmp_path}/chats.jsonl", "data.sequence_length=16", "loader=packed")
+    run = call("model=hf", f"model.name={folder}", *data, *QUICK, "train.steps=40", "optimizer.lr=0.01")
+    assert run.code == 0, run.said()
+    assert run.row["eval"]["accuracy"] == 1
+    model, tokenizer = load(run.folder / "model").eval(), AutoTokenizer.from_pretrained(run.folder / "model")
+    for question, answer in answers.items():
+        messages = [{"role": "user", "content": question}]
+        asked = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        said = model.generate(**asked, max_new_tokens=4, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        assert tokenizer.decode(said[0, asked["input_ids"].shape[1] :]) == f"{answer} <end>"
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused() -> None:

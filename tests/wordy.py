@@ -30,3 +30,20 @@ def save_tokenizer(folder: Path, *, end: str | None = None) -> Path:
         eos_token=end,
     ).save_pretrained(str(folder))
     return folder
+
+
+CHAT_MARKS = ["[PAD]", "[UNK]", "<end>", "<assistant>", "<user>", "<system>"]
+
+
+def save_chat_tokenizer(folder: Path, template: str | None) -> Path:
+    """Each word is a token, and so are the marks of a chat; `template` is the chat template. Returns the folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel(unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    inner.train_from_iterator([*SENTENCES, "thinking"], trainers.WordLevelTrainer(special_tokens=CHAT_MARKS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", eos_token="<end>", chat_template=template
+    )
+    tokenizer.save_pretrained(str(folder))
+    return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -51,16 +51,34 @@ def flat_lists(column: Any) -> Iterator[np.ndarray]:
 def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np.ndarray]], key: str) -> Any:
     """The tokens of each text of a column, as an Arrow column of lists; null counts as an empty text. `datasets`
     caches them on disk by the data's fingerprint, the column and the `key`."""
+
+    def make(rows: Any) -> dict[str, Any]:
+        return {"tokens": tokenise([text or "" for text in rows[column]])}
+
+    mapped = mapped_rows(dataset, make, {"tokens": "int32"}, repr((column, key)))
+    return mapped.data.column("tokens")
+
+
+def mapped_rows(
+    dataset: Any, make: Callable[..., dict[str, Any]], types: Mapping[str, str], key: str, with_indices: bool = False
+) -> Any:
+    """The lists that `make` makes of some rows of a data set at a time, as a data set of their own. `datasets` caches
+    them on disk by the data's fingerprint and the `key`.
+
+    Args:
+        types: of the lists' values, by the lists' names.
+        with_indices: whether `make` also gets the numbers of the rows.
+    """
     from datasets import Features, List, Value
 
-    cache_key = repr((fingerprint(dataset), column, key))
+    cache_key = repr((fingerprint(dataset), key))
     with quiet_progress():
-        mapped = dataset.map(
-            lambda rows: {"tokens": tokenise([text or "" for text in rows[column]])},
+        return dataset.map(
+            make,
             batched=True,
+            with_indices=with_indices,
             batch_size=ROWS,
             remove_columns=dataset.column_names,
-            features=Features({"tokens": List(Value("int32"))}),
+            features=Features({name: List(Value(value_type)) for name, value_type in types.items()}),
             new_fingerprint=hashlib.blake2b(cache_key.encode(), digest_size=16).hexdigest(),
         )
-    return mapped.data.column("tokens")

@@ -13,6 +13,7 @@ from lowvram.data.local import escaped, quiet_progress
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that exists counts
+HELD_OUT_SHARE = 10  # one row in 10, the last ones, where no split is held out
 SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder that `save_to_disk` made
 LOCAL = f"a file ({', '.join(BUILDERS)}) or a folder of such files"
 ELSEWHERE = (
@@ -54,6 +55,14 @@ def read_splits(place: SplitSource, eval_samples: int) -> tuple[Any, Any | None]
     if place.buffer_samples is None:
         return train, held_out
     return first_rows(train, place.buffer_samples), held_out and first_rows(held_out, eval_samples)
+
+
+def held_out_rows(train: Any, held_out: Any | None) -> tuple[Any, Any]:
+    """The two splits; where none is held out, the last tenth of the rows, at least one, is taken off the first."""
+    if held_out is not None:
+        return train, held_out
+    num_train = len(train) - max(1, len(train) // HELD_OUT_SHARE)
+    return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
 def split_of(splits: Any, key: str, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -30,6 +30,7 @@ FILES = (  # a folder with a tokenizer has at least one of them
 PIECE_LETTERS = 1 << 14  # long texts are cut at line ends after so many, to keep Python's lists of token ids short
 PIECES = 256  # tokenised at once
 ALLOWED = "bytes, auto (the model's own) or a folder with a tokenizer of transformers"
+Span = tuple[int, int]  # letters of a text, from the first up to before the second
 
 
 class Tokenizer(ABC):
@@ -48,6 +49,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         """The tokens of each text with the tokenizer's special tokens, truncated to at most `length`."""
+
+    @abstractmethod
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a text without any marks, and whether each begins in one of the spans: (num_tokens,) bool."""
 
     @abstractmethod
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
@@ -69,6 +74,13 @@ class Bytes(Tokenizer):
 
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         return [tokens[:length] for tokens in self.encode(texts)]
+
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.cumsum([0, *(len(letter.encode()) for letter in text)])
+        is_inside = np.zeros(int(starts[-1]), bool)
+        for start, stop in spans:
+            is_inside[starts[start] : starts[stop]] = True
+        return self.encode([text])[0], is_inside
 
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
         return list(mapped_texts(dataset.data.column(column)))
@@ -102,6 +114,19 @@ class Pretrained(Tokenizer):
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         ids = self.inner(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
         return [np.array(tokens, np.int32) for tokens in ids]
+
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """Raises BadInput for a tokenizer of pure Python, which doesn't say where in the text its tokens are."""
+        allowed = (
+            f"bytes or a fast tokenizer, which says where in a text its tokens are: {type(self.inner).__name__} isn't"
+        )
+        require(self.inner.is_fast, "data.tokenizer", self.inner.name_or_path, allowed)
+        found = self.inner(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begins = np.array([begin for begin, _ in found["offset_mapping"]], np.int64)
+        is_inside = np.zeros(len(begins), bool)
+        for start, stop in spans:
+            is_inside |= (begins >= start) & (begins < stop)
+        return np.array(found["input_ids"], np.int32), is_inside
 
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
         return list(mapped_lists(tokenised(dataset, column, self.encode, f"documents {self.key}")))

@@ -33,6 +33,7 @@ GIVEN = {  # what the user has to say of an option
     ("data", "text"): {"path": "somewhere"},
     ("data", "imagefolder"): {"path": "somewhere"},
     ("data", "hub"): {"name": "somewhere"},
+    ("data", "chat"): {"name": "somewhere"},
     ("data", "external"): {"target": "tests.yours.curve"},
     ("task", "external"): {"target": "tests.yours.Regression"},
     ("optimizer", "external"): {"target": "torch.optim.NAdam"},

@@ -12,7 +12,7 @@ from lowvram.config.schema import build
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted([*(CONF / "data").glob("*.yaml"), *(CONF / "loader").glob("*.yaml")])
-NEEDED = {"text": "path", "imagefolder": "path", "hub": "name", "external": "target"}
+NEEDED = {"text": "path", "imagefolder": "path", "hub": "name", "chat": "name", "external": "target"}
 
 
 def node(option: Path) -> DictConfig:
@@ -73,6 +73,8 @@ def test_what_is_missing_is_named(option: str, field: str) -> None:
         ("hub", "min_area", 0.0),
         ("hub", "buffer_samples", 0),
         ("hub", "eval_samples", 0),
+        ("chat", "sequence_length", 0),
+        ("chat", "eval_samples", 0),
         ("external", "num_classes", 0),
         ("external", "vocab_size", 0),
         ("external", "eval_samples", 0),

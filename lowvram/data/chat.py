@@ -1,0 +1,239 @@
+"""data=chat: conversations, or prompts and their completions; only the answers are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from omegaconf import MISSING
+from torch import Tensor
+
+from lowvram.config.errors import BadInput, require
+from lowvram.core.rig import IGNORE
+from lowvram.data.chat_template import ChatTemplate, Message, Unfit, chat_template
+from lowvram.data.columns import mapped_lists, mapped_rows
+from lowvram.data.source import (
+    Data,
+    FollowedModel,
+    ResolvedTextSource,
+    Source,
+    Texts,
+    TextSource,
+    require_count,
+    resolved_size,
+)
+from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.splits import SplitSource, held_out_rows, read_splits
+from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # the usual names of the columns, as in trl
+COLUMNS = (
+    f"a column {MESSAGES}, or {PROMPT} and {COMPLETION}, or others by data.messages or data.prompt and data.completion"
+)
+Tokens = tuple[np.ndarray, np.ndarray]  # (num_tokens,) integers, and whether each is predicted
+
+
+class LossOn(Enum):
+    """Which tokens are predicted. Users type the names."""
+
+    answers = "what the assistant says, or the completion, with its end mark"
+    everything = "prompts, too"
+
+
+@final
+@dataclass(frozen=True)
+class Chat(TextSource):
+    """Each row is a sample: a list of messages, made a text by the tokenizer's chat template, or a prompt with its
+    completion, as texts or lists of messages.
+
+    Raises:
+        BadInput: a value out of range; no such data set, split or column; a tokenizer without a chat template; a
+            conversation that the template refuses. The row is named.
+    """
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
+
+    name: str = MISSING
+    revision: str | None = None
+    config: str | None = None
+    train_split: str = "train"
+    eval_split: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    loss_on: LossOn = LossOn.answers
+    tokenizer: str = "auto"
+    sequence_length: int | None = None
+    eval_samples: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("data.sequence_length", self.sequence_length)
+        require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
+        is_pair = (self.prompt is None) == (self.completion is None)
+        require(is_pair, "data.completion", self.completion, "given with data.prompt, and only then")
+        is_free = self.messages is None or self.prompt is None
+        require(is_free, "data.messages", self.messages, "null where data.prompt is given")
+
+    def resolve(self, model: FollowedModel) -> Source:
+        length = self.sequence_length or model.natural_shape()[0]
+        return ResolvedTextSource(replace(self, sequence_length=length), model.text_rules)
+
+    def read(self, rules: TextRules, seed: int) -> Data:
+        length = resolved_size("data.sequence_length", self.sequence_length)
+        place = SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
+        splits, tokenizer = read_splits(place, self.eval_samples), choose_tokenizer(self.tokenizer, rules)
+        tokens = held_out_rows(*(split and self.tokens(split, tokenizer) for split in splits))
+        train, held_out = (
+            Answers(split, length, rules.pad_id, limit)
+            for split, limit in zip(tokens, (None, self.eval_samples), strict=True)
+        )
+        allowed = (
+            f"a data set with answers to learn, and others that are held out, within data.sequence_length={length}"
+        )
+        require(min(len(train), len(held_out)) > 0, "data.name", self.name, allowed)
+        left_out = f"; {train.num_left_out} left out, which have no answer in them" if train.num_left_out else ""
+        description = (
+            f"conversations of {self.name}: {len(train)} of up to {length} {tokenizer.unit}, {len(held_out)} held out;"
+            f" the loss is on {self.loss_on.name}{left_out}"
+        )
+        return Data(DataSpec(Modality.TOKENS, tokenizer.vocab_size, (length,)), train, held_out, description)
+
+    def tokens(self, dataset: Any, tokenizer: Tokenizer) -> Any:
+        """The tokens of each row, and which of them are predicted, as a data set of lists."""
+        columns = self.columns(dataset)
+        row_tokens = self.reader(dataset, columns, tokenizer)
+
+        def make(rows: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
+            found = list[Tokens]()
+            for number, *values in zip(numbers, *(rows[column] for column in columns), strict=True):
+                try:
+                    found.append(row_tokens(*values))
+                except Unfit as error:
+                    allowed = f"a data set of conversations that can be used: in row {number} {error}"
+                    raise BadInput("data.name", self.name, allowed) from None
+            tokens, counts = zip(*found, strict=True)
+            is_all = self.loss_on is LossOn.everything
+            return {"tokens": list(tokens), "counts": [np.int8(each | is_all) for each in counts]}
+
+        key = f"chat {columns} {self.loss_on.name} {tokenizer.key}"
+        return mapped_rows(dataset, make, {"tokens": "int32", "counts": "int8"}, key, with_indices=True)
+
+    def columns(self, dataset: Any) -> tuple[str, ...]:
+        """The columns that are read: that of the messages, or those of prompts and completions."""
+        there = dataset.column_names
+        named = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion}
+        for field, column in named.items():
+            known = f"one of the columns: {', '.join(there)}"
+            require(column is None or column in there, f"data.{field}", column, known)
+        if self.messages is not None:
+            return (self.messages,)
+        if self.prompt is not None and self.completion is not None:
+            return (self.prompt, self.completion)
+        usual = next((names for names in ((MESSAGES,), (PROMPT, COMPLETION)) if set(names) <= set(there)), None)
+        if usual is None:
+            raise BadInput("data.name", self.name, f"a data set with {COLUMNS}; it has {', '.join(there)}")
+        return usual
+
+    def reader(self, dataset: Any, columns: tuple[str, ...], tokenizer: Tokenizer) -> Callable[..., Tokens]:
+        """A function of a row's values that returns its tokens. Raises BadInput if messages need a chat template, and
+        the tokenizer has none."""
+        if len(columns) == 2 and all(is_text(dataset.features[column]) for column in columns):
+            return lambda prompt, completion: plain_tokens(tokenizer, prompt or "", completion or "")
+        template = chat_template(tokenizer)
+        if template is None:
+            allowed = (
+                "one with a chat template, which makes a text of messages: this has none. Set `chat_template` of the"
+                " tokenizer and save it anew, or give texts as prompt and completion"
+            )
+            raise BadInput("data.tokenizer", self.tokenizer, allowed)
+        if len(columns) == 1:
+            return lambda messages: template.tokens(checked(messages))
+        return lambda prompt, completion: completed(template, checked(prompt), checked(completion))
+
+
+def is_text(feature: Any) -> bool:
+    from datasets import Value
+
+    return feature in (Value("string"), Value("large_string"))
+
+
+def plain_tokens(tokenizer: Tokenizer, prompt: str, completion: str) -> Tokens:
+    """The tokens of a prompt, a completion and an end mark; the last two are predicted."""
+    tokens, counts = tokenizer.encode_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+    opening, end = tokenizer.opening, tokenizer.separator
+    marked = np.concatenate([opening, tokens, end]).astype(np.int32)
+    return marked, np.concatenate([np.zeros(len(opening), bool), counts, np.ones(len(end), bool)])
+
+
+def completed(template: ChatTemplate, prompt: list[Message], completion: list[Message]) -> Tokens:
+    """The tokens of a conversation of which only the answers in `completion` are predicted."""
+    tokens, counts = template.tokens([*prompt, *completion])
+    num_before = sum(template.tokens(prompt)[1])
+    counts[np.flatnonzero(counts)[:num_before]] = False  # answers in the prompt
+    return tokens, counts
+
+
+def checked(messages: Any) -> list[Message]:
+    """The messages of a row, without the keys that only other messages have. Raises Unfit for anything else."""
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    kept = (
+        [{key: value for key, value in message.items() if value is not None} for message in messages or ()]
+        if is_list
+        else []
+    )
+    if not kept or not all(isinstance(message.get("role"), str) and "content" in message for message in kept):
+        raise Unfit("is no list of messages, each with a role and a content")
+    return kept
+
+
+@final
+class Answers(Texts):
+    """Each token of a text is an input, and only some of them are targets. A text ends after its last target; of more
+    than `padded_length` tokens it is cut."""
+
+    def __init__(self, rows: Any, padded_length: int, pad_id: int, limit: int | None = None) -> None:
+        """Args:
+        rows: a `datasets.Dataset` of lists: `tokens`, and `counts` (whether each is predicted).
+        limit: the most samples, evenly spread over all; None: all of them.
+        """
+        self.tokens, self.counts = rows.data.column("tokens"), rows.data.column("counts")
+        self._padded_length, self.pad_id = padded_length, pad_id
+        ends = [last_place(counts[: padded_length + 1]) for counts in mapped_lists(self.counts)]
+        fit = np.flatnonzero(ends)
+        num_kept = min(len(fit), limit or len(fit))
+        self.rows = fit[np.arange(num_kept) * len(fit) // max(num_kept, 1)]
+        self.lengths = np.array(ends, np.int64)[self.rows]
+        self.num_left_out = len(ends) - len(fit)
+
+    @property
+    def padded_length(self) -> int:
+        return self._padded_length
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def length(self, index: int, epoch: int) -> int:
+        return int(self.lengths[index])
+
+    def longest(self, num_samples: int) -> int:
+        again, left = divmod(num_samples, len(self))
+        return int(again * self.lengths.sum() + np.sort(self.lengths)[::-1][:left].sum())
+
+    def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (padded_length,) int64; targets that aren't predicted are IGNORE."""
+        row, length = int(self.rows[index]), int(self.lengths[index])
+        tokens = torch.from_numpy(self.tokens[row].values.to_numpy()[: length + 1].astype(np.int64))
+        is_target = torch.from_numpy(self.counts[row].values.to_numpy()[1 : length + 1] != 0)
+        inputs, targets = torch.full((self.padded_length,), self.pad_id), torch.full((self.padded_length,), IGNORE)
+        inputs[:length], targets[:length] = tokens[:-1], tokens[1:].where(is_target, IGNORE)
+        return inputs, targets
+
+
+def last_place(counts: np.ndarray) -> int:
+    """The place of the last token that is predicted from another; 0 if there is none."""
+    places = np.flatnonzero(counts)
+    return int(places[-1]) if len(places) else 0

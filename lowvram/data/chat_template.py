@@ -1,0 +1,76 @@
+"""Conversations as tokens, through the chat template of a tokenizer, and which of them are the assistant's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from lowvram.data.tokenizer import Pretrained, Span, Tokenizer
+
+ASSISTANT = "assistant"  # the role whose words are learnt
+Message = dict[str, Any]  # role, content
+MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # in a template: the assistant's words are between such marks
+
+
+class Unfit(Exception):
+    """A conversation can't be used. The message says why."""
+
+
+@final
+class ChatTemplate:
+    """The chat template of a tokenizer. Those that mark the assistant's words are asked for them. With others these are
+    found by rendering the messages before each answer, and those up to it: both must be the start of the whole text."""
+
+    def __init__(self, tokenizer: Pretrained) -> None:
+        self.tokenizer, self.inner = tokenizer, tokenizer.inner
+        self.is_marked = MARKED.search(self.inner.get_chat_template()) is not None
+
+    def tokens(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a conversation, (num_tokens,) int32, and whether each is the assistant's.
+
+        Raises:
+            Unfit: the template refuses the messages, or the answers can't be told from the rest.
+        """
+        try:
+            if self.is_marked:
+                found = self.inner.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                )
+                return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+            text, answers = self.answers(messages)
+        except Unfit:
+            raise
+        except Exception as error:  # of Jinja, or what a template raises itself
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise Unfit(f"the chat template refuses it ({reason})") from None
+        return self.tokenizer.encode_spans(text, answers)
+
+    def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where in it the assistant's words are, their end mark included."""
+        text, spans = self.text(messages), list[Span]()
+        for number, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                before = self.text(messages[:number], is_answered=False) if number else ""
+                answered = self.text(messages[: number + 1])
+                if not (answered.startswith(before) and text.startswith(answered)):
+                    raise Unfit(
+                        "the chat template changes a message when others follow it, so the assistant's words can't be"
+                        " found: put {% generation %} and {% endgeneration %} around them in the template, or leave"
+                        " one answer in each conversation"
+                    )
+                spans.append((len(before), len(answered)))
+        return text, spans
+
+    def text(self, messages: Sequence[Message], is_answered: bool = True) -> str:
+        """The messages as text; if not `is_answered`, with the words that the template puts before an answer."""
+        return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=not is_answered)
+
+
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The tokenizer's chat template; None if it has none."""
+    if isinstance(tokenizer, Pretrained) and tokenizer.inner.chat_template is not None:
+        return ChatTemplate(tokenizer)
+    return None
