@@ -18,7 +18,7 @@ from lowvram.core.criterion import UserCriterion
 from lowvram.core.rig import IGNORE, Part, Task
 from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
-from lowvram.data.spec import MASK, TEXTS, DataSpec, Modality, num_places, real_lengths
+from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
 from lowvram.models.third_party import all_outputs
 
 
@@ -111,11 +111,8 @@ class Problem(Task):
 
     def num_tokens(self, part: Part) -> Tensor:
         """The number of tokens without padding (0-dim); for images, the number of targets."""
-        if self.spec.modality is Modality.LABELLED_TOKENS:
-            return part.inputs[MASK].sum()
-        if self.spec.modality is Modality.TOKENS:
-            return real_lengths(part.inputs, part.targets).sum()
-        return self.num_targets(part)
+        is_text = self.spec.modality in TEXTS
+        return num_real_tokens(part.inputs, part.targets) if is_text else self.num_targets(part)
 
     def token_counts(self, part: Part) -> Tensor:
         """The number of tokens without padding, and with it: (2,) int64, on the part's device."""
@@ -132,7 +129,7 @@ class Problem(Task):
 
 
 class LanguageModel(Problem):
-    """Each token is predicted from those before it."""
+    """Tokens are predicted: each from those before it, masked ones from the others, or a text from another."""
 
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
         return {"perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()), "accuracy": accuracy}
@@ -210,6 +207,28 @@ class LanguageModelling:
 
 
 @dataclass(frozen=True)
+class MaskedLanguageModelling:
+    """conf/task/masked_language_modelling.yaml"""
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.MASKED_TOKENS,)
+
+    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
+        check_modality("masked_language_modelling", self.modalities, spec)
+        return LanguageModel(model, spec)
+
+
+@dataclass(frozen=True)
+class Seq2Seq:
+    """conf/task/seq2seq.yaml"""
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
+
+    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
+        check_modality("seq2seq", self.modalities, spec)
+        return LanguageModel(model, spec)
+
+
+@dataclass(frozen=True)
 class Classification:
     """conf/task/classification.yaml"""
 
@@ -225,7 +244,7 @@ class Auto:
     """conf/task/auto.yaml: the task that fits the data."""
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
-        options = (LanguageModelling(), Classification())
+        options = (LanguageModelling(), MaskedLanguageModelling(), Seq2Seq(), Classification())
         fitting = next((option for option in options if spec.modality in option.modalities), None)
         if fitting is None:
             data = f"data that are {spec.modality.value}"

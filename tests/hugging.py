@@ -28,8 +28,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # by their kinds: a class of
 OPT = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16}
 DISTILBERT = {"dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2}
 SWIN = {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more of them, which only some tests try
+SPECIAL = {"decoder_start_token_id": 0, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+LAYERS = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+BART = {
+    **WORDS,
+    "d_model": 16,
+    **LAYERS,
+    **{name.replace("encoder", "decoder"): value for name, value in LAYERS.items()},
+    "forced_eos_token_id": 1,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more, which only some tests try; after a colon: another head
     **CONFIGS,
+    "bert:masked": ("BertForMaskedLM", {**WORDS, **HEADS}),
+    "roberta:masked": ("RobertaForMaskedLM", {**WORDS, **HEADS}),
+    "distilbert:masked": ("DistilBertForMaskedLM", {**WORDS, **DISTILBERT}),
+    "t5:pairs": ("T5ForConditionalGeneration", {**T5, **SPECIAL}),
+    "bart": ("BartForConditionalGeneration", {**BART, **SPECIAL}),
+    "mbart": ("MBartForConditionalGeneration", {**BART, **SPECIAL}),
+    "marian": ("MarianMTModel", {**BART, **SPECIAL}),
     "opt": ("OPTForCausalLM", {**WORDS, **OPT}),
     "gpt_neox": ("GPTNeoXForCausalLM", {**WORDS, **HEADS}),
     "qwen3": ("Qwen3ForCausalLM", {**WORDS, **HEADS, "num_key_value_heads": 1, "head_dim": 8}),
@@ -47,9 +63,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more of them, which only 
 def tiny(kind: str) -> str:
     """The path of a folder that holds the configuration alone."""
     architecture, sizes = FAMILIES[kind]
-    config = transformers.AutoConfig.for_model(kind, architectures=[architecture], **sizes)
-    config.save_pretrained(f"{ROOT.name}/{kind}")
-    return f"{ROOT.name}/{kind}"
+    config = transformers.AutoConfig.for_model(kind.partition(":")[0], architectures=[architecture], **sizes)
+    folder = f"{ROOT.name}/{kind.replace(':', '-')}"
+    config.save_pretrained(folder)
+    return folder
 
 
 @cache
@@ -57,7 +74,7 @@ def with_weights(kind: str, num_labels: int = 5) -> str:
     """The path of a folder that holds weights, too."""
     architecture, _ = FAMILIES[kind]
     classes = {"num_labels": num_labels} if "Classification" in architecture else {}
-    config, folder = transformers.AutoConfig.from_pretrained(tiny(kind), **classes), f"{ROOT.name}/{kind}-weights"
+    config, folder = transformers.AutoConfig.from_pretrained(tiny(kind), **classes), f"{tiny(kind)}-weights"
     torch.manual_seed(0)
     getattr(transformers, architecture)(config).save_pretrained(folder)
     return folder

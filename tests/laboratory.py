@@ -123,6 +123,10 @@ def make_batch(spec: DataSpec, num_samples: int, seed: int = 0, dtype: torch.dty
         return Part(tokens, targets.where(torch.arange(spec.shape[0]) < ends, IGNORE))
     if spec.modality is Modality.LABELLED_TOKENS:
         return labelled_batch(spec, num_samples, draw)
+    if spec.modality is Modality.MASKED_TOKENS:
+        return masked_batch(spec, num_samples, draw)
+    if spec.modality is Modality.PAIRS:
+        return batch_of_pairs(spec, num_samples, draw)
     labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
     labels[4::5] = IGNORE
     return Part(torch.randn(shape, generator=draw).to(dtype), labels)
@@ -157,6 +161,27 @@ def labelled_batch(spec: DataSpec, num_samples: int, draw: torch.Generator) -> P
     tokens = tokens.where(places != lengths - 1, END).where(places < lengths, 0)
     labels = torch.randint(spec.num_classes, (num_samples,), generator=draw)
     return Part({"input_ids": tokens, "attention_mask": (places < lengths).long()}, labels)
+
+
+def masked_batch(spec: DataSpec, num_samples: int, draw: torch.Generator) -> Part:
+    """Texts of random lengths, about a third of whose tokens are targets."""
+    inputs = labelled_batch(replace(spec, num_classes=2, vocab_size=spec.num_tokens), num_samples, draw).inputs
+    is_target = (torch.rand(inputs["input_ids"].shape, generator=draw) < 0.3) & (inputs["attention_mask"] == 1)
+    is_target[0, 0] = True
+    return Part(inputs, inputs["input_ids"].where(is_target, IGNORE))
+
+
+def batch_of_pairs(spec: DataSpec, num_samples: int, draw: torch.Generator) -> Part:
+    """Pairs of texts of random lengths."""
+    assert spec.layout is not None
+    texts = replace(spec, num_classes=2, vocab_size=spec.num_tokens, layout=None)
+    source = labelled_batch(texts, num_samples, draw).inputs
+    target = labelled_batch(replace(texts, shape=spec.layout.targets.shape), num_samples, draw).inputs
+    decoder_ids = target["input_ids"].roll(1, 1)
+    decoder_ids[:, 0] = 0
+    return Part(
+        {**source, "decoder_input_ids": decoder_ids}, target["input_ids"].where(target["attention_mask"] == 1, IGNORE)
+    )
 
 
 def my_slice(batch: Part) -> Part:

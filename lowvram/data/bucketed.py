@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from math import prod
 from typing import final
 
 import numpy as np
@@ -17,7 +18,7 @@ from lowvram.core.rig import Part
 from lowvram.data.loader import Loader, collate, make_batches, require_workers, slice_of
 from lowvram.data.randomness import Key, Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
-from lowvram.data.spec import FEW_SHAPES, TEXTS, real_lengths
+from lowvram.data.spec import DECODER_IDS, FEW_SHAPES, TEXTS, Modality, real_lengths
 
 UNEVEN = "texts of uneven lengths, such as data=text or data=hub with data.samples=documents"
 
@@ -44,7 +45,10 @@ class Bucketed(Loader):
 
     def fit(self, data: Data, model: FollowedModel) -> Data:
         texts_of(data, "bucketed")
-        num_shapes = -(-data.spec.shape[0] // self.multiple)
+        lengths = data.spec.shape
+        if data.spec.modality is Modality.PAIRS and data.spec.layout is not None:
+            lengths += data.spec.layout.targets.shape
+        num_shapes = prod(-(-length // self.multiple) for length in lengths)
         return replace(data, spec=replace(data.spec, has_few_shapes=num_shapes <= FEW_SHAPES))
 
     def most_rows(self, samples: Samples, batch_size: int) -> int:
@@ -92,7 +96,12 @@ def bucketed_keys(
 
 
 def trim_padding(part: Part, multiple: int) -> Part:
-    """The batch without the last columns, where all rows hold padding only."""
+    """The batch without the last columns, where all rows hold padding only; of pairs each text by itself."""
+    if isinstance(part.inputs, dict) and DECODER_IDS in part.inputs:
+        source = {name: tensor for name, tensor in part.inputs.items() if name != DECODER_IDS}
+        read = trim_padding(Part(source, part.targets[:, 0]), multiple)
+        written = trim_padding(Part(part.inputs[DECODER_IDS], part.targets), multiple)
+        return Part({**read.inputs, DECODER_IDS: written.inputs}, written.targets)
     length = (part.inputs if torch.is_tensor(part.inputs) else next(iter(part.inputs.values()))).shape[1]
     longest = int(real_lengths(part.inputs, part.targets).max())
     kept = min(length, -(-longest // multiple) * multiple)

@@ -16,6 +16,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
 from lowvram.data.chat_template import ChatTemplate, Message, Unfit, chat_template
 from lowvram.data.columns import mapped_lists, mapped_rows
+from lowvram.data.imagefolder import evenly_spaced
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -28,6 +29,7 @@ from lowvram.data.source import (
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, held_out_rows, read_splits
+from lowvram.data.text_and_label import is_text
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # the usual names of the columns, as in trl
@@ -155,12 +157,6 @@ class Chat(TextSource):
         return lambda prompt, completion: completed(template, checked(prompt), checked(completion))
 
 
-def is_text(feature: Any) -> bool:
-    from datasets import Value
-
-    return feature in (Value("string"), Value("large_string"))
-
-
 def plain_tokens(tokenizer: Tokenizer, prompt: str, completion: str) -> Tokens:
     """The tokens of a prompt, a completion and an end mark; the last two are predicted."""
     tokens, counts = tokenizer.encode_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
@@ -204,8 +200,7 @@ class Answers(Texts):
         self._padded_length, self.pad_id = padded_length, pad_id
         ends = [last_place(counts[: padded_length + 1]) for counts in mapped_lists(self.counts)]
         fit = np.flatnonzero(ends)
-        num_kept = min(len(fit), limit or len(fit))
-        self.rows = fit[np.arange(num_kept) * len(fit) // max(num_kept, 1)]
+        self.rows = evenly_spaced(fit, limit or len(fit))
         self.lengths = np.array(ends, np.int64)[self.rows]
         self.num_left_out = len(ends) - len(fit)
 

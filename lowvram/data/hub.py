@@ -21,6 +21,7 @@ from lowvram.config.errors import require
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
 from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, evenly_spaced, held_out_tenth
+from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -59,7 +60,12 @@ class Hub(TextSource):
         BadInput: a value out of range; no such data set, split or column, or no network; a label without a class.
     """
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES)
+    modalities: ClassVar[tuple[Modality, ...]] = (
+        Modality.TOKENS,
+        Modality.LABELLED_TOKENS,
+        Modality.MASKED_TOKENS,
+        Modality.IMAGES,
+    )
     only_with: ClassVar[Mapping[Modality, str]] = {
         Modality.LABELLED_TOKENS: "data.label",
         Modality.IMAGES: "data.image",
@@ -74,6 +80,7 @@ class Hub(TextSource):
     label: str | None = None
     image: str | None = None
     samples: Unit = Unit.windows
+    masked_share: float = MASKED_SHARE
     tokenizer: str = "auto"
     sequence_length: int | None = None
     image_size: int | None = None
@@ -88,6 +95,7 @@ class Hub(TextSource):
             require_count(f"data.{name}", getattr(self, name))
         for name in ("buffer_samples", "eval_samples"):
             require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "at least 1")
+        require(0 < self.masked_share < 1, "data.masked_share", self.masked_share, "more than 0 and less than 1")
         require(0 < self.min_area <= 1, "data.min_area", self.min_area, "more than 0 and at most 1")
         require(self.image is None or self.text is None, "data.text", self.text, "null where data.image is given")
         allowed = "windows where data.label is given: each text is then a sample anyway"
@@ -112,23 +120,27 @@ class Hub(TextSource):
         return SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, buffer_samples)
 
     def resolve(self, model: FollowedModel) -> Source:
-        check_modality("hub", (self.modality,), model)
+        can_be = (self.modality, Modality.MASKED_TOKENS) if self.modality is Modality.TOKENS else (self.modality,)
+        check_modality("hub", can_be, model)
         size = model.reading(self.modality).natural_shape()[-1]
         sizes = {"sequence_length": self.sequence_length or size, "image_size": self.image_size or size}
-        return ResolvedTextSource(replace(self, **sizes), model.text_rules)
+        resolved = replace(self, **sizes)
+        return masked_source(resolved, model) or ResolvedTextSource(resolved, model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
-        train, held_out = read_splits(self.place, self.eval_samples)
         if self.modality is Modality.TOKENS:
-            tokenizer = choose_tokenizer(self.tokenizer, rules)
-            columns = self.ended_texts(train, held_out, tokenizer)
-            if self.samples is Unit.documents:
-                return self.documents(columns, tokenizer, rules)
-            return self.stream(columns, tokenizer, seed)
-        split = split_by_class(self, train, held_out)
+            return self.tokens(choose_tokenizer(self.tokenizer, rules), rules, seed)
+        split = split_by_class(self, *read_splits(self.place, self.eval_samples))
         if self.modality is Modality.IMAGES:
             return self.images(split, seed)
         return self.texts(split, choose_tokenizer(self.tokenizer, rules), rules)
+
+    def tokens(self, tokenizer: Tokenizer, rules: TextRules, seed: int) -> Data:
+        """The texts as samples of tokens."""
+        columns = self.ended_texts(*read_splits(self.place, self.eval_samples), tokenizer)
+        if self.samples is Unit.documents:
+            return self.documents(columns, tokenizer, rules)
+        return self.stream(columns, tokenizer, seed)
 
     def ended_texts(self, train: Any, held_out: Any | None, tokenizer: Tokenizer) -> tuple[Any, Any]:
         """The tokens of all texts to train on and of those held out, as Arrow columns of lists."""

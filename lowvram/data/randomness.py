@@ -23,6 +23,8 @@ class Stream(IntEnum):
     EVAL = 3
     POOL = 4
     BUCKETS = 5
+    MASK = 6
+    EVAL_MASK = 7
 
 
 def generator(stream: Stream, seed: int, epoch: int = 0, index: int = 0) -> np.random.Generator:

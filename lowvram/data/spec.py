@@ -14,7 +14,8 @@ from torch import Tensor
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE
 
-IDS, MASK = "input_ids", "attention_mask"  # the inputs of labelled tokens
+IDS, MASK = "input_ids", "attention_mask"  # the inputs of all texts but those whose next token is predicted
+DECODER_IDS = "decoder_input_ids"  # of pairs: the second text, one token late
 POSITIONS = "position_ids"  # beside IDS where a row holds several sequences: each counts its tokens from 0
 
 
@@ -23,11 +24,13 @@ class Modality(Enum):
 
     TOKENS = "tokens"  # the next token is predicted
     LABELLED_TOKENS = "labelled tokens"  # padded to one length; each sample has a class
+    MASKED_TOKENS = "masked tokens"  # some tokens are hidden, and predicted from the others
+    PAIRS = "pairs of texts"  # the second is predicted from the first
     IMAGES = "images"  # each has a class
     OTHER = "other tensors"  # as the user's own data hold them
 
 
-TEXTS = (Modality.TOKENS, Modality.LABELLED_TOKENS)
+TEXTS = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.MASKED_TOKENS, Modality.PAIRS)
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,24 @@ class TextRules:
     end_id     the token that must end each text; None: none must
     tokenizer  where to look for the model's tokenizer: a folder, or a name on the hub; None: it has none
     revision   of the tokenizer on the hub
+    start_id   the token that a decoder begins with; None: the last token of what it writes, as mBART's
     """
 
     pad_id: int = 0
     end_id: int | None = None
     tokenizer: str | None = None
     revision: str | None = None
+    start_id: int | None = 0
 
     def padded(self, tokens: np.ndarray, length: int) -> dict[str, Tensor]:
         """The inputs made of a text of (num_tokens,) integers: cut to `length`, ended and padded."""
+        return self.filled(self.ended(tokens, length), length)
+
+    def filled(self, tokens: np.ndarray, length: int) -> dict[str, Tensor]:
+        """The inputs made of at most `length` tokens: padded."""
         ids = np.full(length, self.pad_id, np.int64)
-        kept = self.ended(tokens, length)
-        ids[: len(kept)] = kept
-        return {IDS: torch.from_numpy(ids), MASK: (torch.arange(length) < len(kept)).long()}
+        ids[: len(tokens)] = tokens
+        return {IDS: torch.from_numpy(ids), MASK: (torch.arange(length) < len(tokens)).long()}
 
     def ended(self, tokens: np.ndarray, length: int) -> np.ndarray:
         """At most `length` tokens of a text, the last of them `end_id`, if there is one."""
@@ -58,6 +66,15 @@ class TextRules:
         if self.end_id is None or (len(tokens) and tokens[-1] == self.end_id):
             return tokens
         return np.append(tokens[: length - 1].astype(np.int64), self.end_id)
+
+    def decoded(self, tokens: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of a decoder that writes these (num_tokens,) integers, at most `length`: each token is
+        predicted from those before it, the first from `start_id`. Padding is `pad_id` in inputs, IGNORE in targets."""
+        num_tokens = len(tokens)
+        inputs, targets = np.full(length, self.pad_id, np.int64), np.full(length, IGNORE, np.int64)
+        inputs[0] = tokens[-1] if self.start_id is None else self.start_id
+        inputs[1:num_tokens], targets[:num_tokens] = tokens[:-1], tokens
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 @dataclass(frozen=True)
@@ -132,11 +149,11 @@ FEW_SHAPES = 16  # of batches: up to this many, a graph is compiled for each
 class DataSpec:
     """The shape of one sample's inputs, and how many classes its targets have.
 
-    modality     TOKENS                        LABELLED_TOKENS      IMAGES                     OTHER
+    modality     TOKENS, MASKED_TOKENS, PAIRS  LABELLED_TOKENS      IMAGES                     OTHER
     num_classes  size of the vocabulary        classes              classes                    classes, or 0
     shape        (sequence_length,)            (sequence_length,)   (channels, height, width)  of the first input
     vocab_size   None: as num_classes          size of the vocab.   None                       None
-    layout       None, unless a sample has other tensors than its modality says
+    layout       None, unless a sample has other tensors than its modality says; of PAIRS see `pairs_layout`
 
     has_few_shapes: whether batches of equally many samples have at most `FEW_SHAPES` different shapes.
     is_padded: whether masks of samples may have zeros. If not, models can attend without a mask.
@@ -178,7 +195,23 @@ class DataSpec:
         tokens = torch.zeros(shape, dtype=torch.long)
         if self.modality is Modality.TOKENS:
             return tokens, torch.zeros_like(tokens)
-        return {IDS: tokens, MASK: mask_like(tokens, self.is_padded)}, label.zeros(num_samples)
+        inputs = {IDS: tokens, MASK: mask_like(tokens, self.is_padded)}
+        is_masked = self.modality is Modality.MASKED_TOKENS
+        return inputs, torch.zeros_like(tokens) if is_masked else label.zeros(num_samples)
+
+
+def pairs_layout(source_length: int, target_length: int) -> Layout:
+    """All tensors of a pair of texts."""
+    source, target = TensorLayout((source_length,), "int64"), TensorLayout((target_length,), "int64")
+    return Layout(((IDS, source), (MASK, source), (DECODER_IDS, target)), target)
+
+
+def num_real_tokens(inputs: Any, targets: Tensor) -> Tensor:
+    """The number of tokens without padding (0-dim), of pairs those of both texts."""
+    if not (isinstance(inputs, Mapping) and MASK in inputs):
+        return real_lengths(inputs, targets).sum()
+    num_tokens = inputs[MASK].sum()
+    return num_tokens + (targets != IGNORE).sum() if DECODER_IDS in inputs else num_tokens
 
 
 def real_lengths(inputs: Any, targets: Tensor) -> Tensor:
@@ -197,4 +230,6 @@ def real_lengths(inputs: Any, targets: Tensor) -> Tensor:
 
 def num_places(inputs: Any) -> int:
     """Number of tokens, padding included."""
-    return (inputs[IDS] if isinstance(inputs, Mapping) else inputs).numel()
+    if not isinstance(inputs, Mapping):
+        return inputs.numel()
+    return sum(inputs[name].numel() for name in (IDS, DECODER_IDS) if name in inputs)

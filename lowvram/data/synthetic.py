@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
+from lowvram.core.rig import IGNORE
+from lowvram.data.masking import MASKED_SHARE
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, followed_modality, require_count
-from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.spec import DECODER_IDS, IDS, MASK, TEXTS, DataSpec, Modality, TextRules, pairs_layout
 
 NUM_SAMPLES = 65_536  # in an epoch
 POOL_SIZE = 32  # different samples in memory; the others are views of them
@@ -30,16 +32,17 @@ class Synthetic(Source):
         BadInput: a value out of range.
     """
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.IMAGES)
+    modalities: ClassVar[tuple[Modality, ...]] = (*TEXTS, Modality.IMAGES)
 
     sequence_length: int | None = None
+    target_length: int | None = None
     image_size: int | None = None
     vocab_size: int | None = None
     num_classes: int | None = None
     eval_samples: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "image_size", "vocab_size", "num_classes"):
+        for name in ("sequence_length", "target_length", "image_size", "vocab_size", "num_classes"):
             require_count(f"data.{name}", getattr(self, name))
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
@@ -55,6 +58,13 @@ class Synthetic(Source):
         shape = (self.sequence_length or model.natural_shape()[0],)
         if modality is Modality.TOKENS:
             return SyntheticTokens(DataSpec(modality, vocab_size, shape), self.eval_samples)
+        if modality is Modality.MASKED_TOKENS:
+            spec = DataSpec(modality, vocab_size, shape, is_padded=False)
+            return SyntheticMaskedTokens(spec, self.eval_samples)
+        if modality is Modality.PAIRS:
+            layout = pairs_layout(*shape, self.target_length or shape[0])
+            spec = DataSpec(modality, vocab_size, shape, layout=layout, is_padded=False)
+            return SyntheticPairs(spec, self.eval_samples, model.text_rules)
         spec = DataSpec(modality, num_classes, shape, vocab_size, is_padded=False)
         return SyntheticLabelledTokens(spec, self.eval_samples, model.text_rules)
 
@@ -102,6 +112,56 @@ class SyntheticLabelledTokens(Source):
         labels = torch.from_numpy(rng.integers(self.spec.num_classes, size=POOL_SIZE))
         inputs = [self.rules.padded(text, length) for text in texts]
         return pooled(self.spec, inputs, labels, self.eval_samples)
+
+
+@final
+@dataclass(frozen=True)
+class SyntheticMaskedTokens(Source):
+    """Random tokens without padding, some of which are to be predicted."""
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.MASKED_TOKENS,)
+
+    spec: DataSpec
+    eval_samples: int
+
+    def resolve(self, model: FollowedModel) -> Source:
+        return self
+
+    def open(self, seed: int) -> Data:
+        rng, shape = generator(Stream.POOL, seed), (POOL_SIZE, *self.spec.shape)
+        tokens = torch.from_numpy(rng.integers(self.spec.num_tokens, size=shape))
+        is_target = torch.from_numpy(rng.random(shape) < MASKED_SHARE)
+        is_target[:, 0] = True
+        inputs = [{IDS: text, MASK: torch.ones_like(text)} for text in tokens]
+        return pooled(self.spec, inputs, tokens.where(is_target, IGNORE), self.eval_samples)
+
+
+@final
+@dataclass(frozen=True)
+class SyntheticPairs(Source):
+    """Pairs of random tokens without padding."""
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
+
+    spec: DataSpec
+    eval_samples: int
+    rules: TextRules
+
+    def resolve(self, model: FollowedModel) -> Source:
+        return self
+
+    def open(self, seed: int) -> Data:
+        (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
+        assert self.spec.layout is not None
+        (target_length,) = self.spec.layout.targets.shape
+        texts, targets = (
+            rng.integers(self.spec.num_tokens, size=(POOL_SIZE, size)) for size in (length, target_length)
+        )
+        written = [self.rules.decoded(target, target_length) for target in targets]
+        inputs = [
+            {**self.rules.filled(text, length), DECODER_IDS: ids} for text, (ids, _) in zip(texts, written, strict=True)
+        ]
+        return pooled(self.spec, inputs, torch.from_numpy(targets), self.eval_samples)
 
 
 @final

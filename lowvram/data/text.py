@@ -13,6 +13,7 @@ from omegaconf import MISSING
 from lowvram.config.errors import BadInput, require
 from lowvram.data.documents import Documents, Unit, as_documents
 from lowvram.data.local import escaped, existing_path, is_hidden, load_local
+from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -42,17 +43,19 @@ class Text(TextSource):
             holds a file that can't be read or is not UTF-8. The file is named. Or there is no such tokenizer.
     """
 
-    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS, Modality.MASKED_TOKENS)
 
     path: str = MISSING
     pattern: str = "**/*"
     samples: Unit = Unit.windows
     tokenizer: str = "auto"
     sequence_length: int | None = None
+    masked_share: float = MASKED_SHARE
     eval_samples: int = 256
 
     def __post_init__(self) -> None:
         require_count("data.sequence_length", self.sequence_length)
+        require(0 < self.masked_share < 1, "data.masked_share", self.masked_share, "more than 0 and less than 1")
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
 
     def check_paths(self) -> None:
@@ -61,14 +64,18 @@ class Text(TextSource):
 
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]
-        return ResolvedTextSource(replace(self, sequence_length=length), model.text_rules)
+        resolved = replace(self, sequence_length=length)
+        return masked_source(resolved, model) or ResolvedTextSource(resolved, model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
+        return self.tokens(choose_tokenizer(self.tokenizer, rules), rules, seed)
+
+    def tokens(self, tokenizer: Tokenizer, rules: TextRules, seed: int) -> Data:
+        """The files as samples of tokens."""
         length = resolved_size("data.sequence_length", self.sequence_length)
         files = text_files(self.path, self.pattern)
         for file in files:
             check_text(self.path, file)
-        tokenizer = choose_tokenizer(self.tokenizer, rules)
         dataset = load_local("text", {"train": escaped(files)}, sample_by="document")["train"]
         texts = tokenizer.documents(dataset, "text")
         origin = f"text of {self.path}, files: {len(files)}"

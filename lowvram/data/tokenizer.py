@@ -41,6 +41,9 @@ class Tokenizer(ABC):
     key: str  # cache key: identifies everything that the tokens depend on
     separator: np.ndarray  # tokens that end a text: end of sequence, or a new line
     opening: np.ndarray  # tokens that a text by itself begins with: beginning of sequence, or nothing
+    marks: tuple[np.ndarray, np.ndarray]  # special tokens before and after a text, as `encode_with_marks` adds them
+    mask_id: int | None  # the token that takes the place of a hidden one; None: there is none
+    special_ids: tuple[int, ...]  # tokens that are no text
 
     @abstractmethod
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -49,6 +52,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         """The tokens of each text with the tokenizer's special tokens, truncated to at most `length`."""
+
+    @abstractmethod
+    def encode_targets(self, texts: list[str], length: int) -> list[np.ndarray]:
+        """The same for texts that an encoder-decoder writes, which some tokenizers mark otherwise."""
 
     @abstractmethod
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
@@ -68,12 +75,18 @@ class Bytes(Tokenizer):
     key = "bytes"
     separator = np.frombuffer(b"\n", np.uint8)
     opening = np.zeros(0, np.uint8)
+    marks = opening, opening
+    mask_id = 0  # which hardly any text has
+    special_ids = (0,)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         return [tokens[:length] for tokens in self.encode(texts)]
+
+    def encode_targets(self, texts: list[str], length: int) -> list[np.ndarray]:
+        return self.encode_with_marks(texts, length)
 
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         starts = np.cumsum([0, *(len(letter.encode()) for letter in text)])
@@ -100,6 +113,8 @@ class Pretrained(Tokenizer):
         self.separator = self.encode(["\n"])[0] if end is None else np.array([end], np.int32)
         marks = inner("", verbose=False)["input_ids"]
         self.opening = np.array(marks[:1] if marks and marks[0] == inner.bos_token_id else [], np.int32)
+        self.marks, self.mask_id = marks_around(inner), inner.mask_token_id
+        self.special_ids = tuple(inner.all_special_ids)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.concatenate([np.zeros(0, np.int32), *self.pieces(text)]) for text in texts]
@@ -113,6 +128,10 @@ class Pretrained(Tokenizer):
 
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         ids = self.inner(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
+        return [np.array(tokens, np.int32) for tokens in ids]
+
+    def encode_targets(self, texts: list[str], length: int) -> list[np.ndarray]:
+        ids = self.inner(text_target=texts, truncation=True, max_length=length, verbose=False)["input_ids"]
         return [np.array(tokens, np.int32) for tokens in ids]
 
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
@@ -130,6 +149,13 @@ class Pretrained(Tokenizer):
 
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
         return list(mapped_lists(tokenised(dataset, column, self.encode, f"documents {self.key}")))
+
+
+def marks_around(inner: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    bare, whole = (inner("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (False, True))
+    start = next(start for start in range(len(whole) + 1) if whole[start : start + len(bare)] == bare)
+    return np.array(whole[:start], np.int32), np.array(whole[start + len(bare) :], np.int32)
 
 
 def hash_of_files(save: Callable[[str], Any]) -> str:

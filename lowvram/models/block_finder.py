@@ -141,20 +141,33 @@ class Candidate(NamedTuple):
 
 
 def classes_of_blocks(record: ForwardRecord) -> list[str]:
-    """The class whose modules save the most memory for the backward pass, then further ones that don't overlap it and
-    save much, since encoder and decoder may have different blocks. Of classes that save about the same, that with most
-    modules wins: a stage saves as much as its blocks."""
-    candidates = [make_candidate(record, name) for name in repeated_classes(record.model)]
-    chosen: list[Candidate] = []
-    while candidates:
-        most_bytes = max(candidate.kept_bytes for candidate in candidates)
-        if most_bytes <= WORTH * record.kept_bytes[record.model]:
-            break
-        equals = [candidate for candidate in candidates if candidate.kept_bytes >= AS_MUCH * most_bytes]
-        best = max(equals, key=lambda candidate: len(candidate.modules))
-        chosen.append(best)
-        candidates = [candidate for candidate in candidates if not overlap(candidate, best)]
-    return [candidate.name for candidate in chosen]
+    """The class, or the few classes that don't overlap, whose modules save the most memory for the backward pass. A
+    model's encoder and decoder may have different blocks, and a class of layers in all of them is no better than these.
+    Of what saves about the same, the fewest classes win, since a block saves as much as its layers, and among these the
+    most modules, since a stage saves as much as its blocks."""
+    least = WORTH * record.kept_bytes[record.model]
+    made = (make_candidate(record, name) for name in repeated_classes(record.model))
+    candidates = [candidate for candidate in made if candidate.kept_bytes > least]
+    if not candidates:
+        return []
+    choices = [with_others(first, candidates) for first in candidates]
+    most_bytes = max(map(total_bytes, choices))
+    equals = [choice for choice in choices if total_bytes(choice) >= AS_MUCH * most_bytes]
+    best = min(equals, key=lambda choice: (len(choice), -sum(len(candidate.modules) for candidate in choice)))
+    return [candidate.name for candidate in best]
+
+
+def with_others(first: Candidate, candidates: list[Candidate]) -> list[Candidate]:
+    """A candidate, and those that overlap neither it nor each other, the ones that save most first."""
+    chosen = [first]
+    for other in sorted(candidates, key=lambda candidate: -candidate.kept_bytes):
+        if not any(overlap(other, each) for each in chosen):
+            chosen.append(other)
+    return chosen
+
+
+def total_bytes(candidates: list[Candidate]) -> int:
+    return sum(candidate.kept_bytes for candidate in candidates)
 
 
 def make_candidate(record: ForwardRecord, name: str) -> Candidate:

@@ -20,7 +20,7 @@ from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
-from lowvram.models.hf_heads import READS, Head, head_named_by, logits_at_end, model_class
+from lowvram.models.hf_heads import READS, WRAPPING_KINDS, Head, check_shift, head_named_by, logits_at_end, model_class
 from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
@@ -104,9 +104,15 @@ class HfConfig(ForeignModel):
         return config.eos_token_id if config.is_encoder_decoder else None
 
     @property
+    def start_id(self) -> int | None:
+        """The token that the decoder begins with; None for mBART and its like: the last token of the target."""
+        config = self.config()
+        return None if config.model_type in WRAPPING_KINDS else getattr(config, "decoder_start_token_id", None) or 0
+
+    @property
     def text_rules(self) -> TextRules:
         """What the model requires of texts."""
-        return TextRules(self.pad_id, self.end_id, self.name, self.revision)
+        return TextRules(self.pad_id, self.end_id, self.name, self.revision, self.start_id)
 
     def reading(self, modality: Modality) -> HfConfig:
         """This configuration, as its head fixes the kind of data."""
@@ -173,7 +179,7 @@ class HfConfig(ForeignModel):
             allowed = f"a source of {self.modality.value} for model.head={self.chosen_head().name}"
             raise BadInput("data", spec.modality.value, allowed)
         (self.fit_images if is_image else self.fit_tokens)(config, spec)
-        if spec.modality is not Modality.TOKENS:
+        if spec.modality in (Modality.LABELLED_TOKENS, Modality.IMAGES):
             most = f"at most {self.num_classes}, which the trained head knows: model.reset_head=true starts a new one"
             require(spec.num_classes <= (self.num_classes or math.inf), "the data's classes", spec.num_classes, most)
             config.num_labels = self.num_classes or spec.num_classes
@@ -184,6 +190,9 @@ class HfConfig(ForeignModel):
         longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
         most = f"at most {longest}, the model's positions"
         require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
+        if spec.modality is Modality.PAIRS and spec.layout is not None:
+            (target_length,) = spec.layout.targets.shape
+            require(target_length <= longest, "data.target_length", target_length, most)
         most = f"at most {vocab_size}, the model's vocabulary: choose its own with data.tokenizer=auto, or bytes"
         require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
 
@@ -210,6 +219,8 @@ class HfConfig(ForeignModel):
             model.config.pad_token_id = self.pad_id
             if model.config.is_encoder_decoder:
                 model.forward = partial(logits_at_end, model)
+        if spec.modality is Modality.PAIRS:
+            check_shift(model, self.text_rules)
         return model
 
     def build(self, spec: DataSpec) -> nn.Module:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.transformers import class_of
-from lowvram.config.errors import BadInput
-from lowvram.data.spec import Modality
+from lowvram.config.errors import BadInput, require
+from lowvram.data.spec import Modality, TextRules
 from lowvram.models.hf_source import transformers
 
 
@@ -19,27 +21,37 @@ class Head(Enum):
 
     auto = "what the folder's config.json says under architectures"
     causal_lm = "the next token"
+    masked_lm = "masked tokens"
+    seq2seq_lm = "a text from another"
     sequence_classification = "a class of a text"
     image_classification = "a class of an image"
 
 
 READS = {
     Head.causal_lm: Modality.TOKENS,
+    Head.masked_lm: Modality.MASKED_TOKENS,
+    Head.seq2seq_lm: Modality.PAIRS,
     Head.sequence_classification: Modality.LABELLED_TOKENS,
     Head.image_classification: Modality.IMAGES,
 }
 CLASSES: dict[Head, Any] = {
     Head.causal_lm: transformers.AutoModelForCausalLM,
+    Head.masked_lm: transformers.AutoModelForMaskedLM,
+    Head.seq2seq_lm: transformers.AutoModelForSeq2SeqLM,
     Head.sequence_classification: transformers.AutoModelForSequenceClassification,
     Head.image_classification: transformers.AutoModelForImageClassification,
 }
 SUFFIXES = {  # of the names of classes
     "ForCausalLM": Head.causal_lm,
     "LMHeadModel": Head.causal_lm,
+    "ForMaskedLM": Head.masked_lm,
+    "ForConditionalGeneration": Head.seq2seq_lm,
+    "MarianMTModel": Head.seq2seq_lm,
     "ForSequenceClassification": Head.sequence_classification,
     "ForImageClassification": Head.image_classification,
     "ForImageClassificationWithTeacher": Head.image_classification,
 }
+WRAPPING_KINDS = frozenset({"mbart", "plbart"})  # whose decoders begin with the last token of what they write
 
 
 def head_named_by(config: Any) -> Head:
@@ -49,7 +61,8 @@ def head_named_by(config: Any) -> Head:
     if chosen is None:
         options = ", ".join(head.name for head in CLASSES)
         raise BadInput("model.head", "auto", f"one of {options}: the model's configuration names {names[0]}")
-    return chosen
+    is_decoder_alone = chosen is Head.seq2seq_lm and not config.is_encoder_decoder  # as of models that also read images
+    return Head.causal_lm if is_decoder_alone else chosen
 
 
 def model_class(head: Head, config: Any) -> Any:
@@ -59,6 +72,21 @@ def model_class(head: Head, config: Any) -> Any:
     except KeyError:
         allowed = f"a head that transformers has for the kind {config.model_type}"
         raise BadInput("model.head", head.name, allowed) from None
+
+
+def check_shift(model: Any, rules: TextRules) -> None:
+    """Raises BadInput if a model makes the inputs of its decoder from targets in another way than `rules`."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None:
+        return
+    allowed = "the token that the decoder begins with: the model's configuration names none"
+    first = model.config.decoder_start_token_id
+    require(rules.start_id is None or first is not None, "model.args.decoder_start_token_id", first, allowed)
+    tokens = np.array([5, 6, 7])
+    with without_dispatch_modes(), torch.device("cpu"):
+        theirs, ours = shift(torch.from_numpy(tokens)[None])[0], rules.decoded(tokens, len(tokens))[0]
+    allowed = f"a kind whose decoder reads its targets one token late, and not as {model.config.model_type} does"
+    require(torch.equal(theirs, ours), "model.head", Head.seq2seq_lm.name, allowed)
 
 
 def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

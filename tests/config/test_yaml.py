@@ -34,6 +34,7 @@ GIVEN = {  # what the user has to say of an option
     ("data", "imagefolder"): {"path": "somewhere"},
     ("data", "hub"): {"name": "somewhere"},
     ("data", "chat"): {"name": "somewhere"},
+    ("data", "pairs"): {"name": "somewhere", "text": "asked", "target": "said"},
     ("data", "external"): {"target": "tests.yours.curve"},
     ("task", "external"): {"target": "tests.yours.Regression"},
     ("optimizer", "external"): {"target": "torch.optim.NAdam"},

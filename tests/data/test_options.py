@@ -12,7 +12,14 @@ from lowvram.config.schema import build
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted([*(CONF / "data").glob("*.yaml"), *(CONF / "loader").glob("*.yaml")])
-NEEDED = {"text": "path", "imagefolder": "path", "hub": "name", "chat": "name", "external": "target"}
+NEEDED = {  # fields that the user has to give
+    "text": ("path",),
+    "imagefolder": ("path",),
+    "hub": ("name",),
+    "chat": ("name",),
+    "pairs": ("name", "text", "target"),
+    "external": ("target",),
+}
 
 
 def node(option: Path) -> DictConfig:
@@ -24,7 +31,7 @@ def node(option: Path) -> DictConfig:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.stem)
 def test_a_yaml_repeats_the_defaults_of_its_class(option: Path) -> None:
     config = node(option)
-    given = {NEEDED[option.stem]: "somewhere"} if option.stem in NEEDED else {}
+    given = dict.fromkeys(NEEDED.get(option.stem, ()), "somewhere")
     built = build(OmegaConf.merge(config, given), option.parent.name)  # pyright: ignore[reportArgumentType]
     assert built == type(built)(**given)
 
@@ -35,7 +42,7 @@ def test_a_source_lives_in_a_module_of_its_options_name(option: Path) -> None:
     assert node(option)["_target_"].split(".")[:-1] == ["lowvram", "data", option.stem]
 
 
-@pytest.mark.parametrize(("option", "field"), NEEDED.items())
+@pytest.mark.parametrize(("option", "field"), [(option, fields[0]) for option, fields in NEEDED.items()])
 def test_what_is_missing_is_named(option: str, field: str) -> None:
     with pytest.raises(BadInput, match=rf"data\.{field}="):
         build(node(CONF / "data" / f"{option}.yaml"), "data")
@@ -73,7 +80,12 @@ def test_what_is_missing_is_named(option: str, field: str) -> None:
         ("hub", "min_area", 0.0),
         ("hub", "buffer_samples", 0),
         ("hub", "eval_samples", 0),
+        ("hub", "masked_share", 0.0),
+        ("text", "masked_share", 1.0),
         ("chat", "sequence_length", 0),
+        ("pairs", "sequence_length", 0),
+        ("pairs", "target_length", 0),
+        ("pairs", "eval_samples", 0),
         ("chat", "eval_samples", 0),
         ("external", "num_classes", 0),
         ("external", "vocab_size", 0),
@@ -86,7 +98,7 @@ def test_values_out_of_range_are_named(option: str, field: str, value: float) ->
     group = "loader" if option == "workers" else "data"
     config = node(CONF / group / f"{option}.yaml")
     config[field] = value
-    if option in NEEDED:
-        config[NEEDED[option]] = "somewhere"
+    for name in NEEDED.get(option, ()):
+        config[name] = "somewhere"
     with pytest.raises(BadInput, match=rf"{group}\.{field}={value}"):
         build(config, group)

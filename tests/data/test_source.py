@@ -35,7 +35,7 @@ def test_sources_of_images_fit_a_model_of_images(source: Source, image_model) ->
 def test_a_mismatch_names_the_options_that_fit_and_opens_nothing(token_model, image_model) -> None:
     with pytest.raises(BadInput, match=r"^data='text': must be a source of images, .*auto, glyphs, imagefolder"):
         resolve_source(Text("nowhere"), image_model())
-    with pytest.raises(BadInput, match=r"^data='imagefolder': must be a source of tokens, .*python_source, text"):
+    with pytest.raises(BadInput, match=r"^data='imagefolder': must be a source of tokens, .*python_source, .* or text"):
         resolve_source(ImageFolder("nowhere"), token_model())
 
 

@@ -9,16 +9,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.rig import Rig
+from lowvram.core.rig import Part, Rig
 from lowvram.core.step import step
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, pairs_layout
 from lowvram.knobs.adapter import Lora
 from lowvram.loops.export import Origin, export, load
+from lowvram.loops.fields import described_blocks
 from lowvram.models.hf import Head, HfConfig
 from lowvram.models.hf_sizes import SHIFTED_KINDS
 from lowvram.models.hf_source import local_files, transformers
@@ -30,9 +32,13 @@ from tests.wordy import save_tokenizer
 SPECS = {
     Modality.TOKENS: DataSpec(Modality.TOKENS, 300, (8,)),
     Modality.LABELLED_TOKENS: DataSpec(Modality.LABELLED_TOKENS, 5, (8,), vocab_size=300),
+    Modality.MASKED_TOKENS: DataSpec(Modality.MASKED_TOKENS, 300, (8,)),
+    Modality.PAIRS: DataSpec(Modality.PAIRS, 300, (8,), layout=pairs_layout(8, 6)),
     Modality.IMAGES: DataSpec(Modality.IMAGES, 5, (3, 16, 16)),
 }
 NO_ADAPTER: Any = KNOBS["adapter", "none"]
+READ = {Modality.TOKENS, Modality.PAIRS}
+GENERATORS = [kind for kind in FAMILIES if HfConfig(tiny(kind)).modality in READ]
 NUM_NEW = 6  # tokens to generate
 
 
@@ -81,7 +87,7 @@ def test_a_trained_model_loads_without_a_missing_weight_and_computes_the_same(ki
     assert relative_error(dict(model.named_parameters()), dict(start.named_parameters())) > 0.01
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if "LM" in FAMILIES[kind][0]])
+@pytest.mark.parametrize("kind", GENERATORS)
 def test_a_trained_model_generates_as_it_did_where_it_was_trained(kind: str) -> None:
     """With the cache, which is off while it trains."""
     model, _ = loaded(kind)
@@ -97,6 +103,66 @@ def test_a_trained_model_keeps_its_configuration(kind: str) -> None:
         json.loads((Path(folder) / "config.json").read_text()) for folder in (with_weights(kind), exported(kind)[2])
     )
     assert after == before
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if HfConfig(tiny(kind)).modality is Modality.PAIRS])
+def test_the_loss_of_a_written_text_is_the_librarys_own(kind: str) -> None:
+    """With the decoder's inputs that the model makes itself."""
+    config = HfConfig(tiny(kind))
+    task = Auto().pose(config, spec_for(config))
+    model: Any = assemble(task, knobs_of(), CPU).model
+    texts = [[5, 6, 7, 1], [8, 1]]
+    decoder_ids, targets = map(
+        torch.stack, zip(*(config.text_rules.decoded(np.array(text), 6) for text in texts), strict=True)
+    )
+    inputs = {"input_ids": torch.tensor([[9, 8, 1], [7, 1, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    batch = Part({**inputs, "decoder_input_ids": decoder_ids}, targets)
+    ours = task.criterion(task.call(model, batch.inputs), batch) / batch.num_targets
+    torch.testing.assert_close(ours, model(**inputs, labels=targets).loss)
+
+
+@pytest.mark.parametrize("kind", ["bert:masked", "roberta:masked", "distilbert:masked"])
+def test_the_loss_of_masked_tokens_is_the_librarys_own(kind: str) -> None:
+    config = HfConfig(tiny(kind))
+    task, batch = Auto().pose(config, spec_for(config)), make_batch(spec_for(config), 4)
+    model: Any = assemble(task, knobs_of(), CPU).model
+    ours = task.criterion(task.call(model, batch.inputs), batch) / batch.num_targets
+    torch.testing.assert_close(ours, model(**batch.inputs, labels=batch.targets).loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "has_head"),
+    [
+        ("bert:masked", "3 BertLayer", True),
+        ("t5:pairs", "4 T5Block", True),
+        ("bart", "2 BartEncoderLayer, 2 BartDecoderLayer", False),
+        ("marian", "2 MarianEncoderLayer, 2 MarianDecoderLayer", False),
+    ],
+)
+def test_blocks_and_head_are_found(kind: str, blocks: str, has_head: bool) -> None:
+    """BART adds a bias to the outputs of its last layer, so logits=chunked is refused."""
+    config = HfConfig(tiny(kind))
+    task = Auto().pose(config, spec_for(config))
+    model = task.make_model()
+    assert described_blocks(task.blocks(model)) == blocks
+    assert (task.head(model) is not None) == has_head
+
+
+@pytest.mark.parametrize("kind", ["bert:masked", "t5:pairs"])
+def test_chunked_logits_keep_the_loss(kind: str) -> None:
+    config = HfConfig(tiny(kind))
+    task, batch = Auto().pose(config, spec_for(config)), make_batch(spec_for(config), 4)
+    losses = []
+    for logits in ("full", "chunked"):
+        rig = assemble(task, knobs_of(logits=logits), CPU)
+        losses.append(rig.criterion(rig.forward(batch), batch))
+    torch.testing.assert_close(*losses)
+
+
+def test_a_model_that_names_no_start_of_what_it_writes_is_refused() -> None:
+    config = HfConfig(tiny("bart"), args={"decoder_start_token_id": None})
+    with pytest.raises(BadInput, match=r"model\.args\.decoder_start_token_id=null: must be the token"):
+        config.make(spec_for(config))
 
 
 # What differs from family to family
