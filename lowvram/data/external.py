@@ -18,7 +18,7 @@ from lowvram.core.rig import IGNORE
 from lowvram.data.iterable import Iterated, in_their_order, is_iterable, kept
 from lowvram.data.randomness import Key, Stream, seeded
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
-from lowvram.data.spec import IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths, tree_of
+from lowvram.data.spec import DECODER_IDS, IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths, tree_of
 
 TARGET_NAMES = ("labels", "label", "targets", "target")  # the target's key in a dictionary; the first match counts
 FEW = 1000  # up to this many samples are all read to find the largest label
@@ -111,6 +111,10 @@ class External(Source):
         modality, (_, first) = modality_of(layout), layout.inputs[0]
         if modality is Modality.TOKENS:
             return DataSpec(modality, self.num_classes or self.vocab_size or num_labels(train), first.shape)
+        if modality in (Modality.MASKED_TOKENS, Modality.PAIRS):
+            vocab_size, ids = self.num_classes or self.vocab_size or num_labels(train), dict(layout.inputs)[IDS]
+            usual = modality is Modality.MASKED_TOKENS and len(layout.inputs) == 2
+            return DataSpec(modality, vocab_size, ids.shape, layout=None if usual else layout)
         is_classified = modality is not Modality.OTHER or layout.targets == CLASS
         num_classes = self.num_classes or (num_labels(train) if is_classified else 0)
         if modality is not Modality.LABELLED_TOKENS:
@@ -270,6 +274,8 @@ def modality_of(layout: Layout) -> Modality:
         return Modality.IMAGES
     ids = inputs.get(IDS)
     is_text = ids is not None and ids.dtype == "int64" and len(ids.shape) == 1
+    if is_text and MASK in inputs and targets in (ids, inputs.get(DECODER_IDS)):
+        return Modality.PAIRS if DECODER_IDS in inputs else Modality.MASKED_TOKENS
     return Modality.LABELLED_TOKENS if is_text and targets == CLASS else Modality.OTHER
 
 

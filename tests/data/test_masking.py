@@ -16,6 +16,7 @@ from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE
 from lowvram.data.bucketed import Bucketed
 from lowvram.data.documents import Unit
+from lowvram.data.external import External
 from lowvram.data.hub import Hub
 from lowvram.data.masking import Masking
 from lowvram.data.packed import Packed
@@ -180,6 +181,18 @@ def test_batches_are_trimmed_and_counted(tmp_path: Path, masked_model: Callable[
     assert 2 <= problem.num_targets(part).item() < 9
     with pytest.raises(BadInput, match="must be bucketed for masked tokens"):
         Packed().fit(data, masked_model())
+
+
+def of_my_own() -> tuple[list[Any], list[Any]]:
+    sample = {"input_ids": [5, 9, 7, 0], "attention_mask": [1, 1, 1, 0], "labels": [-100, 6, -100, -100]}
+    return [sample] * 4, [sample] * 2
+
+
+def test_samples_of_ones_own_may_be_masked(masked_model: Callable[..., Any]) -> None:
+    data = opened(External("tests.data.test_masking.of_my_own"), masked_model(vocab_size=10))
+    assert data.spec == DataSpec(Modality.MASKED_TOKENS, 10, (4,))
+    assert data.train.sample(0, 0)[1].tolist() == [-100, 6, -100, -100]
+    assert Bucketed(multiple=1).collate(data.train, [(0, 0)]).targets.tolist() == [[-100, 6, -100]]
 
 
 # Refusals

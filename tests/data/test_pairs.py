@@ -14,6 +14,7 @@ from datasets import Dataset, DatasetDict
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE
 from lowvram.data.bucketed import Bucketed
+from lowvram.data.external import External
 from lowvram.data.loader import collate
 from lowvram.data.packed import Packed
 from lowvram.data.pairs import Pairs
@@ -120,6 +121,18 @@ def test_shapes_of_batches_are_few_where_both_lengths_are(tmp_path: Path, token_
     assert not Bucketed(multiple=1).fit(data, token_model()).spec.has_few_shapes
     with pytest.raises(BadInput, match="must be bucketed for pairs of texts"):
         Packed().fit(data, token_model())
+
+
+def of_my_own() -> tuple[list[Any], list[Any]]:
+    inputs = {"input_ids": [5, 1, 0], "attention_mask": [1, 1, 0], "decoder_input_ids": [0, 7]}
+    return [{**inputs, "labels": [7, 1]}] * 4, [{**inputs, "labels": [7, 1]}] * 2
+
+
+def test_samples_of_ones_own_may_be_pairs() -> None:
+    data = External("tests.data.test_pairs.of_my_own", vocab_size=10).open(0)
+    assert data.spec == DataSpec(Modality.PAIRS, 10, (3,), layout=pairs_layout(3, 2))
+    part = Bucketed(multiple=1).collate(data.train, [(0, 0)])
+    assert (part.inputs["input_ids"].tolist(), part.targets.tolist()) == ([[5, 1]], [[7, 1]])
 
 
 # Refusals
