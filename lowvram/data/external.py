@@ -18,7 +18,18 @@ from lowvram.core.rig import IGNORE
 from lowvram.data.iterable import Iterated, in_their_order, is_iterable, kept
 from lowvram.data.randomness import Key, Stream, seeded
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
-from lowvram.data.spec import DECODER_IDS, IDS, MASK, TEXTS, DataSpec, Layout, Modality, TensorLayout, real_lengths, tree_of
+from lowvram.data.spec import (
+    DECODER_IDS,
+    IDS,
+    MASK,
+    TEXTS,
+    DataSpec,
+    Layout,
+    Modality,
+    TensorLayout,
+    real_lengths,
+    tree_of,
+)
 
 TARGET_NAMES = ("labels", "label", "targets", "target")  # the target's key in a dictionary; the first match counts
 FEW = 1000  # up to this many samples are all read to find the largest label

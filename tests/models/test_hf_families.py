@@ -26,7 +26,7 @@ from lowvram.models.hf_sizes import SHIFTED_KINDS
 from lowvram.models.hf_source import local_files, transformers
 from lowvram.tasks import Auto, Problem
 from tests.hugging import FAMILIES, tiny, with_weights
-from tests.laboratory import CPU, KNOBS, batches, knobs_of, make_batch, relative_error
+from tests.laboratory import CPU, KNOBS, batches, knobs_of, make_batch, relative_error, train
 from tests.wordy import save_tokenizer
 
 SPECS = {
@@ -157,6 +157,15 @@ def test_chunked_logits_keep_the_loss(kind: str) -> None:
         rig = assemble(task, knobs_of(logits=logits), CPU)
         losses.append(rig.criterion(rig.forward(batch), batch))
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("kind", ["bert:masked", "t5:pairs", "bart"])
+@pytest.mark.parametrize("choice", [{"ckpt": "every1"}, {"accum": "x2"}, {"stepping": "in_backward"}])
+def test_a_knob_that_saves_memory_keeps_the_losses(kind: str, choice: dict[str, Any]) -> None:
+    config = HfConfig(tiny(kind))
+    task = Auto().pose(config, spec_for(config))
+    found, wanted = (train(task, knobs_of(optimizer="sgd", **each), [4, 8], lr=0.01).losses for each in (choice, {}))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
 def test_a_model_that_names_no_start_of_what_it_writes_is_refused() -> None:

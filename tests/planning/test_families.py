@@ -11,13 +11,14 @@ from lowvram.core.assemble import assemble
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
-from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.spec import DataSpec, Modality, pairs_layout
 from lowvram.models.external import ExternalConfig
 from lowvram.models.hf import HfConfig
 from lowvram.planning.target import Target
 from lowvram.planning.trace.tracer import trace
 from lowvram.tasks import Auto, Problem
 from scripts.benchmarks.plan_families_points import KINDS, write_family
+from tests.hugging import tiny
 from tests.laboratory import CPU, knobs_of, make_batch
 
 FEW = ("llama", "bert", "mixtral", "convnext", "deit")  # of all: the others are slow, as they are many
@@ -53,6 +54,16 @@ def planned_bytes(task: Problem, num_samples: int) -> int:
 def test_a_plan_holds_what_a_real_step_holds(kind: str, tmp_path: Path) -> None:
     task = problem(kind, tmp_path)
     assert planned_bytes(task, 4) == pytest.approx(real_bytes(task, make_batch(task.spec, 4)), rel=0.005)
+
+
+@pytest.mark.parametrize("kind", ["bert:masked", "t5:pairs", "bart"])
+def test_a_plan_of_texts_that_are_masked_or_written_holds_it_too(kind: str) -> None:
+    model = HfConfig(tiny(kind))
+    spec = DataSpec(Modality.MASKED_TOKENS, 300, (32,))
+    if model.modality is Modality.PAIRS:
+        spec = DataSpec(Modality.PAIRS, 300, (32,), layout=pairs_layout(32, 16))
+    task = Auto().pose(model, spec)
+    assert planned_bytes(task, 4) == pytest.approx(real_bytes(task, make_batch(spec, 4)), rel=0.005)
 
 
 def test_a_recurrent_layer_keeps_what_a_real_one_keeps() -> None:
