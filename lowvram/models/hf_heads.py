@@ -68,10 +68,19 @@ def head_named_by(config: Any) -> Head:
 def model_class(head: Head, config: Any) -> Any:
     """The class of a model with this head. Raises BadInput if transformers has none for this kind of model."""
     try:
-        return class_of(CLASSES[head], config)
+        found = class_of(CLASSES[head], config)
     except KeyError:
         allowed = f"a head that transformers has for the kind {config.model_type}"
         raise BadInput("model.head", head.name, allowed) from None
+    allowed = "masked_lm, or causal_lm with model.args={is_decoder: true}: without it each token sees those after it"
+    require(head is not Head.causal_lm or not is_encoder(config), "model.head", head.name, allowed)
+    return found
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether it is a BERT or one of its relatives, which attend to all tokens unless they are told to be decoders."""
+    is_bidirectional = not config.is_encoder_decoder and getattr(config, "is_decoder", None) is False
+    return is_bidirectional and config.__class__ in transformers.MODEL_FOR_MASKED_LM_MAPPING
 
 
 def check_shift(model: Any, rules: TextRules) -> None:

@@ -234,6 +234,21 @@ def test_images_smaller_than_a_window_are_refused() -> None:
         HfConfig(tiny("swin")).make(less)
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_an_encoder_that_sees_all_tokens_does_not_predict_the_next(kind: str) -> None:
+    config = HfConfig(tiny(kind), head=Head.causal_lm)
+    with pytest.raises(BadInput, match=r"model\.head='causal_lm': must be masked_lm, or causal_lm with .*is_decoder"):
+        config.make(SPECS[Modality.TOKENS])
+    config = replace(config, args={"is_decoder": True})
+    task, (batch, other) = (
+        Auto().pose(config, SPECS[Modality.TOKENS]),
+        (make_batch(SPECS[Modality.TOKENS], 2) for _ in "ab"),
+    )
+    other.inputs[:, -1] += 1
+    model = assemble(task, knobs_of(), CPU).model
+    assert torch.equal(task.call(model, batch.inputs)[:, :-1], task.call(model, other.inputs)[:, :-1])
+
+
 # Files beside the weights
 
 
