@@ -92,8 +92,8 @@ Contestant = Callable[[Case, Path, int, int], Told]  # case, folder, number of s
 
 def make_model(case: Case, folder: Path) -> None:
     """Random weights that all start from, as transformers saves them."""
-    from lowvram.models.hf import CLASSES as AUTO
     from lowvram.models.hf import Head, transformers
+    from lowvram.models.hf_heads import CLASSES as AUTO
 
     if not case.model_folder(folder).exists():
         config = transformers.AutoConfig.for_model(case.kind, **case.sizes)

@@ -25,8 +25,8 @@ from scripts.benchmarks.contestants import (
 
 def loaded(case: Case, folder: Path) -> Any:
     """The model as transformers loads it, with checkpointing if that is asked for."""
-    from lowvram.models.hf import CLASSES as AUTO
-    from lowvram.models.hf import Head
+    from lowvram.models.hf_heads import CLASSES as AUTO
+    from lowvram.models.hf_heads import Head
 
     model = AUTO[Head[case.head]].from_pretrained(case.model_folder(folder), trust_remote_code=False)
     if CHECKPOINTING in case.savings:
