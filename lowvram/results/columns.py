@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowvram.results.metrics import Better, Metric
+from lowvram.results.metrics import METRICS, Better, Metric
 from lowvram.results.row import Row, Status
 from lowvram.results.shown import shown
 
@@ -83,6 +83,12 @@ def value_at(row: Row, path: str) -> float | None:
     """The number under a dotted path; None where there is none or it isn't finite."""
     value = at(row, path)
     return value if value is not None and math.isfinite(value) else None
+
+
+def other_scores(rows: Sequence[Row]) -> list[str]:
+    """The names of the scores of evaluations that METRICS doesn't list."""
+    listed = {metric.path for metric in METRICS}
+    return list(dict.fromkeys(name for row in rows for name in row["eval"] if f"eval.{name}" not in listed))
 
 
 def best_rows(

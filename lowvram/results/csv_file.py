@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lowvram.results.columns import at
+from lowvram.results.columns import at, other_scores
 from lowvram.results.differing import leaves, varying_names
 from lowvram.results.metrics import METRICS
 from lowvram.results.row import Row, to_json
@@ -28,7 +28,7 @@ def records(rows: Sequence[Row]) -> list[Record]:
     figure, and what a reader must know of them."""
     groups = dict.fromkeys(group for row in rows for group in row["choices"])
     keys = dict.fromkeys([*ALWAYS, *(name for name in varying_names(rows) if name not in groups)])
-    scores = dict.fromkeys(name for row in rows for name in _other_scores(row))
+    scores = other_scores(rows)
     return [
         {
             **{key: row[key] for key in ("name", "status", "reason")},
@@ -46,12 +46,6 @@ def _values(row: Row, keys: Sequence[str]) -> Record:
     """The values of the configuration under dotted keys; lists as JSON."""
     known = dict(leaves(row["config"]))
     return {key: json.dumps(value) if isinstance(value := known.get(key), list) else value for key in keys}
-
-
-def _other_scores(row: Row) -> list[str]:
-    """The scores of the task that METRICS doesn't list."""
-    listed = {metric.path for metric in METRICS}
-    return [name for name in row["eval"] if f"eval.{name}" not in listed]
 
 
 def _about(row: Row) -> Record:

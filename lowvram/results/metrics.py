@@ -136,6 +136,12 @@ PADDING = "data.padding"
 SMALLER, LARGER = Better.SMALLER, Better.LARGER
 NOWHERE = Shown(0)  # only in the row, in table.csv and in W&B
 
+
+def score(name: str) -> Metric:
+    """A score of an evaluation that isn't one of `METRICS`: of `eval.metrics`, or of a task of the user's own."""
+    return Metric(f"eval.{name}", name, wandb_name=f"eval/{name}", of_training=True)
+
+
 # In the order of the columns. results/terminal.py writes some of them into sentences of the summary.
 METRICS: tuple[Metric, ...] = (
     Metric(PEAK, "peak {unit}", BYTES, better=SMALLER, wandb_name="memory/peak_gib"),

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from lowvram.results.columns import Column, Table, metric_column, value_at, words_column
+from lowvram.results.columns import Column, Table, metric_column, other_scores, value_at, words_column
 from lowvram.results.csv_file import FILE_NAME as CSV_FILE
 from lowvram.results.csv_file import to_csv, to_json_lines
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.marker import point_of
-from lowvram.results.metrics import LEAST_VRAM, METRICS, PADDING, PEAK, SLOW_STEP, Better, Shown, number_texts
+from lowvram.results.metrics import LEAST_VRAM, METRICS, PADDING, PEAK, SLOW_STEP, Better, Shown, number_texts, score
 from lowvram.results.printed_table import to_markdown, to_text
 from lowvram.results.row import (
     FILE_NAME,
@@ -121,6 +121,8 @@ def _figures(rows: Sequence[Row]) -> Iterator[Column]:
         if metric.shown_in & kind:
             yield metric_column(rows, metric, unit)
         yield from beside.get(metric.path, ())
+    for name in other_scores(rows):
+        yield metric_column(rows, score(name), unit)
 
 
 def _kind(rows: Sequence[Row]) -> Shown:

@@ -381,3 +381,10 @@ def test_a_sweep_without_a_row_that_could_be_written_has_an_empty_table(tmp_path
     save(tmp_path, [])
     assert (tmp_path / "rows.jsonl").read_text() == ""
     assert "ok" not in render([])
+
+
+def test_scores_of_the_users_own_have_their_columns() -> None:
+    rows = [point("a", eval={"f1": 0.5}), point("b", eval={"f1": 0.25, "top5": 0.75})]
+    columns = {column.title: column.texts for column in build(rows).columns}
+    assert columns["f1"] == ("0.500", "0.250")
+    assert columns["top5"] == ("", "0.750")
