@@ -217,6 +217,13 @@ def test_padding_that_is_counted(make_session: MakeSession) -> None:
     assert doubt.startswith("padding was counted")
 
 
+@pytest.mark.parametrize(("target_length", "most"), [(None, 480.0), (4, 360.0)])
+def test_the_tokens_of_both_texts_of_a_pair_count(target_length: int | None, most: float) -> None:
+    config = {**CONFIG, "data": {"sequence_length": 8, "target_length": target_length}}
+    assert told(config=config, throughput={"tokens_per_s": most}) == []
+    assert len(told(config=config, throughput={"tokens_per_s": 1.1 * most})) == 1
+
+
 def test_recompute_that_is_counted_as_the_models_arithmetic() -> None:
     problem, knobs = PROBLEMS["transformer"], knobs_of(ckpt="every1")
     with FlopCounterMode(display=False) as lying:

@@ -67,6 +67,9 @@ def padding(row: Row) -> str | None:
     length, share = value_at(row, "config.data.sequence_length"), row["data"]["padding"]
     if not (samples_per_s and tokens_per_s and length) or share is None:
         return None
+    data = row["config"]["data"]
+    if "target_length" in data:  # a sample may be a pair of texts
+        length += data["target_length"] or length
     if tokens_per_s <= EXACT * samples_per_s * length * (1 - share):
         return None
     return f"padding was counted: {tokens_per_s:.4g} tokens/s don't fit into {samples_per_s:.4g} samples/s"

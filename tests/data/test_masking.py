@@ -24,6 +24,7 @@ from lowvram.data.source import Data, resolve_source
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.data.text import Text
 from lowvram.tasks import Auto
+from tests.data.conftest import FakeModel
 from tests.laboratory import TRANSFORMER
 from tests.wordy import SENTENCES, save_tokenizer
 
@@ -34,8 +35,6 @@ Sample = tuple[dict[str, Tensor], Tensor]
 
 @pytest.fixture
 def masked_model() -> Callable[..., Any]:
-    from tests.data.conftest import FakeModel
-
     return lambda **pinned: FakeModel(Modality.MASKED_TOKENS, (32,), **pinned)
 
 

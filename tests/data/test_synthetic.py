@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput
+from lowvram.core.rig import IGNORE
 from lowvram.data.source import Data
-from lowvram.data.spec import DataSpec, Modality, TextRules
+from lowvram.data.spec import DataSpec, Modality, TextRules, pairs_layout
 from lowvram.data.synthetic import Synthetic
+from tests.data.conftest import FakeModel
 
 
 def opened(source: Synthetic, model, seed: int = 0) -> Data:
@@ -46,6 +48,20 @@ def test_labelled_tokens(classifier_of_texts) -> None:
     assert {int(label) for _, label in samples} == {0, 1, 2}
     assert all(inputs["input_ids"][-1] == 49 for inputs, _ in samples)
     assert all(inputs["attention_mask"].tolist() == [1] * 9 for inputs, _ in samples)
+
+
+def test_masked_tokens_and_pairs() -> None:
+    masked = FakeModel(Modality.MASKED_TOKENS, (32,), vocab_size=50)
+    data = opened(Synthetic(sequence_length=9), masked)
+    assert data.spec == DataSpec(Modality.MASKED_TOKENS, 50, (9,), is_padded=False)
+    inputs, targets = data.train.sample(0, 0)
+    assert ((targets == IGNORE) | (targets == inputs["input_ids"])).all()
+    assert targets[0] != IGNORE
+    pairs = FakeModel(Modality.PAIRS, (32,), vocab_size=50, text_rules=TextRules(start_id=7))
+    data = opened(Synthetic(target_length=4), pairs)
+    assert data.spec == DataSpec(Modality.PAIRS, 50, (32,), layout=pairs_layout(32, 4), is_padded=False)
+    inputs, targets = data.train.sample(0, 0)
+    assert inputs["decoder_input_ids"].tolist() == [7, *targets[:-1].tolist()]
 
 
 def test_images(image_model) -> None:
