@@ -34,7 +34,13 @@ PAGE = (ROOT / "docs" / "adding_a_knob.md").read_text()
 CLASS, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (YAML,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 GROUP, NAME = PAIR = ("ckpt", "first_half")
-READ_ONCE = (registry.neutral_options, registry.options_of, registry.all_options, registry.knob_of)
+READ_ONCE = (
+    registry.neutral_options,
+    registry.options_of,
+    registry.ready_options,
+    registry.all_options,
+    registry.knob_of,
+)
 
 
 def written(source: str) -> type[Knob]:

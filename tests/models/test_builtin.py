@@ -26,7 +26,7 @@ from lowvram.models.builtin import OwnModel, OwnModule
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, TOKENS, documents, knobs_of, make_batch
 
-READ_ONCE = (registry.options_of, registry.all_options, registry.knob_of)
+READ_ONCE = (registry.options_of, registry.ready_options, registry.all_options, registry.knob_of)
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("launched")
 def test_under_torchrun_the_ranks_are_those_that_it_has_started(call: Call) -> None:
     allowed = "sharding.ranks='3': must be auto or 2, the number of ranks that torchrun has started"
-    assert call(*TWO, "sharding.ranks=3").sentence == allowed
+    assert call(*TWO, "sharding.ranks=3", "train.batch_size=6").sentence == allowed
 
 
 @pytest.mark.usefixtures("launched")
