@@ -15,6 +15,8 @@ def without_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """A home without a key, no network wanted, and W&B as it is in a new process; the point's folder."""
     import wandb
 
+    wandb.teardown()
+    os.environ.pop("WANDB_SERVICE", None)  # of the process that has ended: it mustn't come back after the test
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     for name in ("HOME", "XDG_CONFIG_HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
@@ -23,6 +25,5 @@ def without_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(sys, "argv", ["train.py", "data.hf_token=hunter2"])
     folder = tmp_path / "a point"
     folder.mkdir()
-    wandb.teardown()
     yield folder
     wandb.teardown()

@@ -197,6 +197,7 @@ def test_there_is_one_run_in_wandb(call: Call) -> None:
     outcome = call(*TINY, *STEPS, AUTO, OUT_OF_MEMORY, "logger=wandb")
     assert outcome.code == 0, outcome.said()
     parts = sorted(outcome.folder.glob("wandb/offline-run-*"), key=lambda part: part.stat().st_mtime_ns)
+    assert parts, outcome.said()
     first, last = map(records_of, parts)
     assert len({record["run"]["run_id"] for record in (*first, *last) if record["type"] == "run"}) == 1
     told = [record["config"]["update"]["accum"]["parts"] for record in last if record["type"] == "config"]

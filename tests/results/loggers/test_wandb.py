@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,17 @@ def test_curves_have_an_axis_of_their_own(without_account: Path):
     assert [tuple(row[name] for name in names) for row in curve] == [(0, 1.0, 0.0), (1, 1.0, 2.0)]
 
 
-def test_the_system_metrics_are_those_of_the_process_that_computes(without_account: Path):
+def test_the_system_metrics_are_those_of_the_process_that_computes(
+    without_account: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_X_STATS_SAMPLING_INTERVAL", "0.1")
     used = 200 * 2**20
     waits = f"held = bytearray({used}); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         recorder = start(without_account, pid=child.pid)
+        time.sleep(1.0)  # some samples
         recorder.finish(ended("ok"))
         child.communicate(b"\n")
     sampled = next(record["stats"]["item"] for record in records(recorder) if record["type"] == "stats")
