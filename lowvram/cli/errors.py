@@ -173,7 +173,15 @@ def chosen_twice(match: re.Match[str]) -> str:
     return f"{match[1]}: the group has one option; type {match[1]}=… once, without +"
 
 
+def unknown_in_list(match: re.Match[str]) -> str:
+    """A list of options of a group, one of which isn't there."""
+    group, _, option = match[1].partition("/")
+    options = options_of(group)
+    return f"{group}=[{option}]: must be a list of some of {', '.join(options)}{closest(option, options)}"
+
+
 PATTERNS = {
+    r"Could not load '([^']+)'": unknown_in_list,
     r"Could not find '([^']+)'": unknown_option,
     r"Could not override '([^']+)'": unknown_key,
     r"Could not delete from config\. '([^']+)'": unknown_key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,6 +17,7 @@ from lowvram.config.compose import chosen
 from lowvram.config.errors import BadInput, Refused
 from lowvram.config.registry import options_of
 from lowvram.config.settings import GROUPS, PARENT_ONLY, ROOT_KEYS, SECTIONS, check_root
+from tests.calls import Outcome
 
 
 @pytest.mark.parametrize("word", ELSEWHERE)
@@ -128,3 +130,9 @@ def test_several_options_of_a_group() -> None:
 def test_a_root_without_a_group_names_it() -> None:
     with pytest.raises(BadInput, match="can't be removed; leave it at its default"):
         check_root(DictConfig({}))
+
+
+def test_an_unknown_option_in_a_list_is_named(call: Callable[..., Outcome]) -> None:
+    said = call("logger=[wandb,tensorbord]").err
+    options = ", ".join(options_of("logger"))
+    assert said == f"logger=[tensorbord]: must be a list of some of {options}; did you mean tensorboard?\n"
