@@ -71,6 +71,13 @@ class Shuffled:
         return ((torch.tensor([float(index)]), torch.tensor([0.5])) for index in order)
 
 
+class Drawn:
+    """Seven samples in an order that is drawn as soon as reading begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.tensor([float(index)]), torch.tensor([0.5])) for index in random.sample(range(7), 7)])
+
+
 def endless() -> tuple[Endless, Endless]:
     return Endless(), Endless()
 

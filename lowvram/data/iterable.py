@@ -34,7 +34,8 @@ class Iterated:
 
     def __getitem__(self, index: int) -> Any:
         if self.place < 0 or index < self.place:
-            self.begin(0)
+            with seeded(self.stream, self.seed):
+                self.begin(0)
             self.place = -1
         while self.place < index:
             self.place += 1

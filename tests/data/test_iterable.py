@@ -52,6 +52,12 @@ def test_each_epoch_has_the_order_that_the_data_set_gives_it() -> None:
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(7))
 
 
+def test_an_order_drawn_when_reading_begins_is_a_function_of_the_seed() -> None:
+    readers = [Iterated(yours.Drawn(), Stream.TRAIN, seed) for seed in (0, 0, 1)]
+    first, again, other = ([int(samples[index][0]) for index in range(7)] for samples in readers)
+    assert first == again != other
+
+
 def test_what_is_held_out_is_kept() -> None:
     data = made_by(yours.endless, eval_samples=3)
     assert len(data.eval) == 3
