@@ -36,7 +36,8 @@ class SumAndCount:
 
 def sum_and_count(criterion: Any) -> SumAndCount | None:
     """One of torch's losses, a mean or a sum, as both; None: it is none of them."""
-    made: Any = FUNCTIONS[criterion]() if callable(criterion) and criterion in FUNCTIONS else criterion
+    makers = (make for function, make in FUNCTIONS.items() if function is criterion)  # a user's object may have no hash
+    made: Any = next(makers, lambda: criterion)()
     if type(made) not in (*CLASS_LOSSES, *ELEMENT_LOSSES) or made.reduction == "none":
         return None
     total = copy(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,6 +30,14 @@ class Pixels(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layer(inputs).view(-1, 3, 5)
+
+
+@dataclass
+class SumOfSquares:
+    reduction: str = "sum"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets, reduction=self.reduction)
 
 
 def made(module: type[nn.Module], *args: int) -> nn.Module:
@@ -70,6 +79,12 @@ def test_a_sum_of_torch_counts_what_it_sums() -> None:
     loss, _ = lowvram.step(rig, lowvram.Part(INPUTS, CLASSES.clamp(min=0)))
     plain = nn.CrossEntropyLoss(ignore_index=1)(made(nn.Linear, 4, 3)(INPUTS), CLASSES.clamp(min=0))
     assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_a_criterion_may_be_an_object_without_a_hash() -> None:
+    rig = lowvram.assemble(lowvram.task(made(nn.Linear, 4, 3), INPUTS, SumOfSquares()), [], "cpu")
+    loss, _ = lowvram.step(rig, lowvram.Part(INPUTS, SHARES))
+    assert loss.item() == pytest.approx(nn.MSELoss()(made(nn.Linear, 4, 3)(INPUTS), SHARES).item(), rel=1e-6)
 
 
 def test_the_losss_own_reduction_stays() -> None:
