@@ -36,7 +36,7 @@ def evaluate(session: Session) -> Evaluation:
         NonFinite: all targets of the held-out samples are `IGNORE`.
     """
     rig, settings = session.rig, session.settings
-    metrics = user_metrics(settings.eval.metrics or ())
+    metrics = user_metrics(settings.eval.metrics or (), rig.device)
     part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
     rig.model.eval()

@@ -85,7 +85,7 @@ def with_steps(settings: Settings, data: Data) -> Settings:
 def check_metrics(settings: Settings) -> None:
     """Raise BadInput if the user's metrics can't be imported, or would be given outputs that never exist whole."""
     metrics = settings.eval.metrics or []
-    user_metrics(metrics)
+    user_metrics(metrics, torch.device("cpu"))
     breakers = [group for group in KNOB_GROUPS if Fact.FULL_LOGITS in settings.groups[group].breaks()]
     if metrics and breakers:
         allowed = f"null with this option of {breakers[0]}, under which the model's outputs never exist whole"

@@ -11,7 +11,7 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.loops.evaluate import evaluate
 from lowvram.loops.session import Session
-from lowvram.loops.user_metrics import user_metrics
+from lowvram.loops.user_metrics import Collected, MeanOverSamples, user_metrics
 from tests.calls import Outcome
 from tests.loops.sessions import Drawn
 from tests.yours import rightness
@@ -51,7 +51,21 @@ def test_each_evaluation_begins_anew(make_session: Callable[..., Session], monke
 )
 def test_what_is_no_metric_is_refused(target: str, said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        user_metrics([target])
+        user_metrics([target], torch.device("cpu"))
+
+
+def test_their_tensors_are_on_the_points_device_before_any_sample() -> None:
+    metrics = user_metrics(["tests.yours.rightness", "tests.yours.Buffered"], torch.device("meta"))
+    mean, collected = metrics["rightness"], metrics["Buffered"]
+    assert isinstance(mean, MeanOverSamples)
+    assert isinstance(collected, Collected)
+    assert mean.sums.is_meta
+    assert collected.metric.seen.is_meta
+
+
+def test_a_function_without_a_signature_is_one_of_outputs_and_targets() -> None:
+    (metric,) = user_metrics(["torch.dist"], torch.device("cpu")).values()
+    assert isinstance(metric, MeanOverSamples)
 
 
 def test_what_is_no_number_is_refused(make_session: Callable[..., Session]) -> None:
