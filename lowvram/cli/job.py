@@ -254,6 +254,7 @@ def check_values(config: DictConfig) -> None:
     check_root(config)
     check_own(config)
     check_groups(config)
+    check_callbacks(config.callbacks or ())
     if config.optimized_metric is not None:
         Objective.named(config.optimized_metric)
     if config.plan.device != "auto":
@@ -265,7 +266,6 @@ def check(config: DictConfig) -> None:
     about, launch = HydraConfig.get(), launch_from()
     check_values(config)
     values, choices = plain(config), chosen(about.runtime.choices)
-    check_callbacks(values["callbacks"] or ())
     check_fresh(values, launch)
     check_left_to_us(about)
     if is_inline(values):

@@ -18,6 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowvram.compat.torch_cuda import is_in_bad_fork
 from lowvram.config.errors import BadInput
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
@@ -34,6 +36,7 @@ from lowvram.launch.supervisor import STOPS, RankPlace
 from lowvram.loops.session import Events as Tell
 from lowvram.loops.session import Interrupted, StopRequest
 from lowvram.loops.setup import acting_allocator
+from lowvram.loops.user_metrics import user_metrics
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.microbench import calibrate
@@ -221,7 +224,7 @@ def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: R
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the objects of some configurations of a sweep. Raises the first mistake."""
     for config in configs:
-        settings(config)
+        user_metrics(settings(config).eval.metrics or (), torch.device("cpu"))
     return {"status": "ok"}
 
 

@@ -136,6 +136,8 @@ SWEPT_MISTAKES = {
     "seed=1,???": ["seed='???': must be given a value"],
     "seed=range(": ["seed=range(: Hydra can't read this value"],
     "seed=1,2 resume=last": ["resume='last': must be typed without -m"],
+    "seed=1,2 callbacks=[tests.yours.Nobody]": ["callbacks='tests.yours.Nobody': must be the dotted name"],
+    "seed=1,2 eval.metrics=[tests.yours.nowhere]": ["eval.metrics='tests.yours.nowhere': must be the dotted name"],
 }
 
 
