@@ -16,7 +16,7 @@ def varying_names(rows: Sequence[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row["choices"]) | dict.fromkeys(
         name for each in flat for name in each
     )
-    return [name for name in names if _is_setting(name) and _varies(name, rows, flat)]
+    return [name for name in names if is_setting(name) and _varies(name, rows, flat)]
 
 
 def flat_settings(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -33,7 +33,8 @@ def leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}{key}", value
 
 
-def _is_setting(name: str) -> bool:
+def is_setting(name: str) -> bool:
+    """Whether a group or a dotted key can change a result."""
     parents = {name, name.partition(".")[0]}
     return parents.isdisjoint(NOT_IDENTITY) and not name.endswith("._target_") and name not in NOT_IDENTITY
 

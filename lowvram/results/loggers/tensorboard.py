@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from lowvram.config.errors import Refused
-from lowvram.config.identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
+from lowvram.results.differing import is_setting, leaves
 from lowvram.results.loggers.event_file import EventFile
 from lowvram.results.loggers.logger import LoggedRun, Logger, final_values
 from lowvram.results.row import Row, Status, to_json
@@ -87,18 +87,8 @@ def known(values: Mapping[str, float | None]) -> dict[str, float]:
 def hyperparameters(config: Mapping[str, Any]) -> Iterator[tuple[str, bool | float | str]]:
     """The choices and values that can change a result, by dotted keys."""
     for key, value in leaves(config):
-        is_left_out = {key, key.partition(".")[0]} & {*NOT_IDENTITY, "provenance"}
-        if not is_left_out and not key.endswith("._target_"):
+        if is_setting(key) and not key.startswith("provenance."):
             yield key, value if isinstance(value, bool | int | float | str) else to_json(value)
-
-
-def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """{"a": {"b": 1}} -> ("a.b", 1)"""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def as_table(values: Mapping[str, Any]) -> str:
