@@ -36,3 +36,8 @@ def message(error: BaseException) -> str:
     except Exception as another:
         text = next((arg for arg in error.args if isinstance(arg, str)), None)
         return text or f"its message can't be had, as that raises {type(another).__name__}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; of one without any the name of its class."""
+    return (message(error).strip().splitlines() or [type(error).__name__])[0]

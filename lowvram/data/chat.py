@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
-from lowvram.data.chat_template import ChatTemplate, Message, Unfit, chat_template
+from lowvram.data.chat_template import ChatTemplate, Message, chat_template
 from lowvram.data.columns import mapped_lists, mapped_rows
-from lowvram.data.imagefolder import evenly_spaced
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -24,11 +23,12 @@ from lowvram.data.source import (
     Source,
     Texts,
     TextSource,
+    Unfit,
     require_count,
     resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import SplitSource, held_out_rows, read_splits
+from lowvram.data.splits import SplitSource, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 

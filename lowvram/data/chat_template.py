@@ -8,15 +8,13 @@ from typing import Any, final
 
 import numpy as np
 
+from lowvram.config.texts import first_line
+from lowvram.data.source import Unfit
 from lowvram.data.tokenizer import Pretrained, Span, Tokenizer
 
 ASSISTANT = "assistant"  # the role whose words are learnt
 Message = dict[str, Any]  # role, content
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # in a template: the assistant's words are between such marks
-
-
-class Unfit(Exception):
-    """A conversation can't be used. The message says why."""
 
 
 @final
@@ -44,8 +42,7 @@ class ChatTemplate:
         except Unfit:
             raise
         except Exception as error:  # of Jinja, or what a template raises itself
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise Unfit(f"the chat template refuses it ({reason})") from None
+            raise Unfit(f"the chat template refuses it ({first_line(error)})") from None
         return self.tokenizer.encode_spans(text, answers)
 
     def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:

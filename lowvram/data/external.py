@@ -17,7 +17,7 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.core.rig import IGNORE
 from lowvram.data.iterable import Iterated, in_their_order, is_iterable, kept
 from lowvram.data.randomness import Key, Stream, seeded
-from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, require_count
+from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, Unfit, require_count
 from lowvram.data.spec import (
     DECODER_IDS,
     IDS,
@@ -36,10 +36,6 @@ FEW = 1000  # up to this many samples are all read to find the largest label
 # numpy's usual dtypes -> those that models take
 WIDER = {torch.float64: torch.float32, torch.int16: torch.int64, torch.int32: torch.int64}
 CLASS = TensorLayout((), "int64")
-
-
-class Unfit(Exception):
-    """A sample can't be used. The message describes the sample."""
 
 
 @final

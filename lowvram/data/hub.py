@@ -20,7 +20,7 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
-from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, evenly_spaced, held_out_tenth
+from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, held_out_tenth
 from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.source import (
     Data,
@@ -34,7 +34,7 @@ from lowvram.data.source import (
     resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import SplitSource, check_name, read_splits
+from lowvram.data.splits import SplitSource, check_name, evenly_spaced, num_before_tenth, read_splits
 from lowvram.data.text_and_label import (
     class_names,
     class_numbers,
@@ -47,14 +47,12 @@ from lowvram.data.text_and_label import (
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
-HELD_OUT_SHARE = 10  # one text in 10, the last ones; of samples with a class one in 10 of each class
-
 
 @final
 @dataclass(frozen=True)
 class Hub(TextSource):
     """With `image` and `label`: images to classify. With `label` alone: texts to classify. With neither: the next token
-    of the texts is predicted.
+    of the texts is predicted, or for a masked language model some hidden ones.
 
     Raises:
         BadInput: a value out of range; no such data set, split or column, or no network; a label without a class.
@@ -147,7 +145,7 @@ class Hub(TextSource):
         column = stream_tokens(train, self.text, tokenizer)
         if held_out is not None:
             return column, stream_tokens(held_out, self.text, tokenizer)
-        num_train = len(column) - max(1, len(column) // HELD_OUT_SHARE)
+        num_train = num_before_tenth(len(column))
         return column.slice(0, num_train), column.slice(num_train)
 
     def documents(self, columns: tuple[Any, Any], tokenizer: Tokenizer, rules: TextRules) -> Data:

@@ -24,6 +24,7 @@ from lowvram.data.local import existing_path, load_local
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count, resolved_size
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.data.splits import evenly_spaced
 
 # Of ImageNet's pixels in [0, 1].
 CHANNEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
@@ -205,9 +206,3 @@ def held_out_tenth(names: list[str], labels: np.ndarray) -> np.ndarray:
         num_held = min(max(1, len(rows) // 10), len(rows) - 1)
         held_out[rows[np.argsort(hashes[rows], kind="stable")[:num_held]]] = True
     return held_out
-
-
-def evenly_spaced(rows: np.ndarray, limit: int) -> np.ndarray:
-    """At most `limit` of the rows, evenly spaced, so that every class has its share."""
-    count = min(limit, len(rows))
-    return rows[np.arange(count) * len(rows) // count]

@@ -35,6 +35,11 @@ def is_hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
+def looks_local(name: str) -> bool:
+    """Whether a name of a data set, model or tokenizer can only be a path: the hub has no such names."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def load_local(builder: str, patterns: Mapping[str, Sequence[str]], **options: Any) -> Any:
     """A `datasets.DatasetDict` with one split per entry, memory-mapped from datasets' own cache.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.data.columns import tokenised
-from lowvram.data.imagefolder import evenly_spaced
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -24,7 +23,7 @@ from lowvram.data.source import (
     resolved_size,
 )
 from lowvram.data.spec import DECODER_IDS, DataSpec, Modality, TextRules, pairs_layout
-from lowvram.data.splits import SplitSource, held_out_rows, read_splits
+from lowvram.data.splits import SplitSource, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text, require_column
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 

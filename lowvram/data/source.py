@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
 from lowvram.data.randomness import Key, reading_order
 from lowvram.data.spec import DataSpec, Modality, TextRules
-
-if TYPE_CHECKING:
-    pass
 
 
 class FollowedModel(Protocol):
@@ -39,6 +36,10 @@ class FollowedModel(Protocol):
     def natural_shape(self) -> tuple[int, ...]:
         """Shape of one sample's inputs, for sizes that the source leaves open."""
         ...
+
+
+class Unfit(Exception):
+    """A sample can't be used. The message says why."""
 
 
 class Samples(ABC):

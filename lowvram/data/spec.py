@@ -115,7 +115,7 @@ class Layout:
     inputs: tuple[tuple[str, TensorLayout], ...]
     targets: Any  # a Tree
 
-    def example(self, num_samples: int, is_padded: bool) -> tuple[Any, Tensor]:
+    def example(self, num_samples: int, is_padded: bool) -> tuple[Any, Any]:
         """Inputs and targets with the shapes of `num_samples` samples, all zero, with a mask of `mask_like`."""
         tensors = {name: tensor.zeros(num_samples) for name, tensor in self.inputs}
         if MASK in tensors:
@@ -184,7 +184,7 @@ class DataSpec:
             allowed = f"a source of {wanted.value} for this model: data=auto follows the model"
             raise BadInput("data", self.modality.value, allowed)
 
-    def example(self, num_samples: int) -> tuple[Any, Tensor]:
+    def example(self, num_samples: int) -> tuple[Any, Any]:
         """Inputs and targets with the shapes of `num_samples` samples, all zero, with a mask of `mask_like`."""
         if self.layout is not None:
             return self.layout.example(num_samples, self.is_padded)

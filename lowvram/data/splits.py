@@ -7,9 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
-from lowvram.data.local import escaped, quiet_progress
+from lowvram.config.texts import first_line
+from lowvram.data.local import escaped, looks_local, quiet_progress
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that exists counts
@@ -61,8 +64,19 @@ def held_out_rows(train: Any, held_out: Any | None) -> tuple[Any, Any]:
     """The two splits; where none is held out, the last tenth of the rows, at least one, is taken off the first."""
     if held_out is not None:
         return train, held_out
-    num_train = len(train) - max(1, len(train) // HELD_OUT_SHARE)
+    num_train = num_before_tenth(len(train))
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
+
+
+def num_before_tenth(num_rows: int) -> int:
+    """How many rows are before the last tenth, which is at least one row."""
+    return num_rows - max(1, num_rows // HELD_OUT_SHARE)
+
+
+def evenly_spaced(rows: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` of the rows, evenly spaced, so that every class has its share."""
+    count = min(limit, len(rows))
+    return rows[np.arange(count) * len(rows) // count]
 
 
 def split_of(splits: Any, key: str, name: str) -> Any:
@@ -90,14 +104,13 @@ def loaded(place: SplitSource) -> Any:
     except BadInput:
         raise
     except (DatasetsError, OSError, ValueError) as error:
-        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error.__cause__ or error)
         raise BadInput("data.name", place.name, f"{LOCAL if place.is_local else ELSEWHERE} ({reason})") from None
 
 
 def check_name(name: str) -> None:
     """Raises BadInput for a path at which nothing is."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().exists():
+    if looks_local(name) and not Path(name).expanduser().exists():
         raise BadInput("data.name", name, f"{ELSEWHERE}; nothing is there")
 
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
+from lowvram.config.texts import first_line
 from lowvram.core.quiet import quiet
 from lowvram.data.columns import mapped_lists, mapped_texts, tokenised
+from lowvram.data.local import looks_local
 from lowvram.data.spec import TextRules
 
 FILES = (  # a folder with a tokenizer has at least one of them
@@ -206,14 +208,14 @@ def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
     it is never run."""
     if is_folder(name):
         require(has_tokenizer(name), "data.tokenizer", choice, f"{ALLOWED}: {name} has none of {', '.join(FILES)}")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+    elif looks_local(name):
         raise BadInput("data.tokenizer", choice, f"{ALLOWED}: there is no folder {name}")
     where = str(Path(name).expanduser()) if is_folder(name) else name
     try:
         with hf_offline():
             return Pretrained(library().from_pretrained(where, revision=revision, trust_remote_code=False))
     except Exception as error:  # each kind of tokenizer has its own for a broken file
-        what = f"{name} can't be read ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+        what = f"{name} can't be read ({first_line(error)})"
         raise BadInput("data.tokenizer", choice, f"{ALLOWED}: {what}") from None
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
+from lowvram.config.texts import first_line
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
 from lowvram.models.hf_heads import READS, WRAPPING_KINDS, Head, check_shift, head_named_by, logits_at_end, model_class
@@ -25,7 +26,6 @@ from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
     check_weights,
-    first_line,
     folder,
     is_folder,
     local_files,

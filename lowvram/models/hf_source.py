@@ -11,7 +11,9 @@ from typing import Any
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
+from lowvram.config.texts import first_line
 from lowvram.core.quiet import quiet
+from lowvram.data.local import looks_local
 
 try:
     with quiet():  # transformers imports torchao, which logs
@@ -36,7 +38,7 @@ def read_config(name: str, revision: str | None) -> Any:
     if is_folder(name):
         where = "a folder with a model of transformers"
         require((folder(name) / "config.json").is_file(), "model.name", name, f"{where}: it has no config.json")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+    elif looks_local(name):
         raise BadInput("model.name", name, "a folder that exists, or the name of a model on the hub")
     where = str(folder(name)) if is_folder(name) else name
     try:
@@ -106,7 +108,3 @@ def check_weights(name: str) -> None:
     if pickles:
         allowed += f": {pickles[0]} is a pickle, which can run code when it is read: save the model anew as safetensors"
     raise BadInput("model.name", name, f"{allowed}; model.weights=random starts without any")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

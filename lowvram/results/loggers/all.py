@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import final
 
 from lowvram.config.settings import LoggerSettings
-from lowvram.results.loggers.logger import LoggedRun, Logger, first_line
+from lowvram.results.loggers.logger import LoggedRun, Logger, reason
 from lowvram.results.loggers.tensorboard import TensorBoard
 from lowvram.results.loggers.wandb import WandbRun
 from lowvram.results.row import Row
@@ -38,7 +38,7 @@ class Loggers:
         try:
             logger = cls.start(run)
         except Exception as error:
-            self._problems.append(f"{cls.title} does not record this point: {first_line(error)}")
+            self._problems.append(f"{cls.title} does not record this point: {reason(error)}")
         else:
             self._loggers += [] if logger is None else [logger]
 
@@ -60,7 +60,7 @@ class Loggers:
             except Exception as error:
                 self._loggers.remove(logger)
                 self._stopped.append(logger)
-                self._problems.append(f"{logger.title} stopped recording: {first_line(error)}")
+                self._problems.append(f"{logger.title} stopped recording: {reason(error)}")
 
     @property
     def notes(self) -> list[str]:

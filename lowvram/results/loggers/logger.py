@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.settings import LoggerSettings
+from lowvram.config.texts import first_line
 from lowvram.results.columns import at
 from lowvram.results.metrics import METRICS
 from lowvram.results.row import GIB, Row
@@ -94,6 +95,6 @@ def final_values(row: Row) -> dict[str, float | str]:
     return {name: value for name, value in {**values, **scores}.items() if value is not None}
 
 
-def first_line(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first line of an error's message, without secrets."""
-    return text_without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])
+    return text_without_secrets(first_line(error))

@@ -21,7 +21,7 @@ from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.config.settings import MODEL
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import write_text
-from lowvram.results.loggers.logger import LoggedRun, Logger, config_of, final_values, first_line
+from lowvram.results.loggers.logger import LoggedRun, Logger, config_of, final_values, reason
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import shown_path
 
@@ -141,7 +141,7 @@ def _open(run: LoggedRun, run_id: str, is_resumed: bool) -> tuple[wandb.Run | No
         with contextlib.suppress(Exception):
             wandb.teardown()
         wandb.setup(settings=wandb.Settings(silent=True, mode="offline"))
-        return _init("offline", run, run_id, is_resumed), f"W&B records offline: {first_line(error)}"
+        return _init("offline", run, run_id, is_resumed), f"W&B records offline: {reason(error)}"
 
 
 def _mode() -> str:

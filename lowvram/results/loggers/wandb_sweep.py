@@ -13,7 +13,7 @@ from typing import Any
 from lowvram.config.secret import without_secrets
 from lowvram.config.settings import logger_settings
 from lowvram.results.ablation import ablations
-from lowvram.results.loggers.logger import LoggedRun, final_values, first_line
+from lowvram.results.loggers.logger import LoggedRun, final_values, reason
 from lowvram.results.loggers.wandb import WandbRun
 from lowvram.results.report.data import Entry, entries, evidence
 from lowvram.results.report.report import FIGURES
@@ -48,7 +48,7 @@ def record(folder: Path, logger_cfg: Mapping[str, Any]) -> list[str]:
         run.show({TABLE: columns([entry.row for entry in all_entries])}, figures)
         run.finish(merge(empty_row(), {"status": Status.OK.value}))
     except Exception as error:  # such as a full disk
-        return [f"W&B has no table of this sweep: {first_line(error)}"]
+        return [f"W&B has no table of this sweep: {reason(error)}"]
     return [*filter(None, [problem]), *run.notes]
 
 
@@ -76,7 +76,7 @@ def _figures(folder: Path, all_entries: Sequence[Entry]) -> tuple[dict[str, Path
     try:
         paths = save_figures(folder / FIGURES, evidence(all_entries))
     except Exception as error:
-        return {}, f"W&B has no figures of this sweep: {first_line(error)}"
+        return {}, f"W&B has no figures of this sweep: {reason(error)}"
     return {f"{FIGURE}/{path.stem}": path for path in paths}, None
 
 
