@@ -19,7 +19,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
 from lowvram.data.documents import Unit
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, resolved_size
+from lowvram.data.source import Data, FollowedModel, ResolvedSource, Samples, Texts, resolved_size
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 
@@ -49,14 +49,11 @@ class TokenSource(Protocol):
 
 @final
 @dataclass(frozen=True)
-class MaskedSource(Source):
+class MaskedSource(ResolvedSource):
     """A source of texts for a masked language model."""
 
     source: TokenSource
     rules: TextRules
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         """Samples of sequence_length tokens, which begin and end with the tokenizer's marks, such as [CLS] and [SEP].

@@ -106,6 +106,14 @@ class Source(ABC):
         """Scans and checks everything. Raises BadInput before any tensor is made."""
 
 
+class ResolvedSource(Source):
+    """A source that leaves nothing open."""
+
+    @final
+    def resolve(self, model: FollowedModel) -> Source:
+        return self
+
+
 class TextSource(Source):
     """A source of texts, read by the model's rules: `resolve` returns a `ResolvedTextSource`, which holds them."""
 
@@ -119,14 +127,11 @@ class TextSource(Source):
 
 @final
 @dataclass(frozen=True)
-class ResolvedTextSource(Source):
+class ResolvedTextSource(ResolvedSource):
     """A source of texts with the rules of a model."""
 
     source: TextSource
     rules: TextRules
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         return self.source.read(self.rules, seed)

@@ -14,7 +14,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
 from lowvram.data.masking import MASKED_SHARE
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, followed_modality, require_count
+from lowvram.data.source import Data, FollowedModel, ResolvedSource, Samples, Source, followed_modality, require_count
 from lowvram.data.spec import DECODER_IDS, IDS, MASK, TEXTS, DataSpec, Modality, TextRules, pairs_layout
 
 NUM_SAMPLES = 65_536  # in an epoch
@@ -74,16 +74,13 @@ class Synthetic(Source):
 
 @final
 @dataclass(frozen=True)
-class SyntheticTokens(Source):
+class SyntheticTokens(ResolvedSource):
     """Random tokens; each target is the next token."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
 
     spec: DataSpec
     eval_samples: int
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         (length,) = self.spec.shape
@@ -94,7 +91,7 @@ class SyntheticTokens(Source):
 
 @final
 @dataclass(frozen=True)
-class SyntheticLabelledTokens(Source):
+class SyntheticLabelledTokens(ResolvedSource):
     """Random tokens without padding; random classes."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.LABELLED_TOKENS,)
@@ -102,9 +99,6 @@ class SyntheticLabelledTokens(Source):
     spec: DataSpec
     eval_samples: int
     rules: TextRules
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
@@ -116,16 +110,13 @@ class SyntheticLabelledTokens(Source):
 
 @final
 @dataclass(frozen=True)
-class SyntheticMaskedTokens(Source):
+class SyntheticMaskedTokens(ResolvedSource):
     """Random tokens without padding, some of which are to be predicted."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.MASKED_TOKENS,)
 
     spec: DataSpec
     eval_samples: int
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         rng, shape = generator(Stream.POOL, seed), (POOL_SIZE, *self.spec.shape)
@@ -138,7 +129,7 @@ class SyntheticMaskedTokens(Source):
 
 @final
 @dataclass(frozen=True)
-class SyntheticPairs(Source):
+class SyntheticPairs(ResolvedSource):
     """Pairs of random tokens without padding."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
@@ -146,9 +137,6 @@ class SyntheticPairs(Source):
     spec: DataSpec
     eval_samples: int
     rules: TextRules
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         (length,), rng = self.spec.shape, generator(Stream.POOL, seed)
@@ -166,16 +154,13 @@ class SyntheticPairs(Source):
 
 @final
 @dataclass(frozen=True)
-class SyntheticImages(Source):
+class SyntheticImages(ResolvedSource):
     """Random pixels of mean 0 and variance 1; random classes."""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
 
     spec: DataSpec
     eval_samples: int
-
-    def resolve(self, model: FollowedModel) -> Source:
-        return self
 
     def open(self, seed: int) -> Data:
         rng = generator(Stream.POOL, seed)
