@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Section, Workspace
 
 NAME = "lowvram: memory, speed, fidelity"
-IN_WANDB = {metric.path: metric.wandb_name or "" for metric in METRICS}
+IN_WANDB = {metric.path: metric.logger_name or "" for metric in METRICS}
 PEAK, SPEED, PLANNED = (IN_WANDB[path] for path in (PEAK_PATH, "throughput.samples_per_s", "plan.allocated_bytes"))
 ERROR, GAP, LOSS, EVAL_LOSS = (
     IN_WANDB[path] for path in ("fidelity.gradient_error", "fidelity.loss_gap", "loss.last", "loss.eval")

@@ -24,7 +24,7 @@ class Evaluation:
     scores: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """By the names that metrics.jsonl and W&B use."""
+        """By the names that metrics.jsonl and loggers use."""
         return {"loss/eval": self.loss} | {f"eval/{name}": value for name, value in self.scores.items()}
 
 

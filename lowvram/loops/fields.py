@@ -67,7 +67,7 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
 
 
 def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[str, float]:
-    """Throughput of all ranks, without padding, by the names that metrics.jsonl and W&B use.
+    """Throughput of all ranks, without padding, by the names that metrics.jsonl and loggers use.
 
     Args:
         token_counts: of each step on this rank, see `Problem.token_counts`.

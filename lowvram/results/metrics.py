@@ -1,4 +1,4 @@
-"""The one list of a row's figures. Rows, tables, CSV, summaries, W&B, reports and docs are made from it.
+"""The one list of a row's figures. Rows, tables, CSV, summaries, loggers, reports and docs are made from it.
 
 A new figure is one entry here and the code that measures it. Needs no torch.
 """
@@ -91,7 +91,7 @@ class Metric:
         title: of its column; `{unit}` is replaced by the table's unit of memory. `csv_name` follows from it and mustn't
             change: users join the files of many sweeps.
         unit: "" if the value is a pure number.
-        wandb_name: its name in the summary of a W&B run, where bytes are GiB; None: not in W&B.
+        logger_name: its name at the loggers, where sizes are in GiB; None: they aren't told it.
         of_training: whether it is comparable only after equally many steps.
     """
 
@@ -100,7 +100,7 @@ class Metric:
     unit: str = ""
     format: Format = Digits()
     better: Better = Better.NEITHER
-    wandb_name: str | None = None
+    logger_name: str | None = None
     shown_in: Shown = Shown.TABLE
     of_training: bool = False
 
@@ -124,8 +124,8 @@ class Metric:
         """Its name in its section, in words and without the unit."""
         return self.path.rpartition(".")[2].removesuffix("_bytes").replace("_", " ")
 
-    def in_wandb(self, value: float) -> float:
-        """Its value in W&B's unit."""
+    def logger_value(self, value: float) -> float:
+        """Its value as the loggers get it."""
         return value / GIB if self.is_size else value
 
 
@@ -134,19 +134,19 @@ LEAST_VRAM = "plan.least_vram_bytes"
 SLOW_STEP = "time.step_ms_p95"
 PADDING = "data.padding"
 SMALLER, LARGER = Better.SMALLER, Better.LARGER
-NOWHERE = Shown(0)  # only in the row, in table.csv and in W&B
+NOWHERE = Shown(0)  # only in the row, in table.csv and at the loggers
 
 
 def score(name: str) -> Metric:
     """A score of an evaluation that isn't one of `METRICS`: of `eval.metrics`, or of a task of the user's own."""
-    return Metric(f"eval.{name}", name, wandb_name=f"eval/{name}", of_training=True)
+    return Metric(f"eval.{name}", name, logger_name=f"eval/{name}", of_training=True)
 
 
 # In the order of the columns. results/terminal.py writes some of them into sentences of the summary.
 METRICS: tuple[Metric, ...] = (
-    Metric(PEAK, "peak {unit}", BYTES, better=SMALLER, wandb_name="memory/peak_gib"),
-    Metric("memory.reserved_bytes", "reserved {unit}", BYTES, wandb_name="memory/reserved_gib", shown_in=NOWHERE),
-    Metric("plan.allocated_bytes", "planned {unit}", BYTES, better=SMALLER, wandb_name="memory/planned_gib"),
+    Metric(PEAK, "peak {unit}", BYTES, better=SMALLER, logger_name="memory/peak_gib"),
+    Metric("memory.reserved_bytes", "reserved {unit}", BYTES, logger_name="memory/reserved_gib", shown_in=NOWHERE),
+    Metric("plan.allocated_bytes", "planned {unit}", BYTES, better=SMALLER, logger_name="memory/planned_gib"),
     Metric("plan.reserved_bytes", "planned reserved {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     Metric("plan.host_bytes", "planned host {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_OF_PLANS),
     Metric(LEAST_VRAM, "least vram {unit}", BYTES, better=SMALLER, shown_in=Shown.TABLE_WITH_BUDGET),
@@ -157,7 +157,7 @@ METRICS: tuple[Metric, ...] = (
             f"{kind.value} {{unit}}",
             BYTES,
             better=SMALLER,
-            wandb_name=f"memory/{kind.value}_gib",
+            logger_name=f"memory/{kind.value}_gib",
             shown_in=Shown.TABLE if kind is Kind.ACTIVATIONS else NOWHERE,
         )
         for kind in Kind
@@ -167,42 +167,42 @@ METRICS: tuple[Metric, ...] = (
         "fragmentation {unit}",
         BYTES,
         better=SMALLER,
-        wandb_name="memory/fragmentation_gib",
+        logger_name="memory/fragmentation_gib",
     ),
     Metric(
         "memory.beyond_tensors_bytes",
         "beyond tensors {unit}",
         BYTES,
-        wandb_name="memory/beyond_tensors_gib",
+        logger_name="memory/beyond_tensors_gib",
         shown_in=NOWHERE,
     ),
     Metric(
         "memory.inactive_split_bytes",
         "inactive split {unit}",
         BYTES,
-        wandb_name="memory/inactive_split_gib",
+        logger_name="memory/inactive_split_gib",
         shown_in=NOWHERE,
     ),
-    Metric("memory.alloc_retries", "allocation retries", wandb_name="memory/alloc_retries", shown_in=NOWHERE),
-    Metric("traffic.to_host_bytes", "to host {unit}/step", BYTES, better=SMALLER, wandb_name="traffic/to_host_gib"),
+    Metric("memory.alloc_retries", "allocation retries", logger_name="memory/alloc_retries", shown_in=NOWHERE),
+    Metric("traffic.to_host_bytes", "to host {unit}/step", BYTES, better=SMALLER, logger_name="traffic/to_host_gib"),
     Metric(
-        "traffic.to_device_bytes", "to device {unit}/step", BYTES, better=SMALLER, wandb_name="traffic/to_device_gib"
+        "traffic.to_device_bytes", "to device {unit}/step", BYTES, better=SMALLER, logger_name="traffic/to_device_gib"
     ),
-    Metric("throughput.samples_per_s", "samples/s", "samples/s", better=LARGER, wandb_name="throughput/samples_per_s"),
-    Metric("throughput.tokens_per_s", "tokens/s", "tokens/s", better=LARGER, wandb_name="throughput/tokens_per_s"),
-    Metric("throughput.mfu", "mfu", wandb_name="throughput/mfu", shown_in=NOWHERE),
+    Metric("throughput.samples_per_s", "samples/s", "samples/s", better=LARGER, logger_name="throughput/samples_per_s"),
+    Metric("throughput.tokens_per_s", "tokens/s", "tokens/s", better=LARGER, logger_name="throughput/tokens_per_s"),
+    Metric("throughput.mfu", "mfu", logger_name="throughput/mfu", shown_in=NOWHERE),
     Metric(PADDING, "padding", better=SMALLER, shown_in=Shown.TABLE_WITH_PADDING),
-    Metric("time.step_ms_p50", "step ms p50", "ms", better=SMALLER, wandb_name="time/step_ms"),
+    Metric("time.step_ms_p50", "step ms p50", "ms", better=SMALLER, logger_name="time/step_ms"),
     Metric("time.step_ms_p05", "step ms p05", "ms", shown_in=NOWHERE),
     Metric(SLOW_STEP, "step ms p95", "ms", shown_in=NOWHERE),
-    Metric("traffic.waited_ms", "copies waited ms", "ms", better=SMALLER, wandb_name="traffic/waited_ms"),
+    Metric("traffic.waited_ms", "copies waited ms", "ms", better=SMALLER, logger_name="traffic/waited_ms"),
     Metric("loss.first", "first loss", shown_in=Shown.SUMMARY),
     Metric(
         "loss.last",
         "last loss",
         format=Digits(4),
         better=SMALLER,
-        wandb_name="loss/train",
+        logger_name="loss/train",
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
@@ -211,7 +211,7 @@ METRICS: tuple[Metric, ...] = (
         "eval loss",
         format=Digits(4),
         better=SMALLER,
-        wandb_name="loss/eval",
+        logger_name="loss/eval",
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
@@ -219,7 +219,7 @@ METRICS: tuple[Metric, ...] = (
         "eval.accuracy",
         "accuracy",
         better=LARGER,
-        wandb_name="eval/accuracy",
+        logger_name="eval/accuracy",
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
@@ -227,20 +227,20 @@ METRICS: tuple[Metric, ...] = (
         "eval.perplexity",
         "perplexity",
         better=SMALLER,
-        wandb_name="eval/perplexity",
+        logger_name="eval/perplexity",
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
     # No best value is marked: below some size they are all noise.
-    Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), wandb_name="fidelity/gradient_error"),
+    Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), logger_name="fidelity/gradient_error"),
     Metric(
         "fidelity.gradient_cosine",
         "gradient cosine",
         format=Digits(6),
-        wandb_name="fidelity/gradient_cosine",
+        logger_name="fidelity/gradient_cosine",
         shown_in=NOWHERE,
     ),
-    Metric("fidelity.loss_gap", "loss gap", wandb_name="fidelity/loss_gap"),
+    Metric("fidelity.loss_gap", "loss gap", logger_name="fidelity/loss_gap"),
 )
 
 # In a narrow terminal, or window of the report, the table's columns get room in this order: figures by their paths,

@@ -1,7 +1,7 @@
 """Records the events of a point's children: in files, at its loggers and in a row. Imports no torch.
 
-Only the parent writes `metrics.jsonl`, `result.json` and to loggers. So each child gets its row and its run at W&B
-however it dies.
+Only the parent writes `metrics.jsonl` and `result.json`, and to loggers. So each child gets its row and its run at the
+loggers, however it dies.
 """
 
 from __future__ import annotations

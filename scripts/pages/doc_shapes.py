@@ -130,14 +130,14 @@ class Figures(Shape):
         raise Refused("it is made of lowvram/results/metrics.py: no command leaves it")
 
     def lines(self, place: Place, folder: Path) -> Iterable[str]:
-        yield "| figure | in the row | in table.csv | unit | better | table | W&B |"
+        yield "| figure | in the row | in table.csv | unit | better | table | loggers |"
         yield "|---|---|---|---|---|---|---|"
         for metric in METRICS:
             title = metric.title.format(unit="MiB")
             better = "" if metric.better is Better.NEITHER else metric.better.name.lower()
-            wandb = f"`{metric.wandb_name}`" if metric.wandb_name else ""
+            logged = f"`{metric.logger_name}`" if metric.logger_name else ""
             names = f"`{metric.path}` | `{metric.csv_name}`"
-            yield f"| {title} | {names} | {metric.unit} | {better} | {shown_in(metric.shown_in)} | {wandb} |"
+            yield f"| {title} | {names} | {metric.unit} | {better} | {shown_in(metric.shown_in)} | {logged} |"
 
 
 def shown_in(places: Shown) -> str:

@@ -39,7 +39,7 @@ SWAPPED = Metric(
     "swapped {unit}",
     BYTES,
     better=Better.SMALLER,
-    wandb_name="memory/swapped_gib",
+    logger_name="memory/swapped_gib",
     shown_in=Shown.TABLE | Shown.SUMMARY,
 )
 ENERGY = Metric(
@@ -47,7 +47,7 @@ ENERGY = Metric(
     "joule per step",
     "J",
     better=Better.SMALLER,
-    wandb_name="energy/joule_per_step",
+    logger_name="energy/joule_per_step",
     shown_in=Shown.TABLE | Shown.SUMMARY,
 )
 
@@ -60,7 +60,7 @@ def test_every_figure_is_in_the_row() -> None:
 
 
 def test_no_two_figures_have_the_same_name() -> None:
-    for name in ("path", "title", "wandb_name", "csv_name"):
+    for name in ("path", "title", "logger_name", "csv_name"):
         names = [value for metric in METRICS if (value := getattr(metric, name))]
         assert len(names) == len(set(names)), name
 
@@ -75,8 +75,8 @@ def test_sizes_have_bytes_in_the_row_and_gib_in_wandb() -> None:
     for metric in METRICS:
         is_size = metric.path.endswith("_bytes") or "by_kind" in metric.path
         assert metric.is_size == is_size == ("{unit}" in metric.title)
-        assert metric.in_wandb(GIB) == (1 if is_size else GIB)
-        assert not metric.wandb_name or metric.wandb_name.endswith("_gib") == is_size
+        assert metric.logger_value(GIB) == (1 if is_size else GIB)
+        assert not metric.logger_name or metric.logger_name.endswith("_gib") == is_size
 
 
 @pytest.fixture

@@ -87,8 +87,8 @@ def final_values(row: Row) -> dict[str, float | str]:
     values = {key: row[key] for key in ("status", "reason", "disturbed")}
     for metric in METRICS:
         value = at(row, metric.path)
-        if metric.wandb_name is not None and value is not None:
-            values[metric.wandb_name] = metric.in_wandb(value)
+        if metric.logger_name is not None and value is not None:
+            values[metric.logger_name] = metric.logger_value(value)
     scores = {
         f"eval/{name}": value for name, value in row["eval"].items()
     }  # a task may have scores that METRICS doesn't list
