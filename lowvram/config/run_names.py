@@ -22,7 +22,7 @@ NUM_AXES = 4  # that a group names
 # Keys that say where, how long or how often something runs, not what is trained.
 UNNAMED = {*NOT_IDENTITY, "mode", "device", "process", "vram"}
 UNNAMED |= {"train.eval_every", "train.log_every", "data.eval_samples"}
-UNNAMED |= {"measure", "plan", "search", "snapshot", "export", "debug", "hydra"}
+UNNAMED |= {"measure", "plan", "search", "snapshot", "export", "eval", "debug", "hydra"}
 
 
 def run_name(words: Sequence[str], swept: Collection[str] = ()) -> str:

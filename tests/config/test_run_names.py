@@ -27,6 +27,7 @@ from lowvram.config.run_names import run_name, sweep_group
         ("name=thesis precision=bf16", "thesis"),
         ("experiment=lean", "lean"),
         ("vram=8GiB resume=last hydra.run.dir=x", "baseline"),
+        ("eval.metrics=[mine.top5] callbacks=[mine.Watch]", "baseline"),  # who looks on changes nothing
     ],
 )
 def test_a_run_is_named_by_what_it_changes(words: str, name: str) -> None:

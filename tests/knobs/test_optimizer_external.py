@@ -19,7 +19,6 @@ from tests.calls import Outcome
 from tests.laboratory import CPU, PROBLEMS, batches, knobs_of, relative_error, train
 
 OWN, TORCH = "tests.knobs.test_optimizer_external", "torch.optim"
-ADAMAX = External("torch.optim.Adamax")
 
 
 class SharedNorm(Optimizer):
