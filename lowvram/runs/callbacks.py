@@ -11,16 +11,24 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, final
 
+from lowvram.config.errors import BadInput
 from lowvram.config.importing import import_object
 from lowvram.config.secret import text_without_secrets
+from lowvram.config.texts import first_line
 
 KEY = "callbacks"
 
 
 def check_callbacks(targets: Sequence[str]) -> None:
-    """Import what the user has named. Raises BadInput if there is no such class or function."""
+    """Import what the user has named. Raises BadInput if there is no such class or function, or its module fails."""
     for target in targets:
-        import_object(target, KEY)
+        try:
+            import_object(target, KEY)
+        except BadInput:
+            raise
+        except Exception as error:
+            allowed = f"importable: its module raises {type(error).__name__}: {first_line(error)}"
+            raise BadInput(KEY, target, allowed) from error
 
 
 @final

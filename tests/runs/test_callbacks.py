@@ -54,6 +54,15 @@ def test_a_name_without_anything_behind_it_is_refused_at_once(call: Callable[...
         check_callbacks(["nowhere.Thing"])
 
 
+def test_a_module_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "inkless.py").write_text("raise OSError('no ink')\n")
+    said = r"callbacks='inkless.Watch': must be importable: its module raises OSError: no ink"
+    with pytest.raises(BadInput, match=said):
+        check_callbacks(["inkless.Watch"])
+
+
 def test_what_is_made_may_exit_without_ending_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tests.yours.Diary.begin", lambda *_: exit(5))
