@@ -28,7 +28,7 @@ from lowvram.data.source import (
     resolved_size,
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.splits import SplitSource, evenly_spaced, held_out_rows, read_splits
+from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 
@@ -79,6 +79,10 @@ class Chat(TextSource):
         require(is_pair, "data.completion", self.completion, "given with data.prompt, and only then")
         is_free = self.messages is None or self.prompt is None
         require(is_free, "data.messages", self.messages, "null where data.prompt is given")
+
+    def check_paths(self) -> None:
+        """Asked before any process starts, so it takes no torch."""
+        check_name(self.name)
 
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]

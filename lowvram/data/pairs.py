@@ -23,7 +23,7 @@ from lowvram.data.source import (
     resolved_size,
 )
 from lowvram.data.spec import DECODER_IDS, DataSpec, Modality, TextRules, pairs_layout
-from lowvram.data.splits import SplitSource, evenly_spaced, held_out_rows, read_splits
+from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text, require_column
 from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
 
@@ -56,6 +56,10 @@ class Pairs(TextSource):
         for name in ("sequence_length", "target_length"):
             require_count(f"data.{name}", getattr(self, name))
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
+
+    def check_paths(self) -> None:
+        """Asked before any process starts, so it takes no torch."""
+        check_name(self.name)
 
     def resolve(self, model: FollowedModel) -> Source:
         length = self.sequence_length or model.natural_shape()[0]

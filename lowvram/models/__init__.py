@@ -1,4 +1,4 @@
 """Models: plain modules that know no knob, each with the configuration that describes it.
 
-Imports data's description of samples, config and compat. Begin with builtin.py, then transformer.py.
+Imports data, core, config and compat. Begin with builtin.py, then transformer.py.
 """

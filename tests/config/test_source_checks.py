@@ -43,6 +43,8 @@ WRONG = (  # group, option, values
     ("data", "imagefolder", {"path": "/nope"}),
     ("data", "hub", {"name": "./nope.csv"}),
     ("data", "hub", {"name": "/nope", "samples": "sentences"}),
+    ("data", "chat", {"name": "./nope.jsonl"}),
+    ("data", "pairs", {"name": "./nope.csv", "text": "a", "target": "b"}),
     ("data", "synthetic", {"sequence_length": 0}),
     ("model", "hf", {"name": "./nope"}),
     ("model", "hf", {"name": "gpt2", "dropout": 2}),
