@@ -146,7 +146,11 @@ class Chat(TextSource):
 
     def reader(self, dataset: Any, columns: tuple[str, ...], tokenizer: Tokenizer) -> Callable[..., Tokens]:
         """A function of a row's values that returns its tokens. Raises BadInput if messages need a chat template, and
-        the tokenizer has none."""
+        the tokenizer has none, or for columns of anything else."""
+        for field, column in zip(
+            ("messages",) if len(columns) == 1 else ("prompt", "completion"), columns, strict=True
+        ):
+            check_column(f"data.{field}", column, dataset.features[column])
         if len(columns) == 2 and all(is_text(dataset.features[column]) for column in columns):
             return lambda prompt, completion: plain_tokens(tokenizer, prompt or "", completion or "")
         template = chat_template(tokenizer)
@@ -159,6 +163,14 @@ class Chat(TextSource):
         if len(columns) == 1:
             return lambda messages: template.tokens(checked(messages))
         return lambda prompt, completion: completed(template, checked(prompt), checked(completion))
+
+
+def check_column(key: str, column: str, feature: Any) -> None:
+    """Raises BadInput for a column of numbers and the like."""
+    from datasets import Value
+
+    allowed = f"a column of texts or of lists of messages; it is {feature}"
+    require(is_text(feature) or not isinstance(feature, Value), key, column, allowed)
 
 
 def plain_tokens(tokenizer: Tokenizer, prompt: str, completion: str) -> Tokens:

@@ -224,6 +224,12 @@ def test_columns_that_are_not_there_are_named(folder: Path) -> None:
         Chat("x", prompt="question", completion="answer", messages="chat")
 
 
+def test_columns_of_numbers_are_refused_by_their_name(folder: Path) -> None:
+    said = refusal([{"prompt": "2+2=", "completion": 4}] * 4, folder, tokenizer="bytes")
+    assert said.startswith("data.completion='completion': must be a column of texts or of lists of messages; it is Val")
+    assert refusal([{"messages": 4}] * 4, folder).startswith("data.messages='messages': must be a column of texts or")
+
+
 def test_data_without_any_answer_are_refused(folder: Path) -> None:
     assert "must be a data set with answers to learn" in refusal([{"messages": ONE[:1]}] * 4, folder)
 
