@@ -118,6 +118,8 @@ def test_an_elementwise_one_works_with(other: str) -> None:
         (f"{TORCH}.SGD", {"momentum": -1}, r"optimizer\.target=.* ValueError: Invalid momentum"),
         (f"{TORCH}.LBFGS", None, r"optimizer\.target=.* updates dense tensors without a closure"),
         (f"{TORCH}.SparseAdam", None, r"optimizer\.target=.* updates dense tensors without a closure"),
+        (f"{TORCH}.AdamW", {"weight_decay": None}, r"optimizer\.args\.weight_decay=null: must be a number"),
+        (f"{TORCH}.AdamW", {"weight_decay": -1}, r"optimizer\.args\.weight_decay=-1: must be a number"),
         (f"{OWN}.nothing", None, r"must be a class of torch\.optim\.Optimizer: this made a NoneType"),
     ],
 )

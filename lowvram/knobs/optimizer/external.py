@@ -51,7 +51,10 @@ class External(Knob):
     exactness = Exactness.LOSSY
 
     def __post_init__(self) -> None:
-        check_rates(self.lr, (self.args or {}).get("weight_decay", 0.0))
+        decay = (self.args or {}).get("weight_decay", 0.0)
+        is_fit = isinstance(decay, int | float) and decay >= 0
+        require(is_fit, "optimizer.args.weight_decay", decay, "a number of at least 0")
+        check_rates(self.lr, decay)
         maker = import_object(self.target, "optimizer.target")
         check_args(maker, self.target, {"params": [], "lr": self.lr, **(self.args or {})}, "optimizer.args")
         _ = self.traits
