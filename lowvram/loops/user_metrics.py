@@ -65,8 +65,8 @@ class MeanOverSamples(Metric):
 
     def update(self, outputs: Any, part: Part) -> None:
         value = self.function(outputs, part.targets)
-        allowed = f"a function that returns numbers, one for each sample or their mean: this returned {value!r:.80}"
-        require(isinstance(value, Tensor | float | int), KEY, self.target, allowed)
+        if not isinstance(value, Tensor | float | int):
+            raise unusable(self.target, "a function that returns numbers, one for each sample or their mean", value)
         mean = torch.as_tensor(value, dtype=torch.float64, device=self.sums.device).mean()
         self.sums = self.sums + torch.stack([mean, torch.ones_like(mean)]) * part.num_samples
 
@@ -96,5 +96,10 @@ class Collected(Metric):
         try:
             return float(value)
         except (TypeError, ValueError):
-            allowed = f"a metric whose compute() returns one number: this returned {value!r:.80}"
-            raise BadInput(KEY, self.target, allowed) from None
+            raise unusable(self.target, "a metric whose compute() returns one number", value) from None
+
+
+def unusable(target: str, allowed: str, value: Any) -> RuntimeError:
+    """The error of a metric that fails in an evaluation. It is no BadInput: a refused run leaves no row and can't be
+    resumed, and steps have been trained by now."""
+    return RuntimeError(str(BadInput(KEY, target, f"{allowed}: this returned {value!r:.80}")))

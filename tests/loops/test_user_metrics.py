@@ -69,8 +69,18 @@ def test_a_function_without_a_signature_is_one_of_outputs_and_targets() -> None:
 
 
 def test_what_is_no_number_is_refused(make_session: Callable[..., Session]) -> None:
-    with pytest.raises(BadInput, match="returns numbers, one for each sample or their mean: this returned 'good'"):
+    with pytest.raises(RuntimeError, match="returns numbers, one for each sample or their mean: this returned 'good'"):
         evaluate(make_session(metrics=["tests.yours.no_number"]))
+    with pytest.raises(RuntimeError, match=r"a metric whose compute\(\) returns one number: this returned None"):
+        evaluate(make_session(metrics=["tests.yours.NoScore"]))
+
+
+def test_what_was_trained_before_one_fails_can_be_resumed(call: Callable[..., Outcome]) -> None:
+    words = ("train.steps=2", "train.batch_size=4", "data.eval_samples=8", "logger=none", "snapshot.every_steps=1")
+    run = call(*words, "eval.metrics=[tests.yours.no_number]", "hydra.run.dir=one")
+    assert (run.code, run.row["status"]) == (1, "error"), run.said()
+    assert "eval.metrics='tests.yours.no_number': must be a function that returns numbers" in run.row["reason"]
+    assert call("resume=one", "eval.metrics=null").row["status"] == "ok"
 
 
 def test_from_the_command_line(call: Callable[..., Outcome]) -> None:
