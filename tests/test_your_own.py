@@ -64,6 +64,22 @@ def test_an_endless_data_set_is_resumed_where_it_was(call: Call) -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_mistake_that_shows_after_some_steps_loses_nothing(call: Call) -> None:
+    words = ("data=external", "data.target=tests.yours.curve", "model=external", "model.target=tests.yours.line")
+    late = call(*words, "task=external", "task.target=tests.yours.LateMistake", *QUICK, "snapshot.every_steps=1")
+    assert late.code == 1, late.said()
+    assert late.row["status"] == "error"
+    assert "must be one whose criterion returns one number" in late.row["reason"]
+    folder = late.folder
+    lines = (folder / "metrics.jsonl").read_text()
+    again = call(f"resume={folder}", "task.target=tests.yours.Mean")
+    assert again.code == 3, again.said()
+    assert (folder / "metrics.jsonl").read_text() == lines
+    assert read_row(folder)["status"] == "error"
+    mended = call(f"resume={folder}", "task.target=tests.yours.Regression", "train.steps=5")
+    assert mended.code == 0, mended.said()
+
+
 def test_a_loss_of_torch(call: Call) -> None:
     data = ("data=external", "data.target=tests.yours.curve", "model=external", "model.target=tests.yours.line")
     run = call(*data, "task=external", "task.target=torch.nn.MSELoss", *QUICK, "train.steps=40", "optimizer.lr=0.1")

@@ -182,6 +182,17 @@ def two_targets(num_samples: int = 64) -> tuple[Listed, Listed]:
     return listed(list(zip(inputs, targets, strict=True)))
 
 
+class LateMistake(Regression):
+    """Forgets to sum after some steps."""
+
+    num_calls = 0
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.num_calls += 1
+        loss = super().criterion(outputs, targets)
+        return loss if self.num_calls <= 5 else loss[None]
+
+
 class Mean:
     def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) ** 2

@@ -58,6 +58,7 @@ class Recording:
         self._earlier = EarlierLife.of(point)
         self._step_memory: dict[str, list[float]] = {}  # GiB over the moments of a step, of the last measurement
         self._is_logged = False  # whether the loggers have begun
+        self._has_steps = False  # whether a step was recorded
         self._disturbed_row: Row | None = None  # of the measurement before this one
         self._more_parts: int | None = None  # for the next attempt, if this one runs out of memory
 
@@ -180,6 +181,7 @@ class Recording:
 
     def _record(self, step: int, values: dict[str, float]) -> None:
         """Record metrics without showing them in the progress line, as they may arrive long after their step."""
+        self._has_steps = True
         self.metrics.write(step, values)
         self.loggers.log(step, values)
         self.callbacks.log(step, values)
@@ -202,7 +204,9 @@ class Recording:
         """When the row is complete: add advice, write it, end the loggers."""
         self.progress.stop()
         self.metrics.close()
-        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None:
+        if self.row["status"] == Status.INCOMPATIBLE and self._has_steps:
+            self.add({"status": Status.ERROR})  # what has run stays, and can go on
+        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None and self._earlier is None:
             return self.row  # nothing ran, so nothing is kept
         self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()
