@@ -37,7 +37,8 @@ def run_name(words: Sequence[str], swept: Collection[str] = ()) -> str:
     given = values.pop("name", "null")
     if given != "null":
         values = {key: value for key, value in values.items() if key in swept}
-    named = [key for key, value in values.items() if _is_named(key, value, swept)]
+    told = {key for key in values if f"{key}.target" in values and key not in swept}
+    named = [key for key, value in values.items() if key not in told and _is_named(key, value, swept)]
     parts = [_text(key, values[key]) for key in sorted(named, key=lambda key: key not in default_options())]
     return _cut("-".join([*([given] if given != "null" else []), *parts]), LONGEST) or BASELINE
 
@@ -80,10 +81,11 @@ def _root() -> DictConfig:
 
 
 def _text(key: str, value: str) -> str:
-    """A part of the name: an option or a name alone, any other value after the last word of its key. Of a path, its
-    last part."""
-    short = _cut(re.split(r"[/\\]", value.strip("'\" /"))[-1], LONGEST_VALUE)
+    """A part of the name: an option or a name alone, any other value after the last word of its key. Of a path or a
+    dotted name, its last part."""
     last = key.rpartition(".")[2]
+    separator = r"\." if last == "target" else r"[/\\]"
+    short = _cut(re.split(separator, value.strip("'\" /"))[-1], LONGEST_VALUE)
     return short if key in default_options() or last in NAMES else f"{last}{short}"
 
 
