@@ -206,7 +206,8 @@ class Recording:
         self.metrics.close()
         if self.row["status"] == Status.INCOMPATIBLE and self._has_steps:
             self.add({"status": Status.ERROR})  # what has run stays, and can go on
-        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None and self._earlier is None:
+        has_begun = self._earlier is not None and self._is_logged  # so that its files have changed
+        if self.row["status"] == Status.INCOMPATIBLE and self.point.sweep is None and not has_begun:
             return self.row  # nothing ran, so nothing is kept
         self.add({"disturbed": together(self._disturbs, self.row["disturbed"], *failed_checks(self.row))})
         self._advise()

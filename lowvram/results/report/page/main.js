@@ -24,6 +24,7 @@ function buildFirst() {
 }
 
 function buildRest() {
+  if (document.body.dataset.isComplete) return;
   add(isStacked() ? kinds() : null, failures(), shown.waterfall ? effects() : null, isStacked() ? null : kinds(), batchSizes(), overStep(), losses(), table());
   fillTable();
   drawAll(false);
@@ -34,3 +35,4 @@ function buildRest() {
 
 buildFirst();
 requestAnimationFrame(() => setTimeout(buildRest));
+setTimeout(buildRest, 500);  // a page in a background tab isn't painted
