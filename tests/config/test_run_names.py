@@ -58,6 +58,7 @@ def test_a_folder_that_the_user_has_named_is_the_group() -> None:
 
 
 def test_of_ones_own_parts_the_name_says_which() -> None:
-    words = ["model=external", "model.target=mine.models.Speaker", "data=hub", "data.name=some/texts.jsonl"]
-    assert run_name([*words, "optimizer=external", "optimizer.target=torch.optim.NAdam"]) == "hub-Speaker-texts.jsonl-NAdam"
+    words = "model=external model.target=mine.models.Speaker data=hub data.name=some/texts.jsonl"
+    words = f"{words} optimizer=external optimizer.target=torch.optim.NAdam"
+    assert run_name(words.split()) == "hub-Speaker-texts.jsonl-NAdam"
     assert run_name(["model=external", "model.target=a.B"], swept=["model"]) == "external-B"
