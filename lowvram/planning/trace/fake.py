@@ -95,8 +95,9 @@ def reason(error: Exception) -> str:
 class PlanningMode(FastDispatchMode):
     """Runs operators on fake tensors.
 
-    An optimizer that reads a value from a tensor, as Adafactor does, gets 1, since sizes don't depend on it. Other code
-    gets the value if it is known; else that is an error. For speed, frequent queries of devices and number formats are
+    An optimizer that reads a value from a tensor, as Adafactor does, gets 1 (a floating-point one 1/2, so that NAdam
+    doesn't divide by 1 - 1), since sizes don't depend on it. Other code gets the value if it is known; else that is an
+    error. For speed, frequent queries of devices and number formats are
     answered here, and operators that only write values are skipped.
     """
 
@@ -135,7 +136,7 @@ class PlanningMode(FastDispatchMode):
             return args[0]
         if func is NUMBER_OF and isinstance(args[0], FakeTensor):
             if self.num_updates:
-                return 1.0 if args[0].is_floating_point() else 1
+                return 0.5 if args[0].is_floating_point() else 1
             with suppress(UnknownValue):
                 return self.known.number(args[0])
         number = MADE_CONTIGUOUS.get(func, 0)

@@ -107,3 +107,14 @@ def test_of_samples_only_masks_and_positions_are_known() -> None:
     for tensor in (lambda part: part.inputs["input_ids"], lambda part: part.targets):
         with pytest.raises(CantPlan, match="depends on the values"), fake_tensors() as known:
             tensor(example(texts, 2, known)).sum().item()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor, torch.optim.ASGD, torch.optim.Rprop])
+def test_an_optimizer_may_read_values_that_are_unknown(kind: type[torch.optim.Optimizer]) -> None:
+    with fake_tensors():
+        layer = nn.Linear(3, 2)
+        optimizer = kind(layer.parameters())
+        for _ in range(2):
+            layer(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert optimizer.state_dict()["state"]
