@@ -17,11 +17,12 @@ from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Kind
 from lowvram.core.ledger import Peak, ledger
-from lowvram.core.rig import Rig
+from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.precision import Fp16
-from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, Norm
+from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, Norm, SumsIn
+from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -42,6 +43,7 @@ WIDE = {
     "transformer": Auto().pose(replace(TRANSFORMER, num_layers=4, width=64), TOKENS),
     "resnet": Auto().pose(replace(RESNET, width=16, layers=[2, 2]), IMAGES),
 }
+PLAIN_SGD = SGD(momentum=0.9).make
 NORMS = pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.name)
 
 
@@ -94,8 +96,11 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
 
 
-def make_stepper(model: nn.Module, clip: float | None = None, norm: Norm = Norm.host) -> InBackwardStepper:
-    return InBackwardStepper(list(model.parameters()), SGD(momentum=0.9).make, clip, norm)
+def make_stepper(
+    model: nn.Module, clip: float | None = None, norm: Norm = Norm.host, make: MakeOptimizer = PLAIN_SGD
+) -> InBackwardStepper:
+    parameters = list(model.parameters())
+    return InBackwardStepper(parameters, make, SumsIn.host.room_for(parameters), clip, norm)
 
 
 def loss_of(model: nn.Module, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -218,7 +223,7 @@ def test_by_the_last_step_parts_and_loss_scales_are_exact_all_the_same(problem: 
 @pytest.mark.parametrize(("clip", "norm"), [(None, Norm.host), (0.3, Norm.last_step)])
 def test_state_goes_round_through_a_file(clip: float | None, norm: Norm) -> None:
     models = [make_model(), make_model()]
-    steppers = [InBackwardStepper(list(model.parameters()), AdamW().make, clip, norm) for model in models]
+    steppers = [make_stepper(model, clip, norm, AdamW().make) for model in models]
     for stepper, model in zip(steppers, models, strict=True):
         take_step(stepper, model, loss_of(model, 1))
     file = io.BytesIO()
@@ -226,7 +231,7 @@ def test_state_goes_round_through_a_file(clip: float | None, norm: Norm) -> None
     file.seek(0)
     third = make_model()
     third.load_state_dict(models[1].state_dict())
-    fresh = InBackwardStepper(list(third.parameters()), AdamW().make, clip, norm)
+    fresh = make_stepper(third, clip, norm, AdamW().make)
     fresh.load_state_dict(torch.load(file, weights_only=True))
     take_step(steppers[0], models[0], loss_of(models[0], 2))
     take_step(fresh, third, loss_of(third, 2))
@@ -237,6 +242,7 @@ def test_gradients_of_few_bits_are_summed_in_fp32() -> None:
     """64 parts with the same gradient: in bf16 the sum would stop growing."""
     model = make_model().to(torch.bfloat16)
     stepper = make_stepper(model)
+    assert isinstance(stepper.sums, HostSums)
     stepper.begin(64)
     for _ in range(64):
         stepper.backward(loss_of(model))

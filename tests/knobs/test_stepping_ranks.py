@@ -13,7 +13,7 @@ from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
-from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
+from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm, SumsIn
 from tests.laboratory import CPU, PROBLEMS, InDouble, batches, knobs_of, relative_error
 from tests.ranks import on_ranks
 
@@ -49,6 +49,24 @@ def trained(choices: Choices) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def train_all() -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
     return {name: trained({**ours, "sharding": "fsdp"}) for name, (ours, _) in CASES.items()}
+
+
+def on_device(sums: SumsIn) -> Choices:
+    return {"stepping": InBackward(CLIP, sums=sums), "accum": "x2"}
+
+
+def train_with_device_sums() -> dict[SumsIn, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    return {sums: trained({**on_device(sums), "sharding": "fsdp"}) for sums in (SumsIn.bf16, SumsIn.int8)}
+
+
+@pytest.mark.slow
+def test_shards_are_summed_in_few_bits_on_their_device() -> None:
+    """Up to the noise of rounding, which is another in each layout of shards."""
+    _, norms, parameters = trained({"stepping": AfterBackward(CLIP)})
+    for results in on_ranks(train_with_device_sums):
+        for sums, (_, found_norms, found) in results.items():
+            torch.testing.assert_close(found_norms, norms, rtol=2e-2, atol=0, check_dtype=False)
+            assert relative_error(found, parameters) <= (5e-3 if sums is SumsIn.bf16 else 2e-2)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from lowvram.knobs.stepping.after_backward import AfterBackward, AfterBackwardStepper
 from lowvram.knobs.stepping.cpu_offload import CpuOffload, CpuOffloadStepper
-from lowvram.knobs.stepping.in_backward import InBackward, InBackwardStepper, Norm
+from lowvram.knobs.stepping.in_backward import InBackward, InBackwardStepper, Norm, SumsIn
 
 __all__ = [
     "AfterBackward",
@@ -12,4 +12,5 @@ __all__ = [
     "InBackward",
     "InBackwardStepper",
     "Norm",
+    "SumsIn",
 ]

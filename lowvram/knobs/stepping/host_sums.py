@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.core import host
+from lowvram.core.knob import Kind
+from lowvram.core.ledger import announce
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.copy_streams import Link, link_to
+from lowvram.knobs.stepping.sums import Sums
 
 
 @final
-class HostSums:
+class HostSums(Sums):
     """The gradients of the current step, each summed over the step's parts in fp32 (fp64 if it is fp64).
 
     A gradient leaves the device as soon as it is computed. The host memory is allocated once and kept: 4 bytes per
@@ -32,7 +35,6 @@ class HostSums:
         self._squares = SquareSum()
 
     def begin(self, num_parts: int) -> None:
-        """Forget the last step and begin one of `num_parts` parts."""
         for wait in self._arrivals.values():  # copies of a skipped step may still be running
             wait()
         self._arrivals.clear()
@@ -40,7 +42,6 @@ class HostSums:
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to its sum, and set it to None."""
         assert parameter.grad is not None
         gradient, parameter.grad = local(parameter.grad), None
         if self._is_single:
@@ -56,7 +57,6 @@ class HostSums:
         return self._sums[parameter]
 
     def with_gradient(self) -> list[nn.Parameter]:
-        """The parameters that have a gradient in this step, in the order of arrival."""
         return list(self._arrivals)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -68,9 +68,23 @@ class HostSums:
         return self._sums[parameter]
 
     def squares(self) -> SquareSum:
-        """The sum of squares of this step's gradients. For a single part it was computed on the device, without waiting
-        for copies."""
+        """For a single part it was computed on the device, without waiting for copies."""
         if not self._is_single:
             for parameter in self.with_gradient():
                 self._squares.add(self.wait_for(parameter), parameter)
         return self._squares
+
+    @torch.no_grad()
+    def bring_back(self, parameter: nn.Parameter) -> None:
+        values = self.wait_for(parameter)
+        gradient = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False)
+        link = self.links[local(gradient).device]
+        link.send(local(gradient), values)
+        link.join()
+        parameter.grad = announce(gradient.to(parameter.dtype), Kind.GRADIENTS)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state

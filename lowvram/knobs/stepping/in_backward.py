@@ -22,8 +22,10 @@ from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.after_backward import AfterBackward
+from lowvram.knobs.stepping.device_sums import Bf16, DeviceSums, Int8
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain, rescale
+from lowvram.knobs.stepping.sums import Sums
 
 Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
 
@@ -31,9 +33,26 @@ Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
 class Norm(Enum):
     """Where the global norm comes from when it must be known before the first update: to clip, or to skip a step."""
 
-    host = auto()  # the gradients are kept in host memory until all are computed
+    host = auto()  # the gradients wait until all are computed: in host memory, or where `SumsIn` says
     two_passes = auto()  # two backward passes over the graph: for the norm, then for the updates
     last_step = auto()  # clip by the norm of the step before
+
+
+class SumsIn(Enum):
+    """Where gradients are summed over the parts of a step. The names are what a user types."""
+
+    host = auto()  # in host memory, in fp32
+    bf16 = auto()  # on the device, in 2 bytes each
+    int8 = auto()  # on the device, in 1 byte each, with a scale for each block of 64
+
+    def room_for(self, parameters: list[nn.Parameter]) -> Sums:
+        match self:
+            case SumsIn.host:
+                return HostSums(parameters)
+            case SumsIn.bf16:
+                return DeviceSums(Bf16)
+            case SumsIn.int8:
+                return DeviceSums(Int8)
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class InBackward(Knob):
 
     clip: float | None = None
     norm: Norm = Norm.host
+    sums: SumsIn = SumsIn.host
 
     stage = Stage.STEPPING
     saves = Kind.GRADIENTS
@@ -57,6 +77,8 @@ class InBackward(Knob):
         return frozenset({Fact.GRADS_AT_UPDATE})
 
     def caveat(self, model: nn.Module) -> str | None:
+        if self.sums is not SumsIn.host:
+            return f"gradients of several parts are summed in {self.sums.name} (stepping.sums=host sums them in fp32)"
         if self.clip is None or self.norm is not Norm.last_step:
             return None
         return "a step of one part is clipped by the norm of the step before it (stepping.norm=host clips by its own)"
@@ -68,7 +90,8 @@ class InBackward(Knob):
         return {Kind.GRADIENTS: 10}
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, stepper=InBackwardStepper(rig.trainable, rig.make_optimizer, self.clip, self.norm))
+        sums = self.sums.room_for(rig.trainable)
+        return replace(rig, stepper=InBackwardStepper(rig.trainable, rig.make_optimizer, sums, self.clip, self.norm))
 
 
 @final
@@ -82,11 +105,15 @@ class InBackwardStepper(Stepper):
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, clip: float | None, norm: Norm
+        self,
+        parameters: list[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        sums: Sums,
+        clip: float | None,
+        norm: Norm,
     ) -> None:
         self.optimizers = {parameter: make_optimizer([parameter]) for parameter in parameters}
-        self.clip, self.norm = clip, norm
-        self.sums = HostSums(parameters)
+        self.sums, self.clip, self.norm = sums, clip, norm
         self.last_norm: Tensor | None = None
         self.strategy: Strategy = AtOnce(self.optimizers, None)
         for parameter in parameters:
@@ -113,7 +140,9 @@ class InBackwardStepper(Stepper):
         if num_parts == 1 and self.norm is Norm.two_passes:
             return TwoPasses(self.optimizers, self.clip, divisor)
         self.sums.begin(num_parts)
-        return OnHost(self.optimizers, self.sums, self.clip, divisor)
+        if isinstance(self.sums, DeviceSums) and self.clip is None and is_plain(divisor):
+            return WithLastPart(self.optimizers, self.sums, num_parts)
+        return Summed(self.optimizers, self.sums, self.clip, divisor)
 
     def backward(self, loss: Tensor) -> None:
         self.strategy.backward(loss)
@@ -131,11 +160,13 @@ class InBackwardStepper(Stepper):
 
     def state_dict(self) -> dict[str, Any]:
         states = [optimizer.state_dict() for optimizer in self.optimizers.values()]
-        return {"optimizers": states, "last_norm": self.last_norm}
+        return {"optimizers": states, "last_norm": self.last_norm, "sums": self.sums.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, its_state in zip(self.optimizers.values(), state["optimizers"], strict=True):
             optimizer.load_state_dict(its_state)
+        if sums := state.get("sums"):  # none if it was saved with other sums, or before there were any
+            self.sums.load_state_dict(sums)
         last_norm, device = state["last_norm"], local(next(iter(self.optimizers))).device
         self.last_norm = None if last_norm is None else last_norm.to(device)
 
@@ -205,10 +236,10 @@ class TwoPasses(Strategy):
 
 
 @final
-class OnHost(Strategy):
-    """Gradients are summed over the parts on the host; then they are copied back and used, one by one."""
+class Summed(Strategy):
+    """Gradients are summed over the parts; then they are brought back and used, one by one."""
 
-    def __init__(self, optimizers: Optimizers, sums: HostSums, clip: float | None, divisor: Tensor | float) -> None:
+    def __init__(self, optimizers: Optimizers, sums: Sums, clip: float | None, divisor: Tensor | float) -> None:
         self.optimizers, self.sums, self.clip, self.divisor = optimizers, sums, clip, divisor
 
     def backward(self, loss: Tensor) -> None:
@@ -223,10 +254,43 @@ class OnHost(Strategy):
         if applied:
             by = factor(norm, self.clip, self.divisor)
             for parameter in self.sums.with_gradient():
-                bring_back(parameter, self.sums)
+                self.sums.bring_back(parameter)
                 step_one(parameter, self.optimizers, by)
                 parameter.grad = None
         return Update(norm, applied)
+
+
+@final
+class WithLastPart(Strategy):
+    """Gradients are summed over all parts but the last. In the last one's backward pass each gradient is used at once,
+    with its sum, which is freed."""
+
+    def __init__(self, optimizers: Optimizers, sums: DeviceSums, num_parts: int) -> None:
+        self.optimizers, self.sums, self.num_left = optimizers, sums, num_parts
+        self.squares = SquareSum()
+
+    def backward(self, loss: Tensor) -> None:
+        self.num_left -= 1
+        loss.backward()
+
+    def use(self, parameter: nn.Parameter) -> None:
+        if self.num_left:
+            self.sums.take(parameter)
+        else:
+            self.sums.add_to(parameter)
+            self.use_now(parameter)
+
+    def use_now(self, parameter: nn.Parameter) -> None:
+        measure(parameter, self.squares)
+        step_one(parameter, self.optimizers, None)
+
+    def finish(self) -> Update:
+        for parameter in self.sums.with_gradient():  # those that the last part didn't use
+            self.sums.bring_back(parameter)
+            self.use_now(parameter)
+            parameter.grad = None
+        norm = self.squares.total().sqrt()
+        return Update(norm, is_finite(norm))
 
 
 def measure(parameter: nn.Parameter, squares: SquareSum) -> None:
@@ -240,14 +304,3 @@ def step_one(parameter: nn.Parameter, optimizers: Optimizers, by: Tensor | None)
     with torch.no_grad():
         rescale([parameter.grad], by)
     optimizers[parameter].step()
-
-
-@torch.no_grad()
-def bring_back(parameter: nn.Parameter, sums: HostSums) -> None:
-    """Copy a parameter's gradient back from the host, in the parameter's layout and dtype."""
-    values = sums.wait_for(parameter)
-    gradient = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False)
-    link = sums.links[local(gradient).device]
-    link.send(local(gradient), values)
-    link.join()
-    parameter.grad = announce(gradient.to(parameter.dtype), Kind.GRADIENTS)
