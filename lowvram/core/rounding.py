@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16: up or down at random, so that the result is right on average.
+"""Stochastic rounding: up or down at random, so that the result is right on average.
 
 Rounding to nearest loses every update below 1/512 of a weight; stochastic rounding keeps it on average (Gupta et al.,
 "Deep Learning with Limited Numerical Precision", 2015). The bit arithmetic is that of torchao's optimizers.
@@ -6,13 +6,13 @@ Rounding to nearest loses every update below 1/512 of a weight; stochastic round
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from lowvram.core.seeds import seed_of
 from lowvram.core.shards import local
 
 LOW_BITS = 16  # the bits of an fp32 number that bf16 drops
@@ -38,9 +38,20 @@ def noise_of(device: torch.device, *numbers: int) -> Iterator[None]:
     change later dropout masks."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     before = generator.get_state()
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+    generator.manual_seed(seed_of(repr(numbers)))
     try:
         yield
     finally:
         generator.set_state(before)
+
+
+def bits_at_random(numel: int, seed: int, device: torch.device) -> Tensor:
+    """(numel,) int32: 24 bits each, at random, that depend on the seed and the place alone. The same on every device,
+    in any piece (of the seed `seed + start`) and inside a compiled kernel, without a generator's state.
+
+    Wellons, "Prospecting for Hash Functions" (2018): lowbias32.
+    """
+    bits = torch.arange(numel, dtype=torch.int32, device=device) + seed
+    for shift, kept, factor in ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, -0x7B935975), (16, 0xFFFF, 1)):
+        bits = (bits ^ ((bits >> shift) & kept)) * factor  # `kept`: a shift fills up with the sign
+    return bits & 0xFFFFFF

@@ -1,4 +1,4 @@
-"""A random generator for each name."""
+"""Random generators and seeds for each name."""
 
 from __future__ import annotations
 
@@ -9,5 +9,9 @@ import torch
 
 def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
     """A generator seeded by `seed` and `name`, so that its numbers don't depend on what else is drawn."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.Generator(device).manual_seed(seed_of(f"{seed}:{name}"))
+
+
+def seed_of(text: str) -> int:
+    """63 bits that depend on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

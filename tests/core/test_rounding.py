@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.core.rounding import noise_of, stochastically
+from lowvram.core.rounding import bits_at_random, noise_of, stochastically
 from tests.laboratory import DEVICES
 
 
@@ -62,3 +62,23 @@ def test_a_noise_belongs_to_its_numbers_and_leaves_the_generator_alone(device: t
     assert torch.equal(torch.rand(8, device=device), plain)
     assert torch.equal(draw(0, 1), first)
     assert not torch.equal(draw(1, 0), first)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_bits_of_a_place_are_even_and_independent_of_its_neighbours(device: torch.device) -> None:
+    numel = 200_000
+    bits = bits_at_random(numel, 12345, device)
+    assert int(bits.min()) >= 0
+    assert int(bits.max()) < 2**24
+    for bit in range(24):
+        assert abs(float((bits >> bit & 1).double().mean()) - 0.5) < 5e-3
+    shares = bits.double() / 2**24 - 0.5
+    for lag in (1, 2, 128):
+        assert abs(float((shares[lag:] * shares[:-lag]).mean()) * 12) < 1e-2
+    another = bits_at_random(numel, 54321, device).double() / 2**24 - 0.5
+    assert abs(float((shares * another).mean()) * 12) < 1e-2
+
+
+def test_bits_of_a_piece_are_those_of_the_whole() -> None:
+    whole = bits_at_random(1000, 7, torch.device("cpu"))
+    assert torch.equal(whole[300:], bits_at_random(700, 307, torch.device("cpu")))

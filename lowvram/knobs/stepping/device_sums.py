@@ -15,27 +15,31 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lowvram.core.fused import fused
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
-from lowvram.core.rounding import noise_of, stochastically
+from lowvram.core.rounding import bits_at_random
+from lowvram.core.seeds import seed_of
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.sums import Sums
 
 PIECE_NUMEL = 2**20  # of a gradient that are in fp32 at a time, in several tensors of 4 MiB
-BLOCK_NUMEL = 64  # with one scale
+BLOCK_NUMEL = 128  # with one scale
 MOST = 127  # the largest code
+MOST_SEEDS = 2**30  # so that a seed and a place together fit into an int32
+LOW_BITS = 2**16  # the values of those bits of an fp32 number that bf16 drops
 
 
 class FewBits(ABC):
-    """`numel` numbers, kept in few bits."""
+    """`numel` sums, kept in few bits; 0 at first."""
+
+    @abstractmethod
+    def add(self, values: Tensor, seed: int) -> None:
+        """Add values (numel,) and round the sums at random."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
-        """The numbers from `start` to `end` in fp32."""
-
-    @abstractmethod
-    def write(self, start: int, values: Tensor) -> None:
-        """Replace the numbers from `start` on by `values` (fp32), rounded at random."""
+        """The sums from `start` to `end` in fp32."""
 
 
 @final
@@ -43,39 +47,72 @@ class Bf16(FewBits):
     """2 bytes for a number."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.values = announce(torch.empty(numel, dtype=torch.bfloat16, device=device), Kind.GRADIENTS)
+        self.sums = announce(torch.zeros(numel, dtype=torch.bfloat16, device=device), Kind.GRADIENTS)
+
+    def add(self, values: Tensor, seed: int) -> None:
+        add_in_bf16(self.sums, values, seed)
 
     def read(self, start: int, end: int) -> Tensor:
-        return self.values[start:end].float()
+        return self.sums[start:end].float()
 
-    def write(self, start: int, values: Tensor) -> None:
-        stochastically(self.values[start : start + len(values)], values)
+
+def to_bf16(sums: Tensor, values: Tensor, seed: int) -> None:
+    exact = sums.float() + values.float()
+    noise = bits_at_random(len(exact), seed, exact.device) & (LOW_BITS - 1)
+    bits = torch.where(exact.isfinite(), exact.view(torch.int32) + noise, exact.view(torch.int32))
+    sums.copy_((bits & -LOW_BITS).view(torch.float32))
+
+
+def to_bf16_in_pieces(sums: Tensor, values: Tensor, seed: int) -> None:
+    for start, end in pieces(len(sums)):
+        to_bf16(sums[start:end], values[start:end], seed + start)
+
+
+add_in_bf16 = fused("add_in_bf16(Tensor(a!) sums, Tensor values, int seed) -> ()", to_bf16, to_bf16_in_pieces)
 
 
 @final
 class Int8(FewBits):
-    """1 byte for a number, and a scale in bf16 for each block of 64. A number is off by less than 1/127 of the largest
+    """1 byte for a number, and a scale in fp32 for each block of 128. A number is off by less than 1/127 of the largest
     in its block. A block with a number that isn't finite is read as nan."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         num_blocks = -(-numel // BLOCK_NUMEL)
-        self.codes_bk = announce(torch.empty(num_blocks, BLOCK_NUMEL, dtype=torch.int8, device=device), Kind.GRADIENTS)
-        self.scales_b = announce(torch.empty(num_blocks, 1, dtype=torch.bfloat16, device=device), Kind.GRADIENTS)
+        self.codes_bk = announce(torch.zeros(num_blocks, BLOCK_NUMEL, dtype=torch.int8, device=device), Kind.GRADIENTS)
+        self.scales_b = announce(torch.zeros(num_blocks, 1, device=device), Kind.GRADIENTS)
+
+    def add(self, values: Tensor, seed: int) -> None:
+        add_in_int8(self.codes_bk, self.scales_b, values, seed)
 
     def read(self, start: int, end: int) -> Tensor:
-        blocks = slice(start // BLOCK_NUMEL, -(-end // BLOCK_NUMEL))
-        values_bk = self.codes_bk[blocks].float().mul_(self.scales_b[blocks])
-        return values_bk.view(-1)[: end - start]
+        blocks = blocks_of(start, end)
+        return (self.codes_bk[blocks] * self.scales_b[blocks]).view(-1)[: end - start]
 
-    def write(self, start: int, values: Tensor) -> None:
-        rest = -len(values) % BLOCK_NUMEL
-        values_bk = (nn.functional.pad(values, (0, rest)) if rest else values).view(-1, BLOCK_NUMEL)
-        blocks = slice(start // BLOCK_NUMEL, start // BLOCK_NUMEL + len(values_bk))
-        largest_b = torch.linalg.vector_norm(values_bk, torch.inf, dim=1, keepdim=True)
-        self.scales_b[blocks] = largest_b.mul_((1 + 2**-7) / MOST)  # not below it when rounded to bf16
-        codes_bk = values_bk / self.scales_b[blocks].float().clamp_(min=torch.finfo(torch.float32).tiny)
-        codes_bk.add_(torch.rand_like(codes_bk)).floor_().nan_to_num_().clamp_(-MOST, MOST)
-        self.codes_bk[blocks] = codes_bk.to(torch.int8)
+
+def to_int8(codes_bk: Tensor, scales_b: Tensor, values: Tensor, seed: int) -> None:
+    padded = nn.functional.pad(values.float(), (0, codes_bk.numel() - len(values)))
+    exact_bk = codes_bk * scales_b + padded.view(-1, BLOCK_NUMEL)
+    scales = exact_bk.abs().amax(1, keepdim=True) / MOST
+    scaled_bk = exact_bk / scales.clamp(min=torch.finfo(torch.float32).tiny)
+    noise_bk = bits_at_random(codes_bk.numel(), seed, codes_bk.device).view(-1, BLOCK_NUMEL) * 2.0**-24
+    scales_b.copy_(scales)
+    codes_bk.copy_((scaled_bk + noise_bk).floor().nan_to_num().clamp(-MOST, MOST))
+
+
+def to_int8_in_pieces(codes_bk: Tensor, scales_b: Tensor, values: Tensor, seed: int) -> None:
+    for start, end in pieces(len(values)):
+        blocks = blocks_of(start, end)
+        to_int8(codes_bk[blocks], scales_b[blocks], values[start:end], seed + start)
+
+
+def blocks_of(start: int, end: int) -> slice:
+    """The blocks of the numbers from `start`, where one begins, to `end`."""
+    return slice(start // BLOCK_NUMEL, -(-end // BLOCK_NUMEL))
+
+
+add_in_int8 = fused(
+    "add_in_int8(Tensor(a!) codes_bk, Tensor(b!) scales_b, Tensor values, int seed) -> ()", to_int8, to_int8_in_pieces
+)
 
 
 @final
@@ -100,15 +137,10 @@ class DeviceSums(Sums):
     def take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         gradient, parameter.grad = flat(local(parameter.grad)), None
-        is_first = parameter not in self._sums
-        if is_first:
+        if parameter not in self._sums:
             self._sums[parameter] = self.make(gradient.numel(), gradient.device)
-        total = self._sums[parameter]
         self.num_taken += 1
-        with noise_of(gradient.device, self.num_steps, self.num_taken):
-            for start, end in pieces(gradient.numel()):
-                piece = gradient[start:end].float()
-                total.write(start, piece if is_first else total.read(start, end).add_(piece))
+        self._sums[parameter].add(gradient, seed_of(f"{self.num_steps}:{self.num_taken}") % MOST_SEEDS)
 
     @torch.no_grad()
     def add_to(self, parameter: nn.Parameter) -> None:

@@ -43,7 +43,7 @@ class SumsIn(Enum):
 
     host = auto()  # in host memory, in fp32
     bf16 = auto()  # on the device, in 2 bytes each
-    int8 = auto()  # on the device, in 1 byte each, with a scale for each block of 64
+    int8 = auto()  # on the device, in 1 byte each, with a scale for each block of 128
 
     def room_for(self, parameters: list[nn.Parameter]) -> Sums:
         match self:
@@ -71,7 +71,8 @@ class InBackward(Knob):
 
     def needs(self) -> frozenset[Fact]:
         walked_twice = {Fact.RETAINABLE_GRAPH} if self.norm is Norm.two_passes else set()
-        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, *walked_twice})
+        compiled = {Fact.C_COMPILER} if self.sums is not SumsIn.host else set()
+        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, *walked_twice, *compiled})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})

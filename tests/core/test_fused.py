@@ -1,0 +1,50 @@
+"""Operators made of others: what they write, and what a trace and a ledger see of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowvram.compat.torch_autograd import version_of
+from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.compat.torch_modes import TorchDispatchMode
+from lowvram.core.fused import fused
+
+
+def add_double(sums: Tensor, values: Tensor, times: int) -> None:
+    sums.add_(values * 2 * times)
+
+
+def in_halves(sums: Tensor, values: Tensor, times: int) -> None:
+    half = len(sums) // 2
+    add_double(sums[:half], values[:half], times)
+    add_double(sums[half:], values[half:], times)
+
+
+operator = fused("add_double_for_a_test(Tensor(a!) sums, Tensor values, int times) -> ()", add_double, in_halves)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_writes_into_its_argument_as_one_operator() -> None:
+    sums = torch.ones(5)
+    before = version_of(sums)
+    values = torch.arange(5.0)
+    with Seen() as seen:
+        operator(sums, values, 3)
+    assert sums.tolist() == [1, 7, 13, 19, 25]
+    assert seen.names == ["lowvram::add_double_for_a_test"]
+    assert version_of(sums) > before
+
+
+def test_without_memory_it_does_nothing() -> None:
+    with FakeTensorMode():
+        operator(torch.ones(5), torch.ones(5), 1)
