@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -31,13 +31,14 @@ from lowvram.core.criterion import UserCriterion
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import IGNORE, Part, Rig, Task
+from lowvram.core.rig import IGNORE, Method, Part, Rig, Task
 from lowvram.core.step import step
 from lowvram.core.values import Fill
 from lowvram.loops.export import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
+from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.third_party import all_outputs, logits_of
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
@@ -111,6 +112,11 @@ class ModuleTask(Task):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.find_blocks().blocks]
+
+    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
+        inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
+        found = find_mlps(model, self.call, inputs, self.blocks(model), names or USUAL_NAMES)
+        return [Method(model.get_submodule(owner), method) for owner, method in found]
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
@@ -12,13 +13,15 @@ import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor, nn
 
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.core.criterion import UserCriterion
-from lowvram.core.rig import IGNORE, Part, Task
+from lowvram.core.rig import IGNORE, Method, Part, Task
 from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
+from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.third_party import all_outputs
 
 
@@ -61,6 +64,9 @@ class ModelConfig(Protocol):
         ...
 
 
+FOUND_MLPS: dict[str, tuple[tuple[str, str], ...]] = {}  # by the description of a problem, and the names sought
+
+
 class Problem(Task):
     """A task made of a model and the description of its data; the base of all tasks here."""
 
@@ -86,6 +92,14 @@ class Problem(Task):
 
     def head(self, model: nn.Module) -> nn.Linear | None:
         return self.model.head_of(model, self.spec)
+
+    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
+        key = f"{self.description} {names}"
+        if key not in FOUND_MLPS:
+            with without_dispatch_modes():  # a plan doesn't count these inputs
+                inputs, _ = self.spec.example(2)
+            FOUND_MLPS[key] = find_mlps(model, self.call, inputs, self.blocks(model), names or USUAL_NAMES)
+        return [Method(model.get_submodule(owner), method) for owner, method in FOUND_MLPS[key]]
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.model.has_plain_blocks(model, self.spec)

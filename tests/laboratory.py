@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from lowvram.config.registry import all_options, knob_of, neutral_options, ready_options
-from lowvram.core.assemble import assemble
+from lowvram.core.assemble import absent_of, assemble, bare_model
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Part, Rig, Task, Update
+from lowvram.core.rig import IGNORE, Method, Part, Rig, Task, Update
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.values import Fill
@@ -30,6 +31,7 @@ from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.tile import TiledMLP
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.planning.target import Target
@@ -47,7 +49,8 @@ DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 NEUTRAL = dict(neutral_options())
 OPTIONS = {group: ready_options(group) for group in NEUTRAL}
-KNOBS: dict[tuple[str, str], Knob] = {option: knob_of(option) for option in all_options()}
+SMALL: dict[tuple[str, str], Knob] = {("tile", "mlp"): TiledMLP(tokens=100)}  # so that tiny batches have several tiles
+KNOBS: dict[tuple[str, str], Knob] = {option: SMALL.get(option) or knob_of(option) for option in all_options()}
 
 
 def named(*pairs: tuple[str, str]) -> dict[str, Knob]:
@@ -101,6 +104,17 @@ LARGER: dict[str, Problem] = {
 }
 MODELS = list(LARGER)
 WITH_DROPOUT = [f"{model}_dropout" if f"{model}_dropout" in PROBLEMS else model for model in MODELS]  # if there is such
+
+
+@cache
+def absent_in(problem: str) -> frozenset[Fact]:
+    """The facts that a problem of `PROBLEMS` lacks."""
+    return frozenset(absent_of(PROBLEMS[problem], bare_model(PROBLEMS[problem])))
+
+
+def is_for(knob: Knob, problem: str) -> bool:
+    """Whether a model has what a knob needs: a ResNet, for example, has no MLPs."""
+    return knob.needs().isdisjoint(absent_in(problem))
 
 
 def fitting(problem: str, knobs: Mapping[str, Knob]) -> str:
@@ -262,6 +276,9 @@ class InDouble(Task):
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
         return self.problem.call(model, inputs)
+
+    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
+        return self.problem.mlps(model, names)
 
     def is_random(self, model: nn.Module) -> bool:
         return self.problem.is_random(model)

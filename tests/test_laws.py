@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import apply_stage, assemble
 from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
@@ -33,6 +34,7 @@ from tests.laboratory import (
     InDouble,
     Trained,
     company,
+    is_for,
     knobs_of,
     make_batch,
     missing_here,
@@ -97,7 +99,21 @@ def keeps_the_numbers(knob: Knob, error: float, problem: str, dtype: torch.dtype
 
 def comparable(knob: Knob) -> list[str]:
     """Problems. Dropout in parts draws other masks from the same distribution: nothing to compare."""
-    return [problem for problem in PROBLEMS if knob.stage is not Stage.BATCH or "dropout" not in problem]
+    problems = [problem for problem in PROBLEMS if knob.stage is not Stage.BATCH or "dropout" not in problem]
+    return [problem for problem in problems if is_for(knob, problem)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [(pair, problem) for pair in HERE for problem in MODELS if not is_for(KNOBS[pair], problem)],
+    ids=words,
+)
+def test_an_option_that_a_model_can_not_have_says_why(pair: Pair, problem: str) -> None:
+    with pytest.raises(Incompatible) as refusal:
+        assemble(PROBLEMS[problem], knobs_of(**dict([pair])), CPU)
+    name, sentence = "=".join(pair), str(refusal.value)
+    assert sentence.startswith(f"{name} needs that the ")
+    assert ";" not in sentence
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -153,8 +169,12 @@ def test_the_law_catches_the_known_bugs(group: str, planted: Knob, problem: str)
 # its `base_layer`, and qlora keeps some packed, which are in no state; tests/knobs/test_adapter.py finds them all.)
 
 
-@pytest.mark.parametrize("problem", MODELS)
-@pytest.mark.parametrize("pair", HERE, ids=words)
+def with_models(pairs: list[Pair]) -> list[tuple[Pair, str]]:
+    """Each option with each of the models that can have it."""
+    return [(pair, model) for pair in pairs for model in MODELS if is_for(KNOBS[pair], model)]
+
+
+@pytest.mark.parametrize(("pair", "problem"), with_models(HERE), ids=words)
 def test_existing_names_are_unchanged(pair: Pair, problem: str) -> None:
     assert keeps_the_names(pair[0], KNOBS[pair], problem)
 
@@ -201,8 +221,9 @@ def takes_compiled(pair: Pair) -> bool:
     return Fact.COMPILED in KNOBS[pair].needs()
 
 
-@pytest.mark.parametrize("problem", MODELS)
-@pytest.mark.parametrize("pair", [pair for pair in SAVING if not takes_compiled(pair)], ids=words)
+@pytest.mark.parametrize(
+    ("pair", "problem"), with_models([pair for pair in SAVING if not takes_compiled(pair)]), ids=words
+)
 def test_the_kind_that_a_knob_saves_goes_down(pair: Pair, problem: str) -> None:
     share = saved_share(pair[0], KNOBS[pair], problem)
     assert share > 0, (
@@ -231,8 +252,7 @@ def measured(problem: str, group: str, choice: str | Knob) -> Peak:
     return peak
 
 
-@pytest.mark.parametrize("problem", MODELS)
-@pytest.mark.parametrize("pair", [pair for pair in SAVING if takes_compiled(pair)], ids=words)
+@pytest.mark.parametrize(("pair", "problem"), with_models([pair for pair in SAVING if takes_compiled(pair)]), ids=words)
 def test_what_a_knob_saves_in_a_compiled_model_goes_down(pair: Pair, problem: str) -> None:
     """No ledger can follow compiled code. What its forward pass keeps for the backward pass is counted instead."""
     assert KNOBS[pair].saves is Kind.ACTIVATIONS

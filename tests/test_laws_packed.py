@@ -55,6 +55,7 @@ EXACT: list[Pair] = [
     ("ckpt", "every1"),
     ("ckpt", "every2"),
     ("ckpt", "selective"),
+    ("tile", "mlp"),
     ("logits", "chunked"),
     ("offload", "activations"),
     ("offload", "activations_disk"),

@@ -41,7 +41,8 @@ def assemble(
     model = rig.model
     rig = apply_stage(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device) if absent is None else absent
-    if reasons := conflicts(knobs, {**absent, **absent_of(task, model)}):
+    needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
+    if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
         raise Incompatible("; ".join(reasons))
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
@@ -78,17 +79,23 @@ def bare_model(task: Task) -> nn.Module:
 
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
-TASK_FACTS = {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
+TASK_FACTS = frozenset({Fact.HEAD, Fact.BLOCKS, Fact.MLPS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS})
 
 
-def absent_of(task: Task, model: nn.Module) -> dict[Fact, str]:
-    """The facts that a task lacks, each with what the user can do about it."""
+def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS) -> dict[Fact, str]:
+    """The facts that a task lacks, each with what the user can do about it.
+
+    Args:
+        asked: MLPS, which takes a forward pass to find out, is only looked for if it is among these.
+    """
     absent: dict[Fact, str] = {}
     if task.head(model) is None:
         absent[Fact.HEAD] = "this task names none: leave logits=full, and list what trains in adapter.train"
     if not task.blocks(model):
         absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
-    elif not task.has_plain_blocks(model):
+    if Fact.MLPS in asked and not task.mlps(model):
+        absent[Fact.MLPS] = "none were found: leave tile=none or, if they have unusual names, list those in tile.names"
+    if task.blocks(model) and not task.has_plain_blocks(model):
         absent[Fact.PLAIN_BLOCKS] = "this model calls its blocks otherwise: choose compile=blocks or compile=none"
     if not task.has_few_shapes():
         absent[Fact.FEW_SHAPES] = (

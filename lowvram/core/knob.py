@@ -56,6 +56,7 @@ class Fact(Enum):
     MANY_RANKS = "the point has several ranks"
     HEAD = "the task knows the model's last layer"
     BLOCKS = "the task knows the model's repeated blocks"
+    MLPS = "the task knows the MLPs of the model's blocks"
     PLAIN_BLOCKS = "blocks take only tensors, as positional arguments, and return one tensor"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"

@@ -29,6 +29,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.peak import Peak
 
 FUNCTION = sys.modules[torch.autograd.Function.__module__].__file__
+ENGINE = torch.autograd.graph.__file__
 OriginOf = Callable[[Tensor, Any], Any]  # of a new tensor and the operator that made it; None: it existed before
 
 
@@ -135,11 +136,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_in_function() -> bool:
-    """Whether the backward pass of an `autograd.Function` is running: an `add` then belongs to it, not to autograd."""
+    """Whether the backward pass of an `autograd.Function` is running: an `add` then belongs to it, not to autograd. A
+    backward pass that the function has started is autograd's again."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != FUNCTION:
+    while frame is not None and frame.f_code.co_filename not in (FUNCTION, ENGINE):
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and frame.f_code.co_filename == FUNCTION
 
 
 class Ledger(TorchDispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -124,6 +124,19 @@ class StepperAround(Stepper):
         self.inner.load_state_dict(state)
 
 
+class Method(NamedTuple):
+    """A method of a module, such as its forward pass; replaced by an attribute of the module."""
+
+    owner: nn.Module
+    name: str
+
+
+def token_dim(states: Tensor) -> int:
+    """The dimension along which tokens are cut: of hidden states (samples, tokens, ..., width) the second one, of
+    (tokens, width) the first."""
+    return 1 if states.dim() > 2 else 0
+
+
 class Task(ABC):
     """A problem: the model to be trained, and its criterion."""
 
@@ -157,6 +170,16 @@ class Task(ABC):
         there is no such layer, or it isn't known."""
         del model
         return None
+
+    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
+        """The MLPs of the blocks: what maps tensors (samples, tokens, ..., width) to one such tensor, each token by
+        itself. Empty if they aren't known.
+
+        Args:
+            names: of the modules or methods, as the blocks call them; None: the usual ones.
+        """
+        del model, names
+        return []
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         """Whether blocks take only tensors, as positional arguments, and return one tensor."""

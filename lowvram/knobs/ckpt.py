@@ -27,6 +27,7 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.recomputed import is_recomputed_later
 from lowvram.core.rig import Rig
 
 
@@ -174,7 +175,8 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     recomputation wouldn't draw its random numbers, and later dropouts would draw other ones than in the forward pass.
     """
     del context
-    is_kept = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
+    is_costly = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
+    is_kept = is_costly and not is_recomputed_later()
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

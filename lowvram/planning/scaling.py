@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple, final
 
 import torch
@@ -69,6 +68,7 @@ class TraceScaler:
     def __init__(self, problem: Problem, target: Target, cache: TraceCache | None = None) -> None:
         self.problem, self.target, self.cache = problem, target, cache
         self.known: dict[Structure, KnownTraces] = defaultdict(KnownTraces)
+        self.lacking: dict[frozenset[Fact], dict[Fact, str]] = {}  # by the facts asked for
 
     def trace(self, knobs: Mapping[str, Knob], parts: int, batch_size: int) -> ScaledTrace:
         """The trace of a point whose logical batch is split into `parts` parts on each rank.
@@ -103,16 +103,18 @@ class TraceScaler:
     def check(self, knobs: Mapping[str, Knob]) -> None:
         """Raise `Incompatible` where `tracer.trace` would, with the same message."""
         reasons = conflicts(knobs, self.target.absent())
-        if not reasons and any(knob.needs() & TASK_FACTS for knob in knobs.values()):
-            reasons = conflicts(knobs, self.absent)
+        needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values())) & TASK_FACTS
+        if not reasons and needed:
+            reasons = conflicts(knobs, self.absent(needed))
         if reasons:
             raise Incompatible("; ".join(reasons))
 
-    @cached_property
-    def absent(self) -> dict[Fact, str]:
-        """The facts that the target or the problem lacks."""
-        with fake_tensors(self.target):
-            return {**self.target.absent(), **absent_of(self.problem, bare_model(self.problem))}
+    def absent(self, asked: frozenset[Fact]) -> dict[Fact, str]:
+        """The facts that the target or the problem lacks; of `TASK_FACTS` only these."""
+        if asked not in self.lacking:
+            with fake_tensors(self.target):
+                self.lacking[asked] = absent_of(self.problem, bare_model(self.problem), asked)
+        return {**self.target.absent(), **self.lacking[asked]}
 
     def line(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:
         """A line between two traces that covers `samples` samples of a part; or why there is none."""

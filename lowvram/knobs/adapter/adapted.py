@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.rig import Part, Task
+from lowvram.core.rig import Method, Part, Task
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
@@ -54,6 +54,9 @@ class Adapted(Task):
 
     def head(self, model: nn.Module) -> nn.Linear | None:
         return self.plain.head(model)
+
+    def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
+        return self.plain.mlps(model, names)
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.plain.has_plain_blocks(model)

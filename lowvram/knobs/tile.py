@@ -1,0 +1,264 @@
+"""tile: whether the MLPs of the blocks compute all tokens at once, or in chunks that the backward pass computes again.
+
+Bekman et al., "Arctic Long Sequence Training: Scalable And Efficient Training For Multi-Million Token Sequences"
+(2025): TiledMLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from inspect import Signature, signature
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from lowvram.config.errors import require
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.ledger import announce
+from lowvram.core.recomputed import recomputed_later
+from lowvram.core.rig import Rig, token_dim
+
+
+@dataclass(frozen=True)
+class Whole(Knob):
+    """Every MLP computes all tokens of a part at once."""
+
+    stage = Stage.CHECKPOINT
+
+    def apply(self, rig: Rig) -> Rig:
+        return rig
+
+
+@dataclass(frozen=True)
+class TiledMLP(Knob):
+    """The MLP of each block computes `tokens` tokens at a time, keeps only its input, and computes each chunk again in
+    the backward pass."""
+
+    tokens: int = 1024
+    names: list[str] | None = None
+
+    stage = Stage.CHECKPOINT
+    band = 2e-6
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 1, "tile.tokens", self.tokens, "at least 1")
+        allowed = "null (the usual names) or a list of at least one name"
+        require(self.names is None or bool(self.names), "tile.names", "[]", allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, *([Fact.MLPS] if self.names is None else [])})
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.ACTIVATIONS: 25}
+
+    def apply(self, rig: Rig) -> Rig:
+        mlps = rig.task.mlps(rig.model, self.names)
+        allowed = "names, inside the blocks, of what computes each token from that token alone"
+        require(bool(mlps), "tile.names", self.names, allowed)
+        is_random = rig.task.is_random(rig.model)
+        for owner, method in mlps:
+            setattr(owner, method, Tiled(Inner(owner, getattr(owner, method)), self.tokens, is_random))
+        return rig
+
+
+@final
+class Inner(nn.Module):
+    """An MLP as it was before it was tiled, as a module around it: `functional_call` can give it other tensors in the
+    place of its parameters."""
+
+    def __init__(self, owner: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.owner, self.call = owner, call
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.call(*inputs)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """An MLP that computes its tokens in chunks. With at most `tokens` tokens it is as it was."""
+
+    inner: Inner
+    tokens: int
+    is_random: bool  # whether the model draws random numbers
+
+    @property
+    def __signature__(self) -> Signature:
+        """That of the MLP: transformers counts the parameters of a BERT's `feed_forward_chunk`."""
+        return signature(self.inner.call)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        dim = token_dim(inputs[0])
+        length, num_tokens = inputs[0].shape[dim], inputs[0][..., 0].numel()
+        if num_tokens <= self.tokens:
+            return self.inner.call(*inputs)
+        chunks = Chunks(dim, max(1, self.tokens * length // num_tokens))
+        if torch.compiler.is_compiling():  # which sums gradients inside its graph
+            call = self.inner.call
+            return torch.cat([checkpoint(call, *chunk, use_reentrant=False) for chunk in chunks.of(inputs)], dim)
+        weights = {name: weight for name, weight in self.inner.named_parameters() if weight.requires_grad}
+        run = Run(self, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
+        anchor = None if any(run.wanted) else next(iter(weights.values()), None)
+        return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *weights.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+
+
+@final
+class Keep(torch.autograd.Function):
+    """Keeps the inputs of an MLP for the backward pass of `Chunked`, and passes them on.
+
+    A function of its own, so that the inputs are saved *before* the MLP runs: torch's checkpoint ends the recomputation
+    of a block as soon as all that the block had saved is there again. Where the MLP comes last, the recomputation of
+    the block leaves it out, so it runs twice in all, not three times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, anchor: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`anchor`: a tensor that requires a gradient, where no input does: else torch would save nothing."""
+        ctx.save_for_backward(*inputs)
+        run.kept_by = ctx
+        return inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *gradients
+
+
+@final
+class Chunked(torch.autograd.Function):
+    """The MLP, chunk by chunk. Its backward pass sums the gradients of weights over the chunks, so that each weight
+    gets its gradient once: hooks that wait for it, as those of stepping=in_backward, are called once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> Tensor:
+        inputs, ctx.weights = tensors[: len(run.wanted)], tensors[len(run.wanted) :]
+        ctx.run = run
+        return run.forward(inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.run.backward(ctx.weights, gradient)
+
+
+class Chunks(NamedTuple):
+    """How tensors are cut: along a dimension, into pieces of `size`; the last one may be smaller."""
+
+    dim: int
+    size: int
+
+    def of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """The chunks of all tensors together, as views."""
+        return zip(*map(self.of_one, tensors), strict=True)
+
+    def of_one(self, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.split(self.size, self.dim)
+
+    def joined(self, parts: Iterable[Tensor], length: int) -> Tensor:
+        """One tensor of chunks, `length` long. Each chunk is freed as soon as it is copied."""
+        whole: Any = None
+        first = 0
+        for part in parts:
+            if whole is None:
+                whole = part.new_empty((*part.shape[: self.dim], length, *part.shape[self.dim + 1 :]))
+            whole.narrow(self.dim, first, part.shape[self.dim]).copy_(part)
+            first += part.shape[self.dim]
+            del part
+        return whole
+
+
+@final
+class Run:
+    """One forward pass of an MLP in chunks, and its backward pass."""
+
+    def __init__(self, tiled: Tiled, chunks: Chunks, names: list[str], wanted: list[bool]) -> None:
+        self.inner, self.is_random = tiled.inner, tiled.is_random
+        self.chunks, self.names, self.wanted = chunks, names, wanted
+        self.kept_by: Any = None  # the autograd node that has saved the inputs
+        self.surroundings: Surroundings | None = None
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        self.surroundings, length = Surroundings(inputs, self.is_random), inputs[0].shape[self.chunks.dim]
+        with recomputed_later(), self.surroundings.autocast():
+            return self.chunks.joined((self.inner(*chunk) for chunk in self.chunks.of(inputs)), length)
+
+    def backward(self, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+        """The gradients of inputs and weights; None where none is wanted, or where the MLP doesn't use the tensor."""
+        assert self.surroundings is not None
+        inputs = self.kept_by.saved_tensors
+        wanted = list(zip(inputs, self.wanted, strict=True))
+        found = [torch.zeros_like(tensor) if is_wanted else None for tensor, is_wanted in wanted]
+        sums = {name: GradientSum(weight) for name, weight in zip(self.names, weights, strict=True)}
+        stand_ins = {name: total.stand_in for name, total in sums.items()}
+        with self.surroundings.as_before(), torch.enable_grad():
+            for number, chunk in enumerate(self.chunks.of(inputs)):
+                leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(chunk, self.wanted, strict=True)]
+                output = functional_call(self.inner, stand_ins, tuple(leaves))
+                torch.autograd.backward(output, self.chunks.of_one(gradient)[number])
+                del output
+                for whole, leaf in zip(found, leaves, strict=True):
+                    if whole is not None and leaf.grad is not None:
+                        self.chunks.of_one(whole)[number].copy_(leaf.grad)
+        return [*found, *(total.result() for total in sums.values())]
+
+
+@final
+class GradientSum:
+    """Sums the gradients of a weight over chunks, in fp32 or wider. Each is freed as soon as it is added."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.stand_in = weight.detach().requires_grad_()  # the same memory, but hooks of the weight don't see it
+        self.stand_in.register_post_accumulate_grad_hook(self.add)
+        self.exact = torch.promote_types(weight.dtype, torch.float32)
+        self.total: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, stand_in: Tensor) -> None:
+        gradient, stand_in.grad = stand_in.grad, None
+        assert gradient is not None
+        if self.total is None:
+            self.total = announce(gradient.to(self.exact), Kind.GRADIENTS)
+        else:
+            self.total.add_(gradient)
+
+    def result(self) -> Tensor | None:
+        """The sum in the weight's dtype. It belongs to the caller alone."""
+        total, self.total = self.total, None
+        return None if total is None else total.to(self.stand_in.dtype)
+
+
+@final
+class Surroundings:
+    """Autocast and the states of random generators at a forward pass, for its recomputation."""
+
+    def __init__(self, inputs: Sequence[Tensor], is_random: bool) -> None:
+        self.device_type = inputs[0].device.type
+        self.is_autocast, self.dtype = (
+            torch.is_autocast_enabled(self.device_type),
+            torch.get_autocast_dtype(self.device_type),
+        )
+        self.is_random = is_random
+        self.cpu_state = torch.get_rng_state() if is_random else None
+        has_cards = is_random and torch.cuda.is_initialized()
+        self.cards, self.card_states = get_device_states(*inputs) if has_cards else ([], [])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Without its cache of converted weights: one that was made here, without a graph, would be used elsewhere."""
+        return torch.autocast(self.device_type, self.dtype, self.is_autocast, cache_enabled=False)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside it the same number formats are in use and the same random numbers are drawn as at the forward pass."""
+        with torch.random.fork_rng(self.cards, enabled=self.is_random), self.autocast():
+            if self.cpu_state is not None:
+                torch.set_rng_state(self.cpu_state)
+                set_device_states(self.cards, self.card_states, device_type=self.device_type)
+            yield

@@ -1,0 +1,156 @@
+"""Finds the MLPs of a model's blocks: modules, or methods, that compute each token from that token alone.
+
+Names don't tell: some models mix tokens in what they call an MLP. So one forward pass on fake tensors shows with what
+shapes each is called. Then each runs on a few tokens, some of them NaN, with all its weights zero: NaN spreads to every
+output that depends on it, whatever the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_trees import tree_map_only
+from lowvram.core.rig import token_dim
+from lowvram.models.block_finder import without_memory
+
+# As the blocks of Transformers call them. The last is a method of BERT and its relatives, which have no such module.
+USUAL_NAMES = ("mlp", "feed_forward", "ffn", "DenseReluDense", "block_sparse_moe", "feed_forward_chunk")
+FEW = 4  # tokens that the check computes
+
+Place = tuple[str, str]  # the dotted name of a module, and the name of its method
+
+
+class Use(NamedTuple):
+    """How a method was called."""
+
+    is_plain: bool  # with tensors of the same shape but for the width, and so is what it returned
+    like: tuple[Tensor, ...]  # its inputs
+
+
+def find_mlps(
+    model: nn.Module,
+    call: Callable[[nn.Module, Any], Any],
+    inputs: Any,
+    blocks: Sequence[nn.Module],
+    names: Sequence[str],
+) -> tuple[Place, ...]:
+    """Find the MLPs of the blocks of a model on any device, without changing it. None are found if the model can't run
+    on fake tensors.
+
+    Args:
+        call: calls the model on inputs and returns its outputs.
+        inputs: of two samples or more, on the CPU.
+        names: of modules or methods, as the blocks call them.
+    """
+    name_of = {module: name for name, module in model.named_modules()}
+    places = [place for block in blocks for place in named(block, name_of[block], names)]
+    uses = uses_of(places, model, call, inputs) if places else {}
+    verdicts: dict[str, bool] = {}  # blocks are alike: each kind of MLP is checked once
+    found: list[Place] = []
+    for (owner, method), use in uses.items():
+        module = model.get_submodule(owner)
+        kind = f"{type(module)} {module} {method} {[(each.shape, each.dtype) for each in use.like]}"
+        if kind not in verdicts:
+            verdicts[kind] = use.is_plain and keeps_tokens_apart(module, method, use.like)
+        if verdicts[kind]:
+            found.append((owner, method))
+    return tuple(found)
+
+
+def named(module: nn.Module, name: str, names: Sequence[str]) -> Iterator[Place]:
+    """The outermost modules below `module`, and methods of it and of those, that have one of the names."""
+    for method in names:
+        if callable(getattr(type(module), method, None)):
+            yield name, method
+            return
+    for child_name, child in module.named_children():
+        dotted = f"{name}.{child_name}".removeprefix(".")
+        if child_name in names:
+            yield dotted, "forward"
+        else:
+            yield from named(child, dotted, names)
+
+
+def uses_of(
+    places: Sequence[Place], model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any
+) -> dict[Place, Use]:
+    """How one forward pass of the model calls methods, in the order in which they first return."""
+    uses: dict[Place, Use] = {}
+    try:
+        with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            copy = without_memory(model)
+            for place in places:
+                watch(copy, place, uses)
+            call(copy, tree_map_only(Tensor, mode.from_tensor, inputs))
+    except Exception:
+        return {}
+    return uses
+
+
+def watch(model: nn.Module, place: Place, uses: dict[Place, Use]) -> None:
+    owner, method = model.get_submodule(place[0]), getattr(model.get_submodule(place[0]), place[1])
+
+    @wraps(method)  # transformers counts the parameters of `feed_forward_chunk`
+    def watched(*inputs: Any, **named: Any) -> Any:
+        output = method(*inputs, **named)
+        tensors = [*inputs, output]
+        is_plain = not named and all(isinstance(each, Tensor) and each.dim() > 1 for each in tensors)
+        is_plain = is_plain and len({each.shape[:-1] for each in tensors}) == 1
+        before = uses.get(place, Use(True, ()))
+        uses[place] = Use(before.is_plain and is_plain, inputs if is_plain else ())
+        return output
+
+    setattr(owner, place[1], watched)
+
+
+def keeps_tokens_apart(module: nn.Module, method: str, like: Sequence[Tensor]) -> bool:
+    """Whether each output token depends on the same token of the inputs alone.
+
+    Args:
+        like: tensors of any device and size with the inputs' number of dimensions, their formats and widths.
+    """
+    if any(isinstance(each, BatchNorm) for each in module.modules()):
+        return False
+    try:
+        with without_dispatch_modes(), torch.no_grad(), torch.device("cpu"):
+            call = getattr(with_zeros(module), method)
+            return all(spreads_only_to(call, like, places) for places in (slice(0, 1), slice(1, FEW)))
+    except Exception:
+        return False
+
+
+def spreads_only_to(call: Callable[..., Tensor], like: Sequence[Tensor], places: slice) -> bool:
+    """Whether NaN in the tokens at `places` makes their outputs NaN, and no others."""
+    output = call(*(with_nan(each, places) for each in like)).movedim(token_dim(like[0]), 0).flatten(1)
+    is_nan = output.isnan().all(1)
+    wanted = torch.zeros(FEW, dtype=torch.bool)
+    wanted[places] = True
+    return torch.equal(is_nan, wanted) and not output[~wanted].isnan().any()
+
+
+def with_nan(like: Tensor, places: slice) -> Tensor:
+    dim = token_dim(like)
+    shape = list(like.shape)
+    shape[dim] = FEW
+    filled = torch.zeros(shape, dtype=like.dtype)
+    if filled.is_floating_point():
+        filled.movedim(dim, 0)[places] = torch.nan
+    return filled
+
+
+def with_zeros(module: nn.Module) -> nn.Module:
+    """A copy on the CPU in evaluation mode, whose tensors are zero. Each takes the memory of one number."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        memo[id(tensor)] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+    return deepcopy(module, memo).eval()
