@@ -56,7 +56,7 @@ class TiledMLP(Knob):
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, *([Fact.MLPS] if self.names is None else [])})
 
     def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 25}
+        return {Kind.ACTIVATIONS: 100}  # the last: it saves only where a part has more than `tokens` tokens
 
     def apply(self, rig: Rig) -> Rig:
         mlps = rig.task.mlps(rig.model, self.names)
@@ -156,10 +156,12 @@ class Chunks(NamedTuple):
     size: int
 
     def of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """The chunks of all tensors together, as views."""
-        return zip(*map(self.of_one, tensors), strict=True)
+        """The chunks of all tensors together, contiguous as the tensors were: some MLPs reshape them by `view`."""
+        for chunk in zip(*map(self.of_one, tensors), strict=True):
+            yield tuple(part.contiguous() for part in chunk)
 
     def of_one(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The chunks of a tensor, as views."""
         return tensor.split(self.size, self.dim)
 
     def joined(self, parts: Iterable[Tensor], length: int) -> Tensor:
@@ -199,11 +201,9 @@ class Run:
         sums = {name: GradientSum(weight) for name, weight in zip(self.names, weights, strict=True)}
         stand_ins = {name: total.stand_in for name, total in sums.items()}
         with self.surroundings.as_before(), torch.enable_grad():
-            for number, chunk in enumerate(self.chunks.of(inputs)):
+            for number, (of_output, *chunk) in enumerate(self.chunks.of([gradient, *inputs])):
                 leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(chunk, self.wanted, strict=True)]
-                output = functional_call(self.inner, stand_ins, tuple(leaves))
-                torch.autograd.backward(output, self.chunks.of_one(gradient)[number])
-                del output
+                torch.autograd.backward(functional_call(self.inner, stand_ins, tuple(leaves)), of_output)
                 for whole, leaf in zip(found, leaves, strict=True):
                     if whole is not None and leaf.grad is not None:
                         self.chunks.of_one(whole)[number].copy_(leaf.grad)

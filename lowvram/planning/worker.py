@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import final
 
 import torch
 from torch import nn
 
 from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.assemble import skeleton
-from lowvram.core.device import card_of, choose_device
-from lowvram.core.knob import Knob, Stage, is_compiled
+from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
-from lowvram.loops.setup import acting_allocator, can_replace, open_data, wanted_ranks
+from lowvram.loops.setup import acting_allocator, can_replace, open_data
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
-from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
 from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
@@ -71,7 +69,7 @@ class Planner:
             try:
                 return {"status": "ok", **self.planned(settings, choices, plan_device)}
             except CantPlan as error:
-                advice = advice_for(None, settings, choices, plan_device.target)
+                advice = advice_for(None, settings, choices, plan_device.target, lambda asked: {})
                 return {"status": "error", "reason": str(error), "advice": advice}
         except (BadInput, Incompatible) as error:
             return {"status": "incompatible", "reason": str(error)}
@@ -88,11 +86,12 @@ class Planner:
         check_batch_size(settings.train.batch_size, parts, target.num_ranks)
         knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
         problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
-        scaled = self.scaler(problem, target).trace(without_parts(knobs), parts, num_rows)
+        scaler = self.scaler(problem, target)
+        scaled = scaler.trace(without_parts(knobs), parts, num_rows)
         plan_device = self.with_rates(plan_device, settings, choices)
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
         plan = needs(scaled.trace, plan_device, settings.groups["allocator"].expandable_segments, is_recurrent)
-        advice = advice_for(plan["by_kind"], settings, choices, target)
+        advice = advice_for(plan["by_kind"], settings, choices, target, scaler.absent)
         grows = settings.groups["accum"].more_parts(settings.train.batch_size // target.num_ranks) is not None
         about = {"device": plan_device.name, "is_eager_equivalent": is_compiled(knobs.values()), "grows": grows}
         fit = fit_of(plan, settings, plan_device)
@@ -148,10 +147,23 @@ class Planner:
 
 
 def advice_for(
-    by_kind: Mapping[str, float] | None, settings: Settings, choices: Mapping[str, str], target: Target
+    by_kind: Mapping[str, float] | None,
+    settings: Settings,
+    choices: Mapping[str, str],
+    target: Target,
+    lacking: Callable[[frozenset[Fact]], Mapping[Fact, str]],
 ) -> str:
-    """What to try if the point runs out of memory on `target`."""
-    is_possible = can_replace(settings, choices, target.absent(), target.num_ranks)
+    """What to try if the point runs out of memory on `target`.
+
+    Args:
+        lacking: of the facts that it gets, those that the problem or the target lacks.
+    """
+    can_be = can_replace(settings, choices, target.absent(), target.num_ranks)
+
+    def is_possible(group: str, option: str) -> bool:
+        asked = knob_of((group, option)).needs() & {Fact.MLPS}  # most models have what the others need
+        return can_be(group, option) and not (asked and asked & lacking(asked).keys())
+
     in_use = {group: settings.groups[group] for group in KNOB_GROUPS}
     return out_of_memory_advice(by_kind, in_use, is_possible, settings.vram_bytes)
 

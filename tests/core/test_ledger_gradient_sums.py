@@ -24,11 +24,28 @@ class Sums(torch.autograd.Function):
         return gradient.clone() + gradient.clone()
 
 
+class Starts(torch.autograd.Function):
+    """Starts another backward pass in its own, in which two gradients meet."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        leaf = torch.zeros(64, 64, requires_grad=True)
+        with torch.enable_grad():
+            x = leaf * 2
+            torch.autograd.backward((x * 3).sum() + (x * 5).sum())
+        return gradients[0]
+
+
 MEETINGS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # and whether autograd adds in place
     "fresh": (lambda x: (x * 3).sum() + (x * 5).sum(), True),
     "three": (lambda x: (x * 3).sum() + (x * 5).sum() + (x * 7).sum(), True),
     "views": (lambda x: (x.t() * 3).sum() + (x.t() * 5).sum(), False),
     "expanded": (lambda x: x.sum() + x.sum(), False),
+    "inside": (lambda x: Starts.apply(x).sum(), True),
     "none": (lambda x: Sums.apply(x).sum(), False),
 }
 

@@ -30,7 +30,11 @@ def test_the_largest_kind_is_named_with_its_share_of_device_memory():
         ({"ckpt": "every1"}, "accum=x8 or offload=activations"),
         ({"ckpt": "every1", "accum": "x8"}, "offload=activations or precision=bf16"),
         ({"ckpt": "every1", "accum": "x8", "offload": "activations"}, "precision=bf16 or accum=x16"),
-        ({"ckpt": "every1", "accum": "x32", "offload": "activations"}, "precision=bf16 or optimizer=adamw_8bit"),
+        ({"ckpt": "every1", "accum": "x32", "offload": "activations"}, "precision=bf16 or tile=mlp"),
+        (
+            {"ckpt": "every1", "accum": "x32", "offload": "activations", "tile": "mlp"},
+            "precision=bf16 or optimizer=adamw_8bit",
+        ),
     ],
 )
 def test_only_what_is_not_in_use_is_offered(used: dict[str, str], offered: str):
@@ -84,7 +88,7 @@ def test_an_option_in_use_that_does_as_well_stays(used: dict[str, str]) -> None:
 
 def test_the_end_of_all_options():
     used = {"ckpt": "every1", "accum": "x32", "precision": "bf16_pure", "optimizer": "sgd"}
-    used |= {"offload": "parameters", "stepping": "in_backward"}
+    used |= {"offload": "parameters", "stepping": "in_backward", "tile": "mlp"}
     assert out_of_memory_advice(ACTIVATIONS, knobs(used)).endswith(": try a smaller model or a larger vram")
 
 
