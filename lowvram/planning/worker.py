@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import torch
@@ -13,12 +14,14 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.assemble import skeleton
+from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
-from lowvram.loops.setup import acting_allocator, can_replace, open_data
+from lowvram.loops.setup import acting_allocator, can_replace, open_data, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
+from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
 from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
