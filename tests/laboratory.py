@@ -49,7 +49,7 @@ DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 NEUTRAL = dict(neutral_options())
 OPTIONS = {group: ready_options(group) for group in NEUTRAL}
-SMALL: dict[tuple[str, str], Knob] = {("tile", "mlp"): TiledMLP(tokens=100)}  # so that tiny batches have several tiles
+SMALL: dict[tuple[str, str], Knob] = {("tile", "mlp"): TiledMLP(tokens=50)}  # so that tiny batches have several tiles
 KNOBS: dict[tuple[str, str], Knob] = {option: SMALL.get(option) or knob_of(option) for option in all_options()}
 
 
