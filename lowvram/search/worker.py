@@ -99,7 +99,7 @@ def search(cache: PlanCache, pinned: Iterable[str]) -> Fields:
     for option, options in space.singles():
         try:
             singles[option] = cache.plan(space, options)
-        except CantPlan as error:
+        except (CantPlan, Incompatible) as error:  # the latter: the model lacks what the option needs
             refused[option] = str(error)
     refused |= {option: why for option, plan in singles.items() if (why := useless(base, plan))}
     useful = space.without(refused)

@@ -25,7 +25,7 @@ from lowvram.search.worker import (
     search,
     usual_groups,
 )
-from tests.calls import TINY
+from tests.calls import TINY, TINY_RESNET
 from tests.planning.test_worker import composed
 
 CARD = "plan.device=rtx3060"
@@ -137,8 +137,15 @@ def test_host_memory_that_nothing_limits_must_fit_with_its_margin() -> None:
 
 def test_groups_that_say_what_is_learnt_or_that_no_plan_knows_are_searched_on_demand_alone() -> None:
     groups = set(usual_groups())
-    assert groups >= {"allocator", "precision", "ckpt", "stepping", "logits", "offload", "accum"}
+    assert groups >= {"allocator", "precision", "tile", "ckpt", "stepping", "logits", "offload", "accum"}
     assert groups.isdisjoint({"adapter", "compile", "sharding", "optimizer"})
+
+
+def test_an_option_that_the_model_can_not_have_is_ruled_out() -> None:
+    whole, choices = composed(*TINY_RESNET, CARD, "vram=1GiB", "search.groups=[tile,accum]")
+    found = search(PlanCache(PLANNER, whole, choices, plan_device_of(whole), lambda num_plans: None, False), [])
+    assert any("ruled out: tile=mlp: tile=mlp needs that the task knows the MLPs" in line for line in found["account"])
+    assert found["ranking"]
 
 
 def test_what_is_typed_stays() -> None:
