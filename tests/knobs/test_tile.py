@@ -101,10 +101,16 @@ def test_each_gradient_arrives_once(stepping: InBackward) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
 def test_number_formats_stay_in_their_bands(precision: str) -> None:
-    """Autocast holds in the backward pass, too."""
     wanted = trained("none", InDouble(TASK)).gradients
     errors = [relative_error(trained(tile, precision=precision).gradients, wanted) for tile in ("none", TiledMLP(40))]
     assert errors[1] <= 1.1 * errors[0] <= KNOBS["precision", precision].band
+
+
+def test_autocast_holds_in_both_passes() -> None:
+    rig, seen = assemble(TASK, knobs_of(precision="bf16", tile=TiledMLP(100)), CPU), list[torch.dtype]()
+    TASK.blocks(rig.model)[0].get_submodule("mlp.up").register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    step(rig, make_batch(TASK.spec, 32))
+    assert seen == 6 * [torch.bfloat16]
 
 
 def test_weights_of_16_bits_sum_their_gradients_in_32() -> None:
