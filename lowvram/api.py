@@ -29,6 +29,7 @@ from lowvram.config.schema import build
 from lowvram.core import assemble as core
 from lowvram.core.criterion import UserCriterion
 from lowvram.core.device import choose_device
+from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import IGNORE, Method, Part, Rig, Task
@@ -265,6 +266,7 @@ def measure(rig: Rig, batches: Iterable[Part], warmup_steps: int = 3, steps: int
     synchronise(rig.device)
     step_ms, batch = clock.laps_ms("step"), next(source).to(rig.device)
     allocated = torch.cuda.max_memory_allocated(rig.device) if rig.device.type == "cuda" else None
+    fix_heaviest(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors(), rig.device) as peak:
         step(rig, batch)
     by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}

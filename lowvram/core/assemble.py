@@ -50,6 +50,8 @@ def assemble(
             materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
         if stage is Stage.OPTIMIZER:
             rig = replace(rig, make_optimizer=with_load_hooks(rig.make_optimizer))
+        if stage is Stage.STEPPING:
+            rig = rig.over_time(rig, seed)
     return rig
 
 

@@ -31,7 +31,7 @@ class Stage(Enum):
 # The fields of the rig that each stage may write. Stages without any patch the model in place.
 WRITES: dict[Stage, frozenset[str]] = {
     Stage.PROCESS: frozenset({"finish"}),
-    Stage.BUILD: frozenset({"task", "model", "criterion", "rounding"}),
+    Stage.BUILD: frozenset({"task", "model", "criterion", "rounding", "over_time"}),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
     Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),
@@ -66,6 +66,7 @@ class Fact(Enum):
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
     WHOLE_PARAMS = "every parameter is whole on its rank"
+    SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
     FULL_LOGITS = "the logits of a part exist whole"
 

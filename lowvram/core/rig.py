@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map
+from lowvram.core.resting import ever_trains
 from lowvram.core.values import Fill
 
 IGNORE = -100  # targets with this value aren't counted, as in torch's losses
@@ -87,6 +88,11 @@ class Stepper(ABC):
         """Use the gradients of the step and free them."""
 
     @abstractmethod
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Free what is kept for these parameters between steps, apart from their weights: the next steps don't train
+        them. Called between two steps."""
+
+    @abstractmethod
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the updates to come."""
 
@@ -113,6 +119,9 @@ class StepperAround(Stepper):
 
     def update(self) -> Update:
         return self.inner.update()
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        self.inner.forget(parameters)
 
     def set_lr(self, lr: float) -> None:
         self.inner.set_lr(lr)
@@ -237,6 +246,10 @@ class Rig:
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
+    # Called with the seed once there is a stepper: has the stepper change from step to step which parameters train.
+    over_time: Callable[[Rig, int], Rig] = lambda rig, seed: rig
+    # Where that changes, each of these fixes one of the choices with which a step may take the most memory.
+    heaviest: Sequence[Callable[[], None]] = ()
 
     def __repr__(self) -> str:
         total, trained = (sum(map(Tensor.numel, each)) for each in (self.model.parameters(), self.trainable))
@@ -245,7 +258,8 @@ class Rig:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        """The parameters that train at some step of the run."""
+        return [parameter for parameter in self.model.parameters() if ever_trains(parameter)]
 
 
 def is_finite(value: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.core import host
 from lowvram.core.ranks import rank
+from lowvram.core.resting import ever_trains
 from lowvram.core.shards import is_sharded, placed, whole
 from lowvram.core.values import own_tensors
 
@@ -40,8 +41,9 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those that train at no step of the run."""
     named = model.named_parameters(remove_duplicate=False)
-    return [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+    return [(name, parameter) for name, parameter in named if not ever_trains(parameter)]
 
 
 def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:

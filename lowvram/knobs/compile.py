@@ -96,6 +96,9 @@ class CompiledBlocks(Compiled):
 class CompiledModel(Compiled):
     """The whole model is compiled as one: the fastest code, which takes longest to compile."""
 
+    def needs(self) -> frozenset[Fact]:
+        return super().needs() | {Fact.SAME_PARAMS}  # else the whole model would be compiled for each choice of them
+
     def modules(self, rig: Rig) -> list[nn.Module]:
         return [rig.model]
 
@@ -111,8 +114,8 @@ class TorchScript(Knob):
     extra_memory = True
 
     def needs(self) -> frozenset[Fact]:
-        # A trace keeps the parameters, control flow and shapes of the run that was recorded.
-        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES})
+        # A trace keeps the parameters, which of them train, control flow and shapes of the run that was recorded.
+        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.SAME_PARAMS, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})

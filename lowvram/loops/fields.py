@@ -15,6 +15,7 @@ from lowvram.core.held import held_bytes
 from lowvram.core.knob import Knob
 from lowvram.core.packed import num_packed
 from lowvram.core.ranks import summed
+from lowvram.core.resting import ever_trains
 from lowvram.core.rig import Task
 from lowvram.core.shards import class_name
 from lowvram.data.spec import TEXTS
@@ -45,11 +46,11 @@ def common(session: Session) -> Fields:
 
 def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
     """The fields about the model that are known before it runs, and how knobs change what it computes."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(parameter.numel(), ever_trains(parameter)) for parameter in model.parameters()]
     return {
         "model": {
             "parameters": sum(size for size, _ in sizes) + num_packed(model),
-            "trainable": sum(size for size, is_trainable in sizes if is_trainable),
+            "trainable": sum(size for size, trains in sizes if trains),
             "blocks": described_blocks(task.blocks(model)),
         },
         "semantics_changed": "; ".join(filter(None, (knob.caveat(model) for knob in knobs))) or None,

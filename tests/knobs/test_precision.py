@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
@@ -109,6 +110,9 @@ class Inner(Stepper):
 
     def update(self) -> Update:
         return Update(torch.tensor(1.0), self.applied.pop(0))
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        self.calls.append(list(parameters))
 
     def set_lr(self, lr: float) -> None:
         self.calls.append(lr)

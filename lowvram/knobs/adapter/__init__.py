@@ -1,6 +1,9 @@
 """adapter: which parameters train, and whether small ones are added to train in their place."""
 
+from lowvram.knobs.adapter.badam import BAdam, Order
 from lowvram.knobs.adapter.freeze import Freeze, NoAdapter
+from lowvram.knobs.adapter.lisa import Lisa
 from lowvram.knobs.adapter.lora import Lora, QLora
+from lowvram.knobs.adapter.progressive import Progressive
 
-__all__ = ["Freeze", "Lora", "NoAdapter", "QLora"]
+__all__ = ["BAdam", "Freeze", "Lisa", "Lora", "NoAdapter", "Order", "Progressive", "QLora"]

@@ -83,8 +83,19 @@ def freeze_statistics(model: nn.Module) -> None:
     belong to the frozen weights, don't change."""
     for module in model.modules():
         if isinstance(module, BatchNorm) and not any(weight.requires_grad for weight in module.parameters(False)):
-            module.eval()
-            module.train = AlwaysEval(module)  # pyright: ignore[reportAttributeAccessIssue]
+            keep_in_eval(module)
+
+
+def keep_in_eval(module: nn.Module) -> None:
+    """Put a module into evaluation mode, in which it stays until `let_train`."""
+    module.eval()
+    module.train = AlwaysEval(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def let_train(module: nn.Module) -> None:
+    """The inverse of `keep_in_eval`; the module is in training mode afterwards."""
+    vars(module).pop("train", None)
+    module.train()
 
 
 class AlwaysEval:

@@ -38,7 +38,7 @@ class Parameters(Knob):
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.ONE_RANK})
+        return frozenset({Fact.ONE_RANK, Fact.SAME_PARAMS})  # FSDP2 looks once at which parameters train
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})

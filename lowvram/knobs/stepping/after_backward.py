@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +58,10 @@ class AfterBackwardStepper(Stepper):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Update(norm, applied)
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self.optimizer.state.pop(parameter, None)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

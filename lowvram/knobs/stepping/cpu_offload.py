@@ -7,7 +7,7 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -136,6 +136,15 @@ class CpuOffloadStepper(Stepper):
             link.join()
         self.note_versions()
 
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Masters stay, since weights of few bits have lost what their masters keep."""
+        self.sums.forget(parameters)
+        for bucket in self.buckets:
+            bucket.forget(parameters)
+        for optimizer in self.kept_optimizers:
+            for parameter in parameters:
+                optimizer.state.pop(parameter, None)
+
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
@@ -199,6 +208,13 @@ class Bucket:
             self.masters[parameter].grad = None
             weight = local(parameter)
             self.sums.links[weight.device].send(weight, local(self.masters[parameter]))
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Free the optimizer's state of these parameters."""
+        for parameter in parameters:
+            if parameter in self.masters:
+                self.optimizer.state.pop(self.masters[parameter], None)
+        self.num_marked = len(self.optimizer.state)
 
     def mark_state(self) -> None:
         """Mark the state that the optimizer has made as host memory."""

@@ -9,7 +9,7 @@ feedback): that would take the memory which few bits save.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, final
 
 import torch
@@ -171,6 +171,10 @@ class DeviceSums(Sums):
         for start, end in pieces(local(gradient).numel()):
             flat(local(gradient))[start:end] = total.read(start, end)
         parameter.grad = announce(gradient, Kind.GRADIENTS)
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._sums.pop(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps}

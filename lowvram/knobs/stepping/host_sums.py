@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import torch
@@ -49,6 +49,11 @@ class HostSums(Sums):
         link, total = self.links[gradient.device], self._sum_of(parameter, gradient)
         copy = link.add if parameter in self._arrivals else link.fetch
         self._arrivals[parameter] = copy(total, gradient)
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._arrivals.pop(parameter, lambda: None)()  # the copy of a skipped step may still be running
+            self._sums.pop(parameter, None)
 
     def _sum_of(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         if parameter not in self._sums:

@@ -7,7 +7,7 @@ Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -153,6 +153,11 @@ class InBackwardStepper(Stepper):
         if update.applied:
             self.last_norm = update.grad_norm.detach()
         return update
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        self.sums.forget(parameters)
+        for parameter in parameters:
+            self.optimizers[parameter].state.clear()
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,10 @@ class Sums(ABC):
     @abstractmethod
     def bring_back(self, parameter: nn.Parameter) -> None:
         """Set the parameter's gradient to its sum, in the parameter's layout and dtype."""
+
+    @abstractmethod
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Free what is kept for these parameters between steps: the next steps don't train them."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

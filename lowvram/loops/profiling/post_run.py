@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowvram.core import host
+from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Kind, is_compiled
 from lowvram.core.ledger import ledger
 from lowvram.core.peak import Peak
@@ -80,8 +81,10 @@ def per_step(before: dict[str, float], after: dict[str, float], num_steps: int) 
 
 
 def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dict[str, Any]:
-    """Run one more step under the ledger: memory by kind. On the CPU the ledger's peak is the row's `peak_bytes`."""
+    """Run one more step under the ledger: memory by kind. On the CPU the ledger's peak is the row's `peak_bytes`. Where
+    other parameters train in other steps, it is one of those that take the most memory."""
     rig = session.rig
+    fix_heaviest(rig, batch)
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     report, malloc = report_for(session), MallocWatch()
@@ -126,6 +129,9 @@ def memory_of_compiled(session: Session, batch: Part, before: dict[str, Any]) ->
         print(f"the largest tensors are unknown: {NO_KINDS}")
     if session.rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        for fix in session.rig.heaviest:
+            fix()
+            step(session.rig, batch)
         step(session.rig, batch)
         return {**unknown, "steady_peak_bytes": torch.cuda.max_memory_allocated()}
     return {**unknown, "peak_bytes": before["process_peak_bytes"], "source": "process"}

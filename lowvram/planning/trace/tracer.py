@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, final
 
 import torch
@@ -45,7 +45,8 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     """Record the memory and work of rank 0 of a point, from its first weight on.
 
     A compiled point is traced as its eager equivalent, and may hold less or more. Copies to the host and back are
-    assumed to keep up with the computation.
+    assumed to keep up with the computation. Where other parameters train in other steps, it is the trace of those steps
+    that take the most memory.
 
     Args:
         knobs: by the names that messages use.
@@ -57,16 +58,27 @@ def trace(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: 
     """
     if reasons := conflicts(knobs, target.absent()):  # `assemble` checks too, but after it has made the model
         raise Incompatible("; ".join(reasons))
+    first, num_choices = trace_of(0, problem, knobs, batch_size, target)
+    others = (trace_of(choice, problem, knobs, batch_size, target)[0] for choice in range(1, num_choices))
+    return max(chain([first], others), key=lambda each: each.sums().peak_bytes) if num_choices > 1 else first
+
+
+def trace_of(
+    choice: int, problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target
+) -> tuple[Trace, int]:
+    """The trace with one choice of what trains, by its index in `Rig.heaviest`; and how many choices there are."""
     trace_recorder = TraceRecorder(target.card)
     with trace_recorder.recording(), fake_tensors(target, trace_recorder.see) as known:
         rig = assemble(
             problem, {name: without_effect(knob) for name, knob in knobs.items()}, CPU, absent=target.absent()
         )
         trace_recorder.set_kinds(rig)
+        for fix in rig.heaviest[choice : choice + 1]:
+            fix()
         make_batch = partial(example, problem.spec, batch_size // target.num_ranks, known)
         for _ in range(2):
             take_step(trace_recorder, with_phases(rig, trace_recorder), make_batch)
-    return trace_recorder.trace()
+    return trace_recorder.trace(), len(rig.heaviest)
 
 
 def take_step(trace_recorder: TraceRecorder, rig: Rig, make_batch: Callable[[], Part]) -> None:

@@ -1,0 +1,125 @@
+"""Options with which, in each step, only some blocks of the model train: which ones follows from the seed and the step
+alone. The others have no gradients and no optimizer state in that step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.config.errors import require
+from lowvram.core.knob import Fact
+from lowvram.core.rig import Rig, Stepper, StepperAround, Update
+from lowvram.knobs.adapter.parts import Frozen
+from lowvram.knobs.adapter.units import Units
+
+Active = frozenset[int]  # the numbers of the units that train, see `Units`
+
+
+@dataclass(frozen=True)
+class OverTime(Frozen):
+    """The base of these options."""
+
+    band = 2e-6  # over the gradients of what trains
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.BLOCKS})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.SAME_PARAMS})
+
+    def reference(self) -> OverTime:
+        """Itself: it decides which weights each step changes, and so what is learnt, as an optimizer does."""
+        return self
+
+    def caveat(self, model: nn.Module) -> str:
+        has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())
+        norms = "; meanwhile their BatchNorm layers normalise by their running statistics" if has_statistics else ""
+        return f"{self.what_rests()}{norms}"
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, over_time=self.switched)
+
+    def switched(self, rig: Rig, seed: int) -> Rig:
+        """The rig whose stepper switches between units."""
+        units = Units(rig.model, rig.task.blocks(rig.model))
+        stepper = SwitchingStepper(rig.stepper, units, partial(self.active, num_blocks=len(units.sizes) - 2, seed=seed))
+        heaviest = tuple(partial(stepper.hold, active) for active in self.heaviest(units.sizes))
+        return replace(rig, stepper=stepper, heaviest=heaviest)
+
+    @abstractmethod
+    def what_rests(self) -> str:
+        """Half a sentence on what doesn't train, and when."""
+
+    @abstractmethod
+    def active(self, step: int, num_blocks: int, seed: int) -> Active:
+        """The units that train in a step, counted from 0."""
+
+    @abstractmethod
+    def heaviest(self, sizes: Sequence[int]) -> Iterable[Active]:
+        """Choices of units that `active` may make and with one of which a step takes the most memory.
+
+        Args:
+            sizes: the number of elements of each unit.
+        """
+
+
+@final
+class SwitchingStepper(StepperAround):
+    """Before each step, lets those units of the model train that `active_at` names, and has the inner stepper forget
+    the others. Where they rest, they have no gradients, and none is asked for."""
+
+    def __init__(self, inner: Stepper, units: Units, active_at: Callable[[int], Active]) -> None:
+        super().__init__(inner)
+        self.units, self.active_at = units, active_at
+        self.step = 0  # of the run; counts steps without an update, too
+        self.active: Active | None = None  # None: not known
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        active = self.active_at(self.step)
+        if active != self.active:
+            self.inner.forget(self.units.let_train(active))
+            self.active = active
+        self.inner.begin(num_parts, divisor)
+
+    def update(self) -> Update:
+        self.step += 1
+        return self.inner.update()
+
+    def hold(self, active: Active) -> None:
+        """Let these units train in all steps to come."""
+        self.active_at = lambda step: active
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.step, self.active = state["step"], None
+
+
+def check_period(blocks: int, every: int) -> None:
+    require(blocks >= 1, "adapter.blocks", blocks, "at least 1")
+    require(every >= 1, "adapter.every", every, "at least 1 step")
+
+
+def blocks_train(num: int) -> str:
+    return "1 block trains" if num == 1 else f"{num} blocks train"
+
+
+def extremes(units: Sequence[int], num: int, sizes: Sequence[int]) -> list[Active]:
+    """Choices of `num` of the units, one of which takes the most memory: some of the first ones, whose activations may
+    be the largest, as in a ResNet, together with the largest of the others."""
+    num = min(num, len(units))
+    choices = dict[tuple[int, ...], Active]()  # by the sizes of its units: blocks of one size are alike
+    for num_first in range(num, -1, -1):
+        first = units[:num_first]
+        largest = sorted(units[num_first:], key=lambda unit: -sizes[unit])[: num - num_first]
+        chosen = [*first, *largest]
+        choices.setdefault(tuple(sorted(sizes[unit] for unit in chosen)), frozenset(chosen))
+    return list(choices.values())
