@@ -306,7 +306,8 @@ class Watched(Knob):
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self.gradients.setdefault(parameter, []).append(whole(parameter.grad).clone())
+                if parameter.grad is not None:  # a parameter that rests in this step has none
+                    self.gradients.setdefault(parameter, []).append(whole(parameter.grad).clone())
 
 
 @dataclass(frozen=True)

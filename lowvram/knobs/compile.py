@@ -114,8 +114,8 @@ class TorchScript(Knob):
     extra_memory = True
 
     def needs(self) -> frozenset[Fact]:
-        # A trace keeps the parameters, which of them train, control flow and shapes of the run that was recorded.
-        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.SAME_PARAMS, Fact.FEW_SHAPES})
+        # A trace keeps the parameters, control flow and shapes of the run that was recorded.
+        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})
@@ -129,8 +129,8 @@ class TorchScript(Knob):
 
 @final
 class Traced:
-    """The forward pass of a block as TorchScript: one trace for each combination of train or eval, grad mode, autocast,
-    and shapes of the inputs."""
+    """The forward pass of a block as TorchScript: one trace for each combination of train or eval (of each of its
+    modules), grad mode, autocast, and shapes of the inputs."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -139,7 +139,8 @@ class Traced:
     def __call__(self, *inputs: Tensor) -> Any:
         autocast = number_format(inputs[0].device.type)
         shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
-        key = (self.block.training, torch.is_grad_enabled(), autocast, shapes)
+        training = tuple(module.training for module in self.block.modules())
+        key = (training, torch.is_grad_enabled(), autocast, shapes)
         if key not in self.traces:
             self.traces[key] = self.trace(inputs, autocast)
         return self.traces[key](*inputs)

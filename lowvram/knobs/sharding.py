@@ -102,9 +102,6 @@ class FSDP(DataParallel):
 
     saves = Kind.PARAMETERS
 
-    def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.SAME_PARAMS}  # FSDP2 looks once at which parameters train
-
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
 

@@ -20,7 +20,7 @@ class Progressive(OverTime):
     """Every `every` steps one more unit freezes for good: what comes before the blocks, then one block after another.
     The last block trains to the end, and what follows it."""
 
-    every: int = 20
+    every: int = 100
     frozen: int = 0
     most: int | None = None
 
