@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+
+MOMENTUM = "momentum_buffer"  # in the states of torch.optim.SGD
 
 
 class Moments(Enum):
@@ -87,7 +90,20 @@ class SGD(Knob):
         groups = decayed(parameters, self.weight_decay)
         fused = not any(map(is_sharded, parameters))  # torch 2.13 has no fused SGD for DTensors
         inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=fused)
+        inner.register_step_pre_hook(begin_momenta)
         return with_fp32_compute(inner, policy or RoundingPolicy(), piece_elements=PIECE_ELEMENTS)
+
+
+def begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give parameters that begin to train after others a momentum of zero, from which the update is the same as from
+    none: torch's fused SGD (2.13) fails where only some have one."""
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        has_momentum = [optimizer.state[parameter].get(MOMENTUM) is not None for parameter in trained]
+        if any(has_momentum) and not all(has_momentum):
+            for parameter, has in zip(trained, has_momentum, strict=True):
+                if not has:
+                    optimizer.state[parameter][MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
 
 
 @dataclass(frozen=True)
