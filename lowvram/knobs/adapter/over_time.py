@@ -25,7 +25,7 @@ Active = frozenset[int]  # the numbers of the units that train, see `Units`
 class OverTime(Frozen):
     """The base of these options."""
 
-    band = 2e-6  # over the gradients of what trains
+    band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BLOCKS})
