@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map
-from lowvram.core.resting import ever_trains
 from lowvram.core.values import Fill
 
 IGNORE = -100  # targets with this value aren't counted, as in torch's losses
@@ -258,8 +257,8 @@ class Rig:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that train at some step of the run."""
-        return [parameter for parameter in self.model.parameters() if ever_trains(parameter)]
+        """The parameters that train in the present step."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
 def is_finite(value: Tensor) -> bool:

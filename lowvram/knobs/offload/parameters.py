@@ -85,7 +85,7 @@ def count_arrival(num_bytes: int, num_visits: int, *_: Any) -> None:
 @contextmanager
 def gradients_to_host(rig: Rig, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one part: its gradients go to the host as autograd computes them."""
-    trainable = [parameter for parameter in rig.model.parameters() if parameter.requires_grad]
+    trainable = rig.trainable
     # If the device is the CPU, FSDP2 doesn't move gradients, so hooks do. On a card they would prevent its overlapping.
     watched = trainable if host.is_device(rig.device) else []
     handles = [parameter.register_post_accumulate_grad_hook(to_host) for parameter in watched]
