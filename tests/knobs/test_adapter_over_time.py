@@ -388,7 +388,7 @@ def test_weights_on_the_host_train_in_turns_to_the_bit(adapter: Knob, problem: s
     assert equal(one, other)
 
 
-@pytest.mark.parametrize(("adapter", "problem"), zip(EACH_STEP, ["resnet_group", "transformer", "transformer"]))
+@pytest.mark.parametrize(("adapter", "problem"), [(EACH_STEP[1], "transformer"), (EACH_STEP[2], "resnet_group")])
 def test_several_ranks_train_the_same_blocks(adapter: Knob, problem: str) -> None:
     choices = [knobs_of(adapter=adapter, sharding=sharding, optimizer="sgd") for sharding in ("ddp", "fsdp")]
     wanted = train(PROBLEMS[problem], knobs_of(adapter=adapter, optimizer="sgd"), [8] * 3)
