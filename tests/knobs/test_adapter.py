@@ -31,6 +31,7 @@ from tests.laboratory import (
     make_batch,
     peak_as_planned,
     relative_error,
+    saved_bytes,
     train,
 )
 
@@ -186,6 +187,22 @@ def test_named_layers_train_whole_beside_them() -> None:
     assert step(rig, make_batch(IMAGES, 8))[1].applied
 
 
+@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize("kind", [Lora, QLora])
+def test_matrix_a_can_stay_as_it_was_drawn(problem: str, kind: type[Lora]) -> None:
+    """B then has the gradient that it has beside an A that trains, and A has none."""
+    both, only_b = (rig_of(problem, adapter=kind(train_a=train_a)) for train_a in (True, False))
+    assert trainable(only_b) == {name for name in trainable(both) if ".lora_B." in name}
+    before = {name: tensor.clone() for name, tensor in only_b.model.named_parameters()}
+    assert step(only_b, make_batch(PROBLEMS[problem].spec, 8))[1].applied
+    changed = {name for name, tensor in only_b.model.named_parameters() if not tensor.equal(before[name])}
+    assert changed == trainable(only_b)
+    some, all_of_them = (
+        train(PROBLEMS[problem], knobs_of(adapter=kind(train_a=train_a)), [8]).gradients for train_a in (False, True)
+    )
+    assert relative_error(some, {name: all_of_them[name] for name in some}) == 0
+
+
 def test_dropout_of_adapters_is_random() -> None:
     plain, rig = (
         assemble(PROBLEMS["transformer"], knobs_of(adapter=Lora(dropout=dropout), ckpt="every1"), CPU)
@@ -225,11 +242,23 @@ def test_bad_input_is_reported_in_one_sentence(make: Callable[[], object], messa
 
 # Memory
 
-WIDE = Auto().pose(replace(TRANSFORMER, width=128, num_layers=4), TOKENS)
+WIDE_BLOCKS = 4
+WIDE = Auto().pose(replace(TRANSFORMER, width=128, num_layers=WIDE_BLOCKS), TOKENS)
 
 
 def planned(problem: Problem, adapter: str) -> dict[Kind, int]:
     return peak_as_planned(problem, knobs_of(adapter=adapter), 2).by_kind_max
+
+
+@pytest.mark.parametrize("ckpt", ["none", "every2"])
+@pytest.mark.parametrize("kind", [Lora, QLora])
+def test_no_input_is_kept_for_a_matrix_a_that_stays_as_it_was(kind: type[Lora], ckpt: str) -> None:
+    """In each block, those of `qkv`, `up` and `down`. Attention keeps its result, which is the input of the fourth."""
+    batch = make_batch(TOKENS, 4)
+    kept = [saved_bytes(WIDE, knobs_of(adapter=kind(train_a=train_a), ckpt=ckpt), batch) for train_a in (True, False)]
+    inputs_bytes = 4 * batch.inputs.numel() * (128 + 128 + 4 * 128)
+    num_blocks = WIDE_BLOCKS if ckpt == "none" else WIDE_BLOCKS // 2
+    assert kept[0] - kept[1] == num_blocks * inputs_bytes
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])

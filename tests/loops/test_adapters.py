@@ -22,7 +22,7 @@ from tests.loops.sessions import Told
 from tests.tiers import first_of
 
 MakeSession = Callable[..., Session]
-ADAPTERS: list[Knob] = [Freeze(["blocks.1", "head"]), Lora(train=["head"]), QLora()]
+ADAPTERS: list[Knob] = [Freeze(["blocks.1", "head"]), Lora(train=["head"]), QLora(), Lora(train_a=False)]
 
 
 @pytest.mark.parametrize("problem", first_of(["transformer_dropout", "resnet"]))

@@ -2,8 +2,9 @@
 layer's weight.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Dettmers et al., "QLoRA: Efficient Finetuning of
-Quantized LLMs" (2023). The layers are peft's, put into the model in place: `x.weight` becomes `x.base_layer.weight`,
-and `x.lora_A.default.weight` and `x.lora_B.default.weight` are new.
+Quantized LLMs" (2023); Zhang et al., "LoRA-FA: Memory-efficient Low-rank Adaptation for Large Language Models
+Fine-tuning" (2023): only the second matrix trains. The layers are peft's, put into the model in place: `x.weight`
+becomes `x.base_layer.weight`, and `x.lora_A.default.weight` and `x.lora_B.default.weight` are new.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from lowvram.knobs.adapter.save_adapter import plain_values, read, write
 
 @dataclass(frozen=True)
 class Lora(Frozen):
-    """Two matrices of rank `rank` train beside each layer; the layers that `train` names train fully."""
+    """Two matrices of rank `rank` train beside each layer: A, which reads the layer's inputs, and B. Without `train_a`
+    only B trains, so the inputs aren't kept for the backward pass. The layers that `train` names train fully."""
 
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
     targets: list[str] | None = None
     train: list[str] = field(default_factory=list)
+    train_a: bool = True
 
     band = 1e-5
     libraries = ("peft",)
@@ -58,7 +61,7 @@ class Lora(Frozen):
         return frozenset({Fact.NO_RANDOMNESS} if self.dropout else ())
 
     def reference(self) -> Lora:
-        return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train)
+        return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train, self.train_a)
 
     def apply(self, rig: Rig) -> Rig:
         self.adapt(rig.task, rig.model)
@@ -72,6 +75,8 @@ class Lora(Frozen):
         require(bool(targets), "adapter.train", self.train, "fewer: no layer is left for an adapter")
         in_blocks = layers_in_blocks(task, model)
         put_in(model, targets, self.options())
+        for layer in adapted(model).values():
+            layer.lora_A[NAME].requires_grad_(self.train_a)
         for layer in full.values():
             layer.requires_grad_()
         self.quantize(model, [layer for layer in in_blocks.values() if layer not in set(full.values())])
