@@ -36,7 +36,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.COMPILE: frozenset(),
     Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),
     Stage.OPTIMIZER: frozenset({"make_optimizer"}),
-    Stage.STEPPING: frozenset({"stepper"}),
+    Stage.STEPPING: frozenset({"stepper", "run"}),
     Stage.LOGITS: frozenset({"forward", "criterion"}),
     Stage.NUMERICS: frozenset({"forward", "criterion", "stepper"}),
     Stage.BATCH: frozenset({"split"}),
@@ -65,6 +65,7 @@ class Fact(Enum):
     COMPILED = "the model is compiled"
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
+    FP32_WEIGHTS = "weights that train are kept in fp32"
     WHOLE_PARAMS = "every parameter is whole on its rank"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
@@ -106,7 +107,8 @@ class Knob(ABC):
     expandable_segments: ClassVar[bool] = False  # it has CUDA's caching allocator use expandable segments
     extra_memory: ClassVar[bool] = False  # it takes much memory outside a step's tensors, as a compiler does
     # Read from a group's neutral option: whether a search tries the group's other options even if the user didn't name
-    # the group. False where they decide what is learnt, or where no plan knows their time or memory.
+    # the group. False where they decide what is learnt, or where no plan knows their time or memory. Read from another
+    # option: whether a search tries it at all.
     searched: ClassVar[bool] = True
 
     def needs(self) -> frozenset[Fact]:

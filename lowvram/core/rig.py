@@ -224,6 +224,7 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
 
+Run = Callable[["Rig", list[Part], Tensor], Tensor]  # as `one_after_another`
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -243,7 +244,7 @@ class Rig:
     rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 result is rounded into weights of fewer bits
     split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
-    run: Callable[[Rig, list[Part], Tensor], Tensor] = one_after_another  # forward and backward of all parts
+    run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
     # Called with the seed once there is a stepper: has the stepper change from step to step which parameters train.
     over_time: Callable[[Rig, int], Rig] = lambda rig, seed: rig

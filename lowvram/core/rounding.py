@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lowvram.core.seeds import seed_of
+from lowvram.core.seeds import default_generator, seed_of
 from lowvram.core.shards import local
 
 LOW_BITS = 16  # the bits of an fp32 number that bf16 drops
@@ -36,7 +36,7 @@ def noise_of(device: torch.device, *numbers: int) -> Iterator[None]:
     """Inside it the device's default generator is seeded by `numbers`; afterwards it continues as if nothing had been
     drawn. So all ranks round their copies of a weight alike, whatever their generators' state, and rounding doesn't
     change later dropout masks."""
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    generator = default_generator(device)
     before = generator.get_state()
     generator.manual_seed(seed_of(repr(numbers)))
     try:

@@ -181,12 +181,12 @@ def average_statistics(model: nn.Module) -> None:
 def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one part. For the last part of a step, sums the gradients over all ranks, mostly
     during the backward pass; when the block ends they are summed. Does nothing for other parts, since gradients
-    accumulate over all parts and are sent once.
+    accumulate over all parts and are sent once. Nor does it without autograd, which then computes none.
 
     Raises:
         RuntimeError: a parameter has no gradient, while other ranks may wait for it.
     """
-    if not is_last:
+    if not is_last or not torch.is_grad_enabled():
         yield
         return
     gradients = GradientSum([parameter for parameter in model.parameters() if parameter.requires_grad])

@@ -36,6 +36,9 @@ class Bf16Pure(Knob):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES})  # one weight at a time is updated in fp32
 
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.FP32_WEIGHTS})
+
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.PARAMETERS: 10}
 

@@ -3,6 +3,7 @@
 from lowvram.knobs.stepping.after_backward import AfterBackward, AfterBackwardStepper
 from lowvram.knobs.stepping.cpu_offload import CpuOffload, CpuOffloadStepper
 from lowvram.knobs.stepping.in_backward import InBackward, InBackwardStepper, Norm, SumsIn
+from lowvram.knobs.stepping.zeroth_order import ZerothOrder, ZerothOrderStepper
 
 __all__ = [
     "AfterBackward",
@@ -13,4 +14,6 @@ __all__ = [
     "InBackwardStepper",
     "Norm",
     "SumsIn",
+    "ZerothOrder",
+    "ZerothOrderStepper",
 ]

@@ -1,0 +1,163 @@
+"""stepping=zeroth_order: no backward pass. The gradient is estimated from the losses of two forward passes.
+
+Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.config.errors import require
+from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.ledger import announce
+from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, Stepper, Update, is_finite
+from lowvram.core.seeds import default_generator, generator_for
+from lowvram.knobs.stepping.scaling import check_clip, factor
+
+PIECE_ELEMENTS = 2**22  # of a weight that are moved at a time: 16 MiB of random numbers
+
+
+@dataclass(frozen=True)
+class ZerothOrder(Knob):
+    """The weights w move along a random direction z, to w + eps z and to w - eps z, and back. The difference of the two
+    losses, divided by 2 eps, is the slope of the loss along z, the "projected gradient" g. The optimizer gets g z as
+    the gradient, which is the gradient on average over z, with much noise.
+
+    It takes away no `GRADS_AT_UPDATE`: there are no gradients of a backward pass, which could be missing at the update.
+    """
+
+    clip: float | None = None
+    eps: float = 1e-3
+    seed: int = 0
+
+    stage = Stage.STEPPING
+    exactness = Exactness.LOSSY
+    band = 1e-2  # of g z, against the same z in fp64: two losses that are nearly equal are subtracted
+    saves = Kind.ACTIVATIONS
+    searched = False
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip)
+        require(self.eps > 0, "stepping.eps", self.eps, "above 0")
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.SEPARATE_UPDATES, Fact.WHOLE_PARAMS, Fact.FP32_WEIGHTS})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.PLAIN_BACKWARD})
+
+    def caveat(self, model: nn.Module) -> str | None:
+        return "a step's gradient is estimated from two losses along one random direction, for fine-tuning alone"
+
+    def reference(self) -> ZerothOrder:
+        return self
+
+    def apply(self, rig: Rig) -> Rig:
+        stepper = ZerothOrderStepper(rig.trainable, rig.make_optimizer, self)
+        return replace(rig, stepper=stepper, run=partial(stepper.run, rig.run))
+
+
+@final
+class ZerothOrderStepper(Stepper):
+    """One optimizer per parameter, so that only one gradient exists at a time.
+
+    The direction is drawn again whenever it is used. It depends on the seed, the number of the step and the parameter's
+    place, so it is the same on all ranks, and after a resumption.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, settings: ZerothOrder) -> None:
+        self.optimizers = {parameter: make_optimizer([parameter]) for parameter in parameters}
+        self.settings = settings
+        self.num_steps = 0
+        self.slope: Tensor | None = None  # of the loss along the direction, between `run` and `update`
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        """`divisor` concerns no one: the losses from which gradients are estimated aren't scaled."""
+        self.num_steps += 1
+
+    def backward(self, loss: Tensor) -> None:
+        """There is no graph to walk through."""
+
+    @torch.no_grad()
+    def run(self, run: Run, rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
+        """Two forward passes of all parts by `run`, with the same random numbers; only the first one updates the
+        running statistics of BatchNorm. Afterwards the weights are what they were, up to rounding.
+
+        Returns:
+            The mean of both mean losses (0-dim), which is that of the unmoved weights up to eps².
+        """
+        eps, generator = self.settings.eps, default_generator(rig.device)
+        random_state = generator.get_state()
+        self.move(eps)
+        plus = run(rig, parts, total)
+        self.move(-2 * eps)
+        generator.set_state(random_state)
+        statistics = [(tensor, tensor.clone()) for tensor in running_statistics(rig.model)]
+        minus = run(rig, parts, total)
+        for tensor, after_first in statistics:
+            tensor.copy_(after_first)
+        self.move(eps)
+        self.slope = (plus - minus) / (2 * eps)
+        return (plus + minus) / 2
+
+    def move(self, by: float) -> None:
+        """Add the direction, times `by`, to the weights."""
+        for place, parameter in enumerate(self.optimizers):
+            for rows, direction in self.along(place, parameter):
+                rows.add_(direction, alpha=by)
+
+    def along(self, place: int, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of a tensor that has a parameter's shape, some at a time, each with its piece of the direction:
+        normally distributed, with variance 1."""
+        rows = torch.atleast_1d(tensor.detach())
+        generator = generator_for(self.settings.seed, f"{self.num_steps}:{place}", rows.device)
+        num_rows = max(1, PIECE_ELEMENTS * len(rows) // max(1, rows.numel()))
+        for piece in rows.split(num_rows):
+            drawn = torch.randn(piece.shape, generator=generator, device=piece.device)
+            yield piece, announce(drawn, Kind.OTHER)
+
+    @torch.no_grad()
+    def update(self) -> Update:
+        slope, self.slope = self.slope, None
+        assert slope is not None
+        norm = slope.abs()
+        applied = is_finite(norm)
+        if applied:
+            by = factor(norm, self.settings.clip, 1.0)
+            slope = slope if by is None else slope * by
+            for place, (parameter, optimizer) in enumerate(self.optimizers.items()):
+                parameter.grad = announce(torch.empty_like(parameter), Kind.GRADIENTS)
+                for rows, direction in self.along(place, parameter.grad):
+                    rows.copy_(direction).mul_(slope)
+                optimizer.step()
+                parameter.grad = None
+        return Update(norm, applied)
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
+            "num_steps": self.num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, its_state in zip(self.optimizers.values(), state["optimizers"], strict=True):
+            optimizer.load_state_dict(its_state)
+        self.num_steps = state["num_steps"]
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that BatchNorm layers change in a forward pass."""
+    norms = (module for module in model.modules() if isinstance(module, BatchNorm) and module.training)
+    return [tensor for norm in norms for tensor in norm.buffers(recurse=False)]
