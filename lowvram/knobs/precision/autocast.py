@@ -103,14 +103,18 @@ def set_fp32_products(precision: str) -> None:
 
 
 def autocast(rig: Rig, dtype: torch.dtype) -> Rig:
-    """The rig with forward and criterion under autocast."""
+    """The rig with forward and criterion under autocast. Without a backward pass the cast weights aren't cached, as all
+    of them would be kept to the end of the forward pass, and few are used twice."""
+
+    def cast() -> torch.autocast:
+        return torch.autocast(rig.device.type, dtype, cache_enabled=torch.is_grad_enabled())
 
     def forward(part: Part) -> Any:
-        with torch.autocast(rig.device.type, dtype):
+        with cast():
             return rig.forward(part)
 
     def criterion(outputs: Any, part: Part) -> Tensor:
-        with torch.autocast(rig.device.type, dtype):
+        with cast():
             return rig.criterion(outputs, part)
 
     return replace(rig, forward=forward, criterion=criterion)

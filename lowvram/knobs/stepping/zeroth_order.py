@@ -99,7 +99,7 @@ class ZerothOrderStepper(Stepper):
         plus = run(rig, parts, total)
         self.move(-2 * eps)
         generator.set_state(random_state)
-        statistics = [(tensor, tensor.clone()) for tensor in running_statistics(rig.model)]
+        statistics = [(tensor, announce(tensor.clone(), Kind.OTHER)) for tensor in running_statistics(rig.model)]
         minus = run(rig, parts, total)
         for tensor, after_first in statistics:
             tensor.copy_(after_first)
