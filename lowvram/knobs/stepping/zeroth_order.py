@@ -5,7 +5,8 @@ Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -99,10 +100,8 @@ class ZerothOrderStepper(Stepper):
         plus = run(rig, parts, total)
         self.move(-2 * eps)
         generator.set_state(random_state)
-        statistics = [(tensor, announce(tensor.clone(), Kind.OTHER)) for tensor in running_statistics(rig.model)]
-        minus = run(rig, parts, total)
-        for tensor, after_first in statistics:
-            tensor.copy_(after_first)
+        with same_statistics(rig.model):
+            minus = run(rig, parts, total)
         self.move(eps)
         self.slope = (plus - minus) / (2 * eps)
         return (plus + minus) / 2
@@ -110,18 +109,16 @@ class ZerothOrderStepper(Stepper):
     def move(self, by: float) -> None:
         """Add the direction, times `by`, to the weights."""
         for place, parameter in enumerate(self.optimizers):
-            for rows, direction in self.along(place, parameter):
-                rows.add_(direction, alpha=by)
+            self.along(place, parameter, lambda rows, direction: rows.add_(direction, alpha=by))
 
-    def along(self, place: int, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of a tensor that has a parameter's shape, some at a time, each with its piece of the direction:
-        normally distributed, with variance 1."""
+    def along(self, place: int, tensor: Tensor, use: Callable[[Tensor, Tensor], Any]) -> None:
+        """Call `use` on the rows of a tensor that has a parameter's shape, some at a time, and on their piece of the
+        direction: normally distributed, with variance 1."""
         rows = torch.atleast_1d(tensor.detach())
         generator = generator_for(self.settings.seed, f"{self.num_steps}:{place}", rows.device)
         num_rows = max(1, PIECE_ELEMENTS * len(rows) // max(1, rows.numel()))
         for piece in rows.split(num_rows):
-            drawn = torch.randn(piece.shape, generator=generator, device=piece.device)
-            yield piece, announce(drawn, Kind.OTHER)
+            use(piece, announce(torch.randn(piece.shape, generator=generator, device=piece.device), Kind.OTHER))
 
     @torch.no_grad()
     def update(self) -> Update:
@@ -134,8 +131,7 @@ class ZerothOrderStepper(Stepper):
             slope = slope if by is None else slope * by
             for place, (parameter, optimizer) in enumerate(self.optimizers.items()):
                 parameter.grad = announce(torch.empty_like(parameter), Kind.GRADIENTS)
-                for rows, direction in self.along(place, parameter.grad):
-                    rows.copy_(direction).mul_(slope)
+                self.along(place, parameter.grad, lambda rows, direction: rows.copy_(direction).mul_(slope))
                 optimizer.step()
                 parameter.grad = None
         return Update(norm, applied)
@@ -157,7 +153,11 @@ class ZerothOrderStepper(Stepper):
         self.num_steps = state["num_steps"]
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The buffers that BatchNorm layers change in a forward pass."""
-    norms = (module for module in model.modules() if isinstance(module, BatchNorm) and module.training)
-    return [tensor for norm in norms for tensor in norm.buffers(recurse=False)]
+@contextmanager
+def same_statistics(model: nn.Module) -> Iterator[None]:
+    """Afterwards the running statistics of BatchNorm layers are what they were."""
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
+    held = [(tensor, announce(tensor.clone(), Kind.OTHER)) for norm in norms for tensor in norm.buffers(recurse=False)]
+    yield
+    for tensor, before in held:
+        tensor.copy_(before)
