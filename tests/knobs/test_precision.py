@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
+from lowvram.core.knob import Kind
+from lowvram.core.ledger import ledger
 from lowvram.core.rig import Stepper, Update
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32, set_fp32_products
 from lowvram.knobs.stepping import AfterBackwardStepper
-from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, needs_gpu, needs_real_gpu
+from lowvram.tasks import Auto
+from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, needs_gpu, needs_real_gpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,6 +48,16 @@ def test_the_loss_and_the_weights_are_fp32(problem: str, option: str) -> None:
     loss, update = step(rig, batch)
     assert loss.dtype is update.grad_norm.dtype is torch.float32
     assert all(parameter.dtype is torch.float32 for parameter in rig.model.parameters())
+
+
+@pytest.mark.parametrize("option", DTYPES)
+def test_without_a_backward_pass_no_cast_weight_outlives_its_layer(option: str) -> None:
+    task = Auto().pose(replace(TRANSFORMER, width=128, num_layers=4), TOKENS)
+    rig, batch = assemble(task, knobs_of(precision=option), CPU), make_batch(task.spec, 1)
+    with torch.no_grad(), ledger(rig.model) as peak:
+        rig.criterion(rig.forward(batch), batch)
+    widest_bytes = 2 * 128 * 4 * 128
+    assert peak.by_kind_max[Kind.ACTIVATIONS] < 2 * widest_bytes
 
 
 @pytest.mark.parametrize("option", DTYPES)

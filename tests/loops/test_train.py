@@ -33,6 +33,7 @@ CHOICES: dict[str, dict[str, str | Knob]] = {
     "sgd": {"optimizer": "sgd"},
     "in_backward": {"stepping": InBackward(clip=0.5, norm=Norm.last_step)},
     "cpu_offload": {"stepping": CpuOffload(clip=0.5, offload_fraction=0.6), "accum": "x2"},
+    "zeroth_order": {"stepping": "zeroth_order", "accum": "x2"},
     "in_backward, fp16": {"stepping": "in_backward", "precision": Fp16(init_scale=2.0**24, growth_interval=2)},
 }
 

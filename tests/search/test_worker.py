@@ -161,6 +161,12 @@ def test_lossy_options_are_tried_on_demand_alone() -> None:
     assert any(plan["changes"] == {"precision": "bf16_pure"} for plan in found["ranking"])
 
 
+def test_an_option_that_decides_what_is_learnt_is_not_tried() -> None:
+    """Two forward passes are cheaper than any other step, and learn far less."""
+    account = search(book("vram=1GiB", "search.groups=[stepping]", "search.lossy=true"), [])["account"]
+    assert any(line.startswith("ruled out: stepping=zeroth_order") and "what is learnt" in line for line in account)
+
+
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits_says_the_least_that_would() -> None:
     with pytest.raises(
