@@ -22,6 +22,7 @@ WHEN = {
     "accum=x4": "Try it first, as long as a part still fills the device",
     "accum=x16": "Only a few samples fit at a time; such small parts leave a device partly idle",
     "adapter=lora": "Fine-tuning a trained model; not for training from scratch",
+    "adapter=lora adapter.train_a=false": "The same, and activations don't fit",
     "ckpt=every1": "Activations are the largest kind at the peak",
     "ckpt=every2": "The same, if half the saving is enough",
     "ckpt=selective": "Matrix products are too expensive to compute again; the results between them don't fit",
@@ -38,6 +39,7 @@ WHEN = {
     "sharding=fsdp sharding.ranks=2": "Several devices, and weights, gradients and state don't fit on one",
     "stepping=cpu_offload": "State doesn't fit, and the host has room for it and time to update",
     "stepping=in_backward": "Gradients don't fit; with several parts the host has room for their sum",
+    "stepping=zeroth_order": "Fine-tuning a trained model where nothing but inference fits; learns slowly",
 }
 INTRODUCTION = """\
 # What each technique saves, and costs

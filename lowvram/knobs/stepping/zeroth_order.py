@@ -55,7 +55,7 @@ class ZerothOrder(Knob):
         return frozenset({Fact.PLAIN_BACKWARD})
 
     def caveat(self, model: nn.Module) -> str | None:
-        return "a step's gradient is estimated from two losses along one random direction, for fine-tuning alone"
+        return "each step's gradient is an estimate from two losses along one random direction (made for fine-tuning)"
 
     def reference(self) -> ZerothOrder:
         return self
