@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,7 @@ def batch_for(problem: str, double: bool = True, seed: int = 0) -> Part:
     return make_batch(PROBLEMS[problem].spec, 12, seed, torch.float64 if double else torch.float32)
 
 
-def directions(parameters: list[Tensor], step: int, seed: int = 0) -> list[Tensor]:
+def directions(parameters: Sequence[Tensor], step: int, seed: int = 0) -> list[Tensor]:
     """Those of one step, drawn whole."""
     return [
         torch.randn(parameter.shape, generator=generator_for(seed, f"{step}:{place}", CPU)).to(parameter.dtype)
@@ -269,7 +270,7 @@ def test_without_plain_backward() -> None:
     assert Fact.PLAIN_BACKWARD in InBackward().needs() & ZerothOrder().breaks()
 
 
-@pytest.mark.parametrize("eps", [0.0, -1e-3, float("nan")])
+@pytest.mark.parametrize("eps", [0.0, -1e-3, float("nan"), float("inf")])
 def test_a_distance_is_above_zero(eps: float) -> None:
     with pytest.raises(BadInput, match=r"stepping\.eps=.*: must be above 0"):
         ZerothOrder(eps=eps)

@@ -5,6 +5,7 @@ Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 20
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ class ZerothOrder(Knob):
     losses, divided by 2 eps, is the slope of the loss along z, the "projected gradient" g. The optimizer gets g z as
     the gradient, which is the gradient on average over z, with much noise.
 
-    It takes away no `GRADS_AT_UPDATE`: there are no gradients of a backward pass, which could be missing at the update.
+    It doesn't break `GRADS_AT_UPDATE`: without a backward pass there is no gradient that an update could miss.
     """
 
     clip: float | None = None
@@ -46,7 +47,7 @@ class ZerothOrder(Knob):
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
-        require(self.eps > 0, "stepping.eps", self.eps, "above 0")
+        require(0 < self.eps < math.inf, "stepping.eps", self.eps, "above 0")
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.SEPARATE_UPDATES, Fact.WHOLE_PARAMS, Fact.FP32_WEIGHTS})
@@ -80,7 +81,7 @@ class ZerothOrderStepper(Stepper):
         self.slope: Tensor | None = None  # of the loss along the direction, between `run` and `update`
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        """`divisor` concerns no one: the losses from which gradients are estimated aren't scaled."""
+        """A loss scale, the `divisor`, plays no role: gradients are estimated from losses that aren't scaled."""
         self.num_steps += 1
 
     def backward(self, loss: Tensor) -> None:
