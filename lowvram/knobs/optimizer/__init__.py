@@ -1,9 +1,22 @@
 """optimizer: how a gradient becomes an update."""
 
+from lowvram.knobs.optimizer.apollo import Apollo, ApolloMini
 from lowvram.knobs.optimizer.external import External
 from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.low_bit import AdamW4bit, AdamW8bit
 from lowvram.knobs.optimizer.muon import Muon
 from lowvram.knobs.optimizer.plain import SGD, Adafactor, AdamW, Moments
 
-__all__ = ["SGD", "Adafactor", "AdamW", "AdamW4bit", "AdamW8bit", "External", "Moments", "Muon", "decayed"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "AdamW4bit",
+    "AdamW8bit",
+    "Apollo",
+    "ApolloMini",
+    "External",
+    "Moments",
+    "Muon",
+    "decayed",
+]
