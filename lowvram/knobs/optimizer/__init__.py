@@ -1,22 +1,28 @@
 """optimizer: how a gradient becomes an update."""
 
+from lowvram.knobs.optimizer.adam_mini import AdamMini
 from lowvram.knobs.optimizer.apollo import Apollo, ApolloMini
 from lowvram.knobs.optimizer.external import External
+from lowvram.knobs.optimizer.galore import GaLore
 from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.low_bit import AdamW4bit, AdamW8bit
 from lowvram.knobs.optimizer.muon import Muon
 from lowvram.knobs.optimizer.plain import SGD, Adafactor, AdamW, Moments
+from lowvram.knobs.optimizer.sinkgd import SinkGD
 
 __all__ = [
     "SGD",
     "Adafactor",
+    "AdamMini",
     "AdamW",
     "AdamW4bit",
     "AdamW8bit",
     "Apollo",
     "ApolloMini",
     "External",
+    "GaLore",
     "Moments",
     "Muon",
+    "SinkGD",
     "decayed",
 ]

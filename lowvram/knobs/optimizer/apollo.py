@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind
-from lowvram.knobs.optimizer.low_rank import STEP, adam, lying, random_projection, rank_of
-from lowvram.knobs.optimizer.matrices import MatrixKnob, MatrixOptimizer, as_matrix
+from lowvram.knobs.optimizer.low_rank import STEP, adam, check_rank_share, lying, random_projection, rank_of
+from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, as_matrix, numbered
 
 NORM = "update_norm"  # of the last update that wasn't zero
 
@@ -53,7 +53,7 @@ class ApolloKnob(MatrixKnob, ABC):
 
     def of_matrices(self, matrices: Mapping[nn.Parameter, int]) -> Optimizer:
         return ApolloOptimizer(
-            matrices,
+            numbered(matrices),
             lr=self.lr,
             weight_decay=self.weight_decay,
             betas=(self.beta1, self.beta2),
@@ -75,7 +75,7 @@ class Apollo(ApolloKnob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.rank_share <= 1, "optimizer.rank_share", self.rank_share, "above 0 and at most 1")
+        check_rank_share(self.rank_share)
 
     def projection(self) -> Mapping[str, Any]:
         return {"rank_share": self.rank_share, "per_channel": True}
@@ -91,7 +91,7 @@ class ApolloMini(ApolloKnob):
 
 
 @final
-class ApolloOptimizer(MatrixOptimizer):
+class ApolloOptimizer(PerParameterOptimizer):
     """The update of a matrix G of m rows and at least as many columns: Adam's update of its projection R = P G of r
     rows, P having been drawn at random, says by how much each column of G is to be scaled."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowvram.config.errors import require
 from lowvram.core.rounding import bits_at_random
 from lowvram.core.seeds import seed_of
 from lowvram.knobs.optimizer.matrices import as_matrix
@@ -20,6 +21,16 @@ def lying(gradient: Tensor) -> Tensor:
     """The gradient as a matrix with at most as many rows as columns (a view if it can be one)."""
     matrix = as_matrix(gradient)
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+
+def unlying(matrix: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `lying`: in the shape of the gradient."""
+    rows, columns = as_matrix(like).shape
+    return (matrix if rows <= columns else matrix.T).reshape(like.shape)
+
+
+def check_rank_share(rank_share: float) -> None:
+    require(0 < rank_share <= 1, "optimizer.rank_share", rank_share, "above 0 and at most 1")
 
 
 def rank_of(gradient: Tensor, rank_share: float) -> int:

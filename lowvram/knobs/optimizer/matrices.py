@@ -123,16 +123,16 @@ class ByRule(Optimizer):
         keep_formats(self, state_dict)
 
 
-class MatrixOptimizer(Optimizer, ABC):
-    """Updates each parameter by itself, with a group for each.
+class PerParameterOptimizer(Optimizer, ABC):
+    """Updates each parameter by itself.
 
     Args:
-        matrices: the parameters, each with its number in the model.
-        fields: the values of a group, which a saved state has too.
+        groups: parameter groups, or parameters.
+        fields: the values of each group that doesn't have them.
     """
 
-    def __init__(self, matrices: Mapping[nn.Parameter, int], **fields: Any) -> None:
-        super().__init__([{"params": [matrix], "number": number} for matrix, number in matrices.items()], fields)
+    def __init__(self, groups: Any, **fields: Any) -> None:
+        super().__init__(groups, fields)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,3 +145,8 @@ class MatrixOptimizer(Optimizer, ABC):
     @abstractmethod
     def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Update a weight, which has decayed already, and its state in place; keep the gradient as it is."""
+
+
+def numbered(matrices: Mapping[nn.Parameter, int]) -> list[dict[str, Any]]:
+    """A parameter group for each matrix, with its "number"."""
+    return [{"params": [matrix], "number": number} for matrix, number in matrices.items()]
