@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 scripts/python scripts/benchmarks/bench_optimizers.py transformer|resnet [to=FILE] [OPTION,...]
 
 The default model of that name, 300 updates of 8 samples, warm-up and cosine. With seed 0 each optimizer tries learning
-rates in steps of about 3 from 0.001, until the best one lies between two others; with it two further seeds follow.
+rates in steps of about 3 from 0.001, until the best one lies between two others; two further seeds follow with the two
+best rates, and the better one by the mean of three seeds counts.
 FILE (default: docs/results/cpu/bench_optimizers.jsonl) keeps each run in a line; what is known isn't run again. The
 table is Markdown on standard output. Some half an hour.
 """
@@ -67,38 +68,47 @@ class Bench:
         found = self.line(option, RATES[place], SEEDS[0])["eval_loss"]
         return float("inf") if found is None else found
 
-    def best_rate(self, option: str) -> float:
+    def best_rates(self, option: str) -> list[float]:
+        """The two best with seed 0, the best one first. It lies between two others, unless it ends `RATES`."""
         tried = {place: self.loss(option, place) for place in FIRST_TRIED}
         while (best := min(tried, key=lambda place: tried[place])) in (min(tried), max(tried)):
             following = best - 1 if best == min(tried) else best + 1
             if not 0 <= following < len(RATES):
                 break
             tried[following] = self.loss(option, following)
-        return RATES[best]
+        return [RATES[place] for place in sorted(tried, key=lambda place: tried[place])[:2]]
 
     def complete(self, option: str) -> None:
-        rate = self.best_rate(option)
-        for seed in SEEDS[1:]:
-            self.line(option, rate, seed)
+        for rate in self.best_rates(option):
+            for seed in SEEDS[1:]:
+                self.line(option, rate, seed)
+
+
+def of_rates(lines: list[dict[str, Any]]) -> dict[float, list[float]]:
+    """The losses of one optimizer at each rate that it ran with all seeds."""
+    found = {
+        rate: {line["seed"]: line["eval_loss"] for line in lines if line["lr"] == rate}
+        for rate in sorted({line["lr"] for line in lines})
+    }
+    return {rate: list(losses.values()) for rate, losses in found.items() if set(losses) == set(SEEDS)}
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """The optimizers, each at the rate that more than one seed ran with."""
+    """The optimizers, each at the rate with the least mean of all seeds' losses."""
     yield "| optimizer | rates tried | best | eval loss, 3 seeds | mean | to AdamW | state, bytes a parameter |"
     yield "|---|---|---:|---|---:|---:|---:|"
     reference: float | None = None
     for option in dict.fromkeys(line["optimizer"] for line in lines):
         own = [line for line in lines if line["optimizer"] == option]
-        best = next((line["lr"] for line in own if line["seed"] == SEEDS[-1]), None)
-        if best is None:
+        if not (complete := of_rates(own)):
             continue
-        losses = [line["eval_loss"] for line in own if line["lr"] == best]
-        reference = reference or mean(losses)
+        best = min(complete, key=lambda rate: mean(complete[rate]))
+        reference = reference or mean(complete[best])
         tried = ", ".join(f"{rate:g}" for rate in sorted({line["lr"] for line in own}))
-        each = ", ".join(f"{loss:.3f}" for loss in losses)
-        change = f"{mean(losses) / reference - 1:+.1%}".replace("-", "−")
+        each = ", ".join(f"{loss:.3f}" for loss in complete[best])
+        change = f"{mean(complete[best]) / reference - 1:+.1%}".replace("-", "−")
         state = own[0]["state_bytes"] / own[0]["parameters"]
-        yield f"| `{option}` | {tried} | {best:g} | {each} | {mean(losses):.3f} | {change} | {state:.2f} |"
+        yield f"| `{option}` | {tried} | {best:g} | {each} | {mean(complete[best]):.3f} | {change} | {state:.2f} |"
 
 
 def main() -> None:

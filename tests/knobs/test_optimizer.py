@@ -18,7 +18,21 @@ from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
 from lowvram.core.rig import Stepper
 from lowvram.core.step import step
-from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW4bit, AdamW8bit, Moments, Muon, decayed
+from lowvram.knobs.optimizer import (
+    SGD,
+    Adafactor,
+    AdamMini,
+    AdamW,
+    AdamW4bit,
+    AdamW8bit,
+    Apollo,
+    ApolloMini,
+    GaLore,
+    Moments,
+    Muon,
+    SinkGD,
+    decayed,
+)
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.tasks import Auto
@@ -85,8 +99,18 @@ def test_every_field_reaches_the_optimizer(ours: Any, theirs: Any) -> None:
         (lambda: Muon(momentum=1.0), r"optimizer\.momentum=1\.0"),
         (lambda: Muon(iterations=0), r"optimizer\.iterations=0: must be at least 1 and below 100"),
         (lambda: Muon(eps=math.nan), r"optimizer\.eps=nan"),
+        (lambda: Apollo(rank_share=0.0), r"optimizer\.rank_share=0\.0: must be above 0 and at most 1"),
+        (lambda: Apollo(max_growth=1.0), r"optimizer\.max_growth=1\.0: must be above 1"),
+        (lambda: ApolloMini(redraw_every=0), r"optimizer\.redraw_every=0: must be at least 1 step"),
+        (lambda: ApolloMini(scale=0.0), r"optimizer\.scale=0\.0: must be above 0"),
+        (lambda: GaLore(rank_share=1.5), r"optimizer\.rank_share=1\.5"),
+        (lambda: GaLore(refresh_every=0), r"optimizer\.refresh_every=0"),
+        (lambda: GaLore(scale=math.nan), r"optimizer\.scale=nan"),
+        (lambda: SinkGD(iterations=0), r"optimizer\.iterations=0: must be at least 1 and below 100"),
+        (lambda: SinkGD(scale=-1.0), r"optimizer\.scale=-1\.0"),
+        (lambda: AdamMini(beta2=1.0), r"optimizer\.beta2=1\.0"),
     ],
-    ids=range(18),
+    ids=range(28),
 )
 def test_values_out_of_range_are_named(make: Any, sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):

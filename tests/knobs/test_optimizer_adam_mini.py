@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.assemble import assemble
+from lowvram.core.knob import Knob
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import AdamMini, AdamW
-from tests.laboratory import CPU, PROBLEMS, batches, knobs_of
+from tests.laboratory import CPU, PROBLEMS, batches, knobs_of, train
+from tests.ranks import on_ranks
 
 KNOB = AdamMini(0.01, 0.8, 0.9, 1e-6, 0.2)
 
@@ -56,3 +58,22 @@ def test_bytes_of_states_are_exact(model: str) -> None:
     for parameter in rig.trainable:
         num_bytes = sum(value.nbytes for value in states[parameter].values() if isinstance(value, Tensor))
         assert num_bytes == 4 * parameter.numel() + 4 * len(parameter)
+
+
+CHOICES: list[dict[str, str | Knob]] = [{}, {"stepping": "in_backward"}, {"stepping": "cpu_offload", "accum": "x2"}]
+
+
+def losses_of(choices: list[dict[str, str | Knob]]) -> list[Tensor]:
+    task = PROBLEMS["transformer"]
+    return [torch.stack(train(task, knobs_of(**each, optimizer="adam_mini"), [32, 32, 27]).losses) for each in choices]
+
+
+@pytest.mark.slow
+def test_shared_weights_train_like_whole_ones() -> None:
+    """Ranks share rows, so each has whole ones."""
+    (wanted,) = losses_of([{}])
+    for ours in on_ranks(losses_of, [{**each, "sharding": "fsdp"} for each in CHOICES]):
+        for found in ours:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+    (alone,) = losses_of([{"offload": "parameters"}])
+    assert torch.equal(alone, wanted)

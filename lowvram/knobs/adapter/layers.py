@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.core.layers import is_transposed
 from lowvram.core.quiet import quiet
 from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
 
 NAME = "default"  # peft's name of the adapter
-TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer, with a transposed weight
 
 
 def library() -> Any:
@@ -33,10 +33,6 @@ def product_of(layer: nn.Module) -> Product | None:
         is_plain = layer.groups == 1 and set(layer.dilation) == {1} and layer.padding_mode == "zeros"
         return Convolution(layer.stride, layer.padding, layer.dilation, layer.groups) if is_plain else None
     return None
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
 
 
 def layers_of(model: nn.Module, head: nn.Module | None) -> dict[str, nn.Module]:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob, Stage
+from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
@@ -85,10 +86,10 @@ class MatrixKnob(Knob, ABC):
 
 
 def roles_of(model: nn.Module, head: nn.Linear | None, layers: tuple[type[nn.Module], ...]) -> Roles:
-    """The roles of a model's parameters. Matrices are the weights of layers of these classes, except that of the head
-    and those shared with an embedding."""
-    modules = list(model.modules())
-    matrices = {module.weight for module in modules if isinstance(module, layers)}
+    """The roles of a model's parameters. Matrices are the weights of `layers`, and of linear layers of other libraries,
+    except that of the head and those shared with an embedding."""
+    modules: list[Any] = list(model.modules())
+    matrices = {module.weight for module in modules if isinstance(module, layers) or is_transposed(module)}
     matrices -= {module.weight for module in modules if isinstance(module, nn.Embedding) or module is head}
     return WeakIdKeyDictionary(
         {parameter: Role(number, parameter in matrices) for number, parameter in enumerate(model.parameters())}

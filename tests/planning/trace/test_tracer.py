@@ -128,7 +128,7 @@ def test_a_storage_that_changes_its_size_is_asked_for_anew() -> None:
     assert found.requests([(2, -2, 7), (0, -1, 5)]) == [asked[0], (-1, 5, 0), *asked[1:4], (-2, 7, 0), *asked[4:]]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "adafactor", "adamw_8bit", "apollo", "galore"])
 def test_what_only_writes_values_is_the_same_where_it_is_worked_out(optimizer: str) -> None:
     task, knobs = PROBLEMS["transformer"], knobs_of(optimizer=optimizer, stepping=AfterBackward(clip=1.0))
     found = trace(task, knobs, 8, A100)

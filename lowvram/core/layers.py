@@ -1,0 +1,12 @@
+"""Linear layers by other names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer, with a transposed weight
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight is (in, out), as GPT-2's are in transformers."""
+    return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
