@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.knob import Exactness, Kind, Knob, Stage
+from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
@@ -33,8 +33,6 @@ class AdamMini(Knob):
     weight_decay: float = 0.1
 
     stage = Stage.OPTIMIZER
-    exactness = Exactness.LOSSY
-    band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
     saves = Kind.OPTIMIZER
 
     def __post_init__(self) -> None:

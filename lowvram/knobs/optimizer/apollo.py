@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind
+from lowvram.core.knob import Fact, Kind
 from lowvram.knobs.optimizer.low_rank import STEP, adam, check_rank_share, lying, random_projection, rank_of
 from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, as_matrix, numbered
 
@@ -33,8 +33,6 @@ class ApolloKnob(MatrixKnob, ABC):
     max_growth: float = 1.01
     seed: int = 0
 
-    exactness = Exactness.LOSSY
-    band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
     saves = Kind.OPTIMIZER
     rule = "apollo"
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind
+from lowvram.core.knob import Fact, Kind
 from lowvram.knobs.optimizer.low_rank import STEP, adam, check_rank_share, lying, rank_of, unlying
 from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, numbered
 
@@ -32,8 +32,6 @@ class GaLore(MatrixKnob):
     refresh_every: int = 200
     rank_share: float = 0.25
 
-    exactness = Exactness.LOSSY
-    band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
     saves = Kind.OPTIMIZER
     rule = "galore"
 

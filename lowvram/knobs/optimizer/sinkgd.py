@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind
+from lowvram.core.knob import Fact, Kind
 from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, as_matrix, numbered
 
 
@@ -27,8 +27,6 @@ class SinkGD(MatrixKnob):
     scale: float = 0.2
     iterations: int = 5
 
-    exactness = Exactness.LOSSY
-    band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
     saves = Kind.OPTIMIZER
     rule = "sinkgd"
 
