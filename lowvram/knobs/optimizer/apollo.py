@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind
 from lowvram.knobs.optimizer.low_rank import STEP, adam, check_rank_share, lying, random_projection, rank_of
-from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, as_matrix, numbered
+from lowvram.knobs.optimizer.matrices import (
+    LINEAR_AND_CONVOLUTIONS,
+    MatrixKnob,
+    PerParameterOptimizer,
+    as_matrix,
+    numbered,
+)
 
 NORM = "update_norm"  # of the last update that wasn't zero
 
@@ -35,6 +41,7 @@ class ApolloKnob(MatrixKnob, ABC):
 
     saves = Kind.OPTIMIZER
     rule = "apollo"
+    layers = LINEAR_AND_CONVOLUTIONS
 
     def __post_init__(self) -> None:
         super().__post_init__()

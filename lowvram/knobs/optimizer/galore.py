@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind
 from lowvram.knobs.optimizer.low_rank import STEP, adam, check_rank_share, lying, rank_of, unlying
-from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, numbered
+from lowvram.knobs.optimizer.matrices import LINEAR_AND_CONVOLUTIONS, MatrixKnob, PerParameterOptimizer, numbered
 
 BASIS = "basis"  # (rows, rank), orthonormal columns
 
@@ -34,6 +34,7 @@ class GaLore(MatrixKnob):
 
     saves = Kind.OPTIMIZER
     rule = "galore"
+    layers = LINEAR_AND_CONVOLUTIONS
 
     def __post_init__(self) -> None:
         super().__post_init__()

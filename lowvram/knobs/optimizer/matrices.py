@@ -22,7 +22,7 @@ from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
 
-WITH_MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LINEAR_AND_CONVOLUTIONS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 OTHERS = "adamw"  # the rule of all parameters that are no matrices
 
 
@@ -49,7 +49,7 @@ class MatrixKnob(Knob, ABC):
 
     stage = Stage.OPTIMIZER
     rule: ClassVar[str]  # the name of the rule, in saved states
-    layers: ClassVar[tuple[type[nn.Module], ...]] = WITH_MATRICES
+    layers: ClassVar[tuple[type[Any], ...]]  # the modules whose weights are matrices
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind
-from lowvram.knobs.optimizer.matrices import MatrixKnob, PerParameterOptimizer, as_matrix, numbered
+from lowvram.knobs.optimizer.matrices import (
+    LINEAR_AND_CONVOLUTIONS,
+    MatrixKnob,
+    PerParameterOptimizer,
+    as_matrix,
+    numbered,
+)
 
 
 @final
@@ -29,6 +35,7 @@ class SinkGD(MatrixKnob):
 
     saves = Kind.OPTIMIZER
     rule = "sinkgd"
+    layers = LINEAR_AND_CONVOLUTIONS
 
     def __post_init__(self) -> None:
         super().__post_init__()
