@@ -134,6 +134,12 @@ def test_a_state_with_bf16_moments_goes_on_to_the_bit(tmp_path: Path) -> None:
     goes_on_to_the_bit(knobs_of(optimizer=AdamW(moments=Moments.bf16)), tmp_path)
 
 
+@pytest.mark.parametrize("knob", [Apollo(redraw_every=3), GaLore(refresh_every=3)], ids=["apollo", "galore"])
+def test_projections_change_on_the_same_step_after_a_resume(knob: Knob, tmp_path: Path) -> None:
+    """The fourth step has new ones, two steps after the state was saved."""
+    goes_on_to_the_bit(knobs_of(optimizer=knob), tmp_path)
+
+
 def goes_on_to_the_bit(knobs: dict[str, Knob], folder: Path) -> None:
     first, second = (assemble(WIDE, knobs, CPU) for _ in range(2))
     before, after = list(batches(WIDE.spec, [4, 4])), list(batches(WIDE.spec, [6, 6]))
