@@ -50,6 +50,7 @@ STEPPING: dict[str, dict[str, str | Knob]] = {
     "in_backward": {"stepping": InBackward(clip=0.5), "accum": "x2"},
     "sums": {"stepping": InBackward(sums=SumsIn.int8), "accum": "x4"},
     "cpu_offload": {"stepping": "cpu_offload", "ckpt": "every1", "precision": "bf16_pure"},
+    "zeroth_order": {"stepping": "zeroth_order"},
     "fp16": {"precision": "fp16", "optimizer": "muon", "logits": "chunked"},
 }
 DEEP = Auto().pose(TransformerConfig(num_layers=8, width=64, num_heads=2, context=8), TOKENS)

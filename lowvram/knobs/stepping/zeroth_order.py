@@ -6,7 +6,7 @@ Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,9 +107,13 @@ class ZerothOrderStepper(Stepper):
         self.slope = (plus - minus) / (2 * eps)
         return (plus + minus) / 2
 
+    def training(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """The parameters that train in this step, each with its place among all."""
+        return ((place, parameter) for place, parameter in enumerate(self.optimizers) if parameter.requires_grad)
+
     def move(self, by: float) -> None:
         """Add the direction, times `by`, to the weights."""
-        for place, parameter in enumerate(self.optimizers):
+        for place, parameter in self.training():
             self.along(place, parameter, lambda rows, direction: rows.add_(direction, alpha=by))
 
     def along(self, place: int, tensor: Tensor, use: Callable[[Tensor, Tensor], Any]) -> None:
@@ -130,12 +134,16 @@ class ZerothOrderStepper(Stepper):
         if applied:
             by = factor(norm, self.settings.clip, 1.0)
             slope = slope if by is None else slope * by
-            for place, (parameter, optimizer) in enumerate(self.optimizers.items()):
+            for place, parameter in self.training():
                 parameter.grad = announce(torch.empty_like(parameter), Kind.GRADIENTS)
                 self.along(place, parameter.grad, lambda rows, direction: rows.copy_(direction).mul_(slope))
-                optimizer.step()
+                self.optimizers[parameter].step()
                 parameter.grad = None
         return Update(norm, applied)
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self.optimizers[parameter].state.clear()
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers.values():
