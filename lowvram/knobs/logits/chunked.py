@@ -41,7 +41,8 @@ class FullLogits(Knob):
 
 @dataclass(frozen=True)
 class ChunkedLogits(Knob):
-    """The logits of only `chunk_tokens` targets exist at a time."""
+    """The logits of only `chunk_tokens` targets exist at a time, or of all where that takes less memory: see
+    `targets_at_a_time`."""
 
     chunk_tokens: int = 512
 
@@ -126,6 +127,17 @@ def in_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Any:
     return None if tensor is None else tensor.to(dtype)
 
 
+def targets_at_a_time(hidden_nd: Tensor, chunk_tokens: int, dtype: torch.dtype, sums_weights: bool) -> int:
+    """The targets of a chunk. In 16 bits several chunks need a sum of the weight's gradients in fp32 (v, d), beside the
+    gradient of one chunk, which a single chunk doesn't. Where that is more than the logits (n, v) of the other targets,
+    there is one chunk of all."""
+    num_targets, width = hidden_nd.shape
+    size = max(1, min(chunk_tokens, num_targets))
+    exact = torch.promote_types(dtype, torch.float32)
+    spared_bytes = width * exact.itemsize if sums_weights and exact is not dtype else 0  # of each class
+    return num_targets if size < num_targets and (num_targets - size) * dtype.itemsize <= spared_bytes else size
+
+
 @final
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum of the cross-entropies of a linear layer's outputs, which are computed and dropped chunk by chunk.
@@ -147,10 +159,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         handover: Handover | None,
     ) -> Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
-        chunks = Chunks(hidden_nd, weight_vd, bias_v, min(chunk_tokens, len(hidden_nd)), dtype, wanted)
+        size = targets_at_a_time(hidden_nd, chunk_tokens, dtype, sums_weights=wanted[1])
+        chunks = Chunks(hidden_nd, weight_vd, bias_v, size, dtype, wanted)
         loss = hidden_nd.new_zeros((), dtype=chunks.exact)
-        for first in range(0, len(hidden_nd), chunk_tokens):
-            loss += chunks.loss(slice(first, first + chunk_tokens), targets_n)
+        for first in range(0, len(hidden_nd), size):
+            loss += chunks.loss(slice(first, first + size), targets_n)
         gradients, ctx.factors = chunks.gradients()
         ctx.save_for_backward(*gradients)
         ctx.dtypes, ctx.handover = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], handover
