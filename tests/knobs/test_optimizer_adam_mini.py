@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
@@ -41,6 +42,20 @@ def test_it_is_adamw_with_the_mean_of_squares_of_a_row(shape: tuple[int, ...]) -
         size = (second / (1 - 0.9**step_)).sqrt().view(-1, *[1] * (len(shape) - 1)) + 1e-6
         wanted = wanted * (1 - 0.01 * 0.2) - 0.01 * first / (1 - 0.8**step_) / size
     torch.testing.assert_close(updated(KNOB, weight, gradients), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_gpt2s_transposed_weights_are_updated_as_linear_layers_are() -> None:
+    """Those of transformers' Conv1D are (in, out)."""
+    weight, *gradients = drawn((4, 6))
+    rig = assemble(PROBLEMS["transformer"], knobs_of(), CPU)
+    rig.model.layer = layer = Conv1D(4, 6).double()  # pyright: ignore[reportAttributeAccessIssue]
+    layer.weight.data = weight.t().clone()
+    optimizer = KNOB.apply(rig).make_optimizer([layer.weight, layer.bias])
+    for gradient in gradients:
+        layer.weight.grad = gradient.t().clone()
+        optimizer.step()
+    torch.testing.assert_close(layer.weight.detach().t(), updated(KNOB, weight, gradients), rtol=1e-10, atol=1e-10)
+    assert optimizer.state[layer.weight]["exp_avg_sq"].numel() == 4
 
 
 @pytest.mark.parametrize("shape", [(5,), ()], ids=str)

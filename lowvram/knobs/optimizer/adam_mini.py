@@ -6,14 +6,18 @@ Zhang et al., "Adam-mini: Use Fewer Learning Rates To Gain More" (2024), arXiv 2
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lowvram.core.copies import original
 from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
@@ -23,8 +27,8 @@ from lowvram.knobs.optimizer.matrices import PerParameterOptimizer
 @final
 @dataclass(frozen=True)
 class AdamMini(Knob):
-    """One first moment per parameter; one second moment per row of a weight: of a linear layer or a convolution an
-    output, of an embedding a token. The paper has one for all rows of a head in queries and keys."""
+    """One first moment per parameter; one second moment per output of a linear layer or a convolution, and per token of
+    an embedding. The paper has one for all outputs of a head in queries and keys."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -43,10 +47,25 @@ class AdamMini(Knob):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
+        modules: list[Any] = list(rig.model.modules())
+        transposed = WeakIdKeyDictionary({module.weight: None for module in modules if is_transposed(module)})
+        make = partial(self.make, policy=RoundingPolicy(rig.rounding), transposed=transposed)
+        return replace(rig, make_optimizer=make)
 
-    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
-        groups, betas = decayed(parameters, self.weight_decay), (self.beta1, self.beta2)
+    def make(
+        self,
+        parameters: list[nn.Parameter],
+        policy: RoundingPolicy | None = None,
+        transposed: Collection[Tensor] = (),
+    ) -> torch.optim.Optimizer:
+        """Args: transposed: those of the model's weights that are (in, out)."""
+        betas, groups = (self.beta1, self.beta2), decayed(parameters, self.weight_decay)
+        groups = [
+            {**group, "params": members, "outputs": dimension}
+            for group in groups
+            for dimension in (0, 1)
+            if (members := [each for each in group["params"] if (original(each) in transposed) == dimension])
+        ]
         inner = AdamMiniOptimizer(groups, lr=self.lr, betas=betas, eps=self.eps)
         return with_fp32_compute(inner, policy or RoundingPolicy())
 
@@ -56,7 +75,7 @@ class AdamMiniOptimizer(PerParameterOptimizer):
     def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         (beta1, beta2), step = group["betas"], state.get("step", 0) + 1
-        squares = mean_squares(gradient)
+        squares = mean_squares(gradient, group["outputs"])
         if step == 1:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(squares)
         state["step"] = step
@@ -66,9 +85,14 @@ class AdamMiniOptimizer(PerParameterOptimizer):
         weight.addcdiv_(state["exp_avg"], size, value=-group["lr"] / (1 - beta1**step))
 
 
-def mean_squares(gradient: Tensor) -> Tensor:
-    """Of each row, (rows, 1, …); of a bias or a number, each its own."""
+def mean_squares(gradient: Tensor, outputs: int) -> Tensor:
+    """Of each output, with as many dimensions as the gradient; of a bias or a number, each its own.
+
+    Args:
+        outputs: the dimension that counts outputs.
+    """
     if gradient.ndim < 2:
         return gradient.square()
-    norms = torch.linalg.vector_norm(gradient, dim=list(range(1, gradient.ndim)), keepdim=True)
-    return norms.square() / gradient[0].numel()
+    others = [dimension for dimension in range(gradient.ndim) if dimension != outputs]
+    norms = torch.linalg.vector_norm(gradient, dim=others, keepdim=True)
+    return norms.square() * (gradient.shape[outputs] / gradient.numel())
