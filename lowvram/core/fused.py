@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., No
             first call: it needs no memory for what lies between the operators.
         in_pieces: calls `formula` for one piece after another, so that other devices need little memory for it.
     """
-    compiled = torch.compile(formula, dynamic=True)
+
+    @cache
+    def compiled() -> Callable[..., None]:  # not before a card asks: torch imports its compiler here, for seconds
+        return torch.compile(formula, dynamic=True)
 
     def on_card(*args: Any) -> None:
         with without_dispatch_modes():  # inside one nothing may be compiled
-            compiled(*args)
+            compiled()(*args)
 
     name, _, signature = schema.partition("(")
     written = [argument.split()[1] for argument in signature.partition(") ->")[0].split(", ") if "!)" in argument]

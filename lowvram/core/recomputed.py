@@ -1,10 +1,16 @@
-"""Marks operators whose results the backward pass computes again, so that nothing keeps them."""
+"""What the backward pass computes again: whether there will be one, and marks for operators that run twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.compat.torch_trees import tree_leaves
 
 _IS_RECOMPUTED = ContextVar("is_recomputed", default=False)  # of the thread: a card's backward pass has its own
 
@@ -22,3 +28,10 @@ def recomputed_later() -> Iterator[None]:
 def is_recomputed_later() -> bool:
     """Whether the running operator is inside `recomputed_later`."""
     return _IS_RECOMPUTED.get()
+
+
+def has_backward(module: nn.Module, inputs: Any) -> bool:
+    """Whether a call of the module with these inputs, in any nesting, gets a backward pass. Without one there is
+    nothing to recompute, and torch.compile may fail on it."""
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))

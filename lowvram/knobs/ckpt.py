@@ -27,7 +27,7 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
-from lowvram.core.recomputed import is_recomputed_later
+from lowvram.core.recomputed import has_backward, is_recomputed_later
 from lowvram.core.rig import Rig
 
 
@@ -137,6 +137,8 @@ def recompute(block: nn.Module) -> None:
     forward = block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:  # no partial, which torch.compile silently runs eagerly
+        if not has_backward(block, (inputs, named)):
+            return forward(*inputs, **named)
         if torch.compiler.is_compiling():  # recomputation inside a graph doesn't update buffers
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
@@ -163,6 +165,8 @@ def keep_products(block: nn.Module) -> None:
     forward = block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:
+        if not has_backward(block, (inputs, named)):
+            return forward(*inputs, **named)
         kept = partial(create_selective_checkpoint_contexts, policy)
         context_fn = kept if torch.compiler.is_compiling() else partial(_selective_contexts, norms)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)

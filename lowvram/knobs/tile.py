@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
-from lowvram.core.recomputed import recomputed_later
+from lowvram.core.recomputed import has_backward, recomputed_later
 from lowvram.core.rig import Rig, token_dim
 
 
@@ -102,8 +102,10 @@ class Tiled:
             return self.inner.call(*inputs)
         chunks = Chunks(dim, max(1, self.tokens * length // num_tokens))
         if torch.compiler.is_compiling():  # which sums gradients inside its graph
-            call = self.inner.call
-            return torch.cat([checkpoint(call, *chunk, use_reentrant=False) for chunk in chunks.of(inputs)], dim)
+            call, pieces = self.inner.call, chunks.of(inputs)
+            if not has_backward(self.inner, inputs):
+                return torch.cat([call(*piece) for piece in pieces], dim)
+            return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], dim)
         weights = {name: weight for name, weight in self.inner.named_parameters() if weight.requires_grad}
         run = Run(self, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
         anchor = None if any(run.wanted) else next(iter(weights.values()), None)
