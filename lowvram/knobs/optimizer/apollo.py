@@ -59,10 +59,7 @@ class ApolloKnob(MatrixKnob, ABC):
     def of_matrices(self, matrices: Mapping[nn.Parameter, int]) -> Optimizer:
         return ApolloOptimizer(
             numbered(matrices),
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
+            **self.adam_fields(),
             scale=self.scale,
             redraw_every=self.redraw_every,
             max_growth=self.max_growth,

@@ -48,10 +48,7 @@ class GaLore(MatrixKnob):
     def of_matrices(self, matrices: Mapping[nn.Parameter, int]) -> Optimizer:
         return GaLoreOptimizer(
             numbered(matrices),
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
+            **self.adam_fields(),
             scale=self.scale,
             refresh_every=self.refresh_every,
             rank_share=self.rank_share,

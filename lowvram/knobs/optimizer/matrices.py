@@ -81,6 +81,11 @@ class MatrixKnob(Knob, ABC):
             optimizers[OTHERS] = with_fp32_compute(adamw, policy, piece_elements=PIECE_ELEMENTS)
         return ByRule(optimizers)
 
+    def adam_fields(self) -> dict[str, Any]:
+        """The fields of AdamW, as torch's optimizers name them."""
+        betas = (self.beta1, self.beta2)
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "betas": betas, "eps": self.eps}
+
     @abstractmethod
     def of_matrices(self, matrices: Mapping[nn.Parameter, int]) -> Optimizer:
         """The optimizer of the matrices, each of which has the number of its role."""

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
-from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
+from lowvram.core.rig import MakeOptimizer, Rig, Update, is_finite
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.device_sums import Bf16, DeviceSums, Int8
 from lowvram.knobs.stepping.host_sums import HostSums
+from lowvram.knobs.stepping.one_by_one import OneByOneStepper
 from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain, rescale
 from lowvram.knobs.stepping.sums import Sums
 
@@ -96,7 +97,7 @@ class InBackward(Knob):
 
 
 @final
-class InBackwardStepper(Stepper):
+class InBackwardStepper(OneByOneStepper):
     """One optimizer per parameter. The strategy of a step is chosen when it begins.
 
     Without clipping or a loss scale, gradients are used at once. If one of them isn't finite, `applied` is False, but
@@ -113,7 +114,7 @@ class InBackwardStepper(Stepper):
         clip: float | None,
         norm: Norm,
     ) -> None:
-        self.optimizers = {parameter: make_optimizer([parameter]) for parameter in parameters}
+        super().__init__(parameters, make_optimizer)
         self.sums, self.clip, self.norm = sums, clip, norm
         self.last_norm: Tensor | None = None
         self.strategy: Strategy = AtOnce(self.optimizers, None)
@@ -156,21 +157,13 @@ class InBackwardStepper(Stepper):
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         self.sums.forget(parameters)
-        for parameter in parameters:
-            self.optimizers[parameter].state.clear()
-
-    def set_lr(self, lr: float) -> None:
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        super().forget(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        states = [optimizer.state_dict() for optimizer in self.optimizers.values()]
-        return {"optimizers": states, "last_norm": self.last_norm, "sums": self.sums.state_dict()}
+        return {**super().state_dict(), "last_norm": self.last_norm, "sums": self.sums.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, its_state in zip(self.optimizers.values(), state["optimizers"], strict=True):
-            optimizer.load_state_dict(its_state)
+        super().load_state_dict(state)
         if sums := state.get("sums"):  # none if it was saved with other sums, or before there were any
             self.sums.load_state_dict(sums)
         last_norm, device = state["last_norm"], local(next(iter(self.optimizers))).device

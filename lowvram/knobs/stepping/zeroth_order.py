@@ -6,7 +6,7 @@ Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO, 20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +19,9 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
-from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, Stepper, Update, is_finite
+from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, Update, is_finite
 from lowvram.core.seeds import default_generator, generator_for
+from lowvram.knobs.stepping.one_by_one import OneByOneStepper
 from lowvram.knobs.stepping.scaling import check_clip, factor
 
 PIECE_ELEMENTS = 2**22  # of a weight that are moved at a time: 16 MiB of random numbers
@@ -67,7 +68,7 @@ class ZerothOrder(Knob):
 
 
 @final
-class ZerothOrderStepper(Stepper):
+class ZerothOrderStepper(OneByOneStepper):
     """One optimizer per parameter, so that only one gradient exists at a time.
 
     The direction is drawn again whenever it is used. It depends on the seed, the number of the step and the parameter's
@@ -75,7 +76,7 @@ class ZerothOrderStepper(Stepper):
     """
 
     def __init__(self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, settings: ZerothOrder) -> None:
-        self.optimizers = {parameter: make_optimizer([parameter]) for parameter in parameters}
+        super().__init__(parameters, make_optimizer)
         self.settings = settings
         self.num_steps = 0
         self.slope: Tensor | None = None  # of the loss along the direction, between `run` and `update`
@@ -141,24 +142,11 @@ class ZerothOrderStepper(Stepper):
                 parameter.grad = None
         return Update(norm, applied)
 
-    def forget(self, parameters: Collection[nn.Parameter]) -> None:
-        for parameter in parameters:
-            self.optimizers[parameter].state.clear()
-
-    def set_lr(self, lr: float) -> None:
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
-            "num_steps": self.num_steps,
-        }
+        return {**super().state_dict(), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, its_state in zip(self.optimizers.values(), state["optimizers"], strict=True):
-            optimizer.load_state_dict(its_state)
+        super().load_state_dict(state)
         self.num_steps = state["num_steps"]
 
 

@@ -97,8 +97,8 @@ class PlanningMode(FastDispatchMode):
 
     An optimizer that reads a value from a tensor, as Adafactor does, gets 1 (a floating-point one 1/2, so that NAdam
     doesn't divide by 1 - 1), since sizes don't depend on it. Other code gets the value if it is known; else that is an
-    error. For speed, frequent queries of devices and number formats are
-    answered here, and operators that only write values are skipped.
+    error. For speed, frequent queries of devices and number formats are answered here, and operators that only write
+    values are skipped.
     """
 
     def __init__(self, fake_cache: FakeCache, on_operator: OnOperator | None) -> None:
