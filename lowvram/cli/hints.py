@@ -61,6 +61,8 @@ ELSEWHERE = {
     "logging_steps": "it is train.log_every",
     "log_every_n_steps": "it is train.log_every",
     "save_steps": "it is snapshot.every_steps",
+    "snapshot_every": "it is snapshot.every_steps",
+    "snapshot.every": "it is snapshot.every_steps",
     "save_total_limit": "it is snapshot.keep",
     "run_name": "it is name",
     "report_to": "choose logger=wandb, tensorboard, both or none",

@@ -11,4 +11,5 @@ def data_wait_advice(data_wait_frac: float | None, choices: Mapping[str, str]) -
     """A line when more than a tenth of the time was spent waiting for data, None otherwise."""
     if data_wait_frac is None or not data_wait_frac > _LEAST_SHARE or choices.get("loader") != "inline":
         return None
-    return f"{100 * data_wait_frac:.0f} % of the time was spent waiting for data: try loader=workers"
+    limit = " (loader.num_workers=1 for an iterable dataset)" if choices.get("data") == "external" else ""
+    return f"{100 * data_wait_frac:.0f} % of the time was spent waiting for data: try loader=workers{limit}"
