@@ -40,6 +40,7 @@ from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
+from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.third_party import all_outputs, logits_of
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
@@ -118,6 +119,15 @@ class ModuleTask(Task):
         inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
         found = find_mlps(model, self.call, inputs, self.blocks(model), names or USUAL_NAMES)
         return [Method(model.get_submodule(owner), method) for owner, method in found]
+
+    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        found = find_separate_blocks(model, self.call, self.samples, self.blocks(model))
+        return {model.get_submodule(name): count for name, count in found.items()}
+
+    def samples(self, num_samples: int) -> Any:
+        """The inputs, repeated or cut to so many samples, on the CPU."""
+        rows = lambda tensor: tensor.cpu()[torch.arange(num_samples) % len(tensor)]  # noqa: E731
+        return tree_map_only(Tensor, rows, self.inputs)
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.core.criterion import UserCriterion
@@ -22,6 +23,7 @@ from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
+from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.third_party import all_outputs
 
 
@@ -64,6 +66,8 @@ class ModelConfig(Protocol):
         ...
 
 
+FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
+FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_MLPS: dict[str, tuple[tuple[str, str], ...]] = {}  # by the description of a problem, and the names sought
 
 
@@ -100,6 +104,20 @@ class Problem(Task):
                 inputs, _ = self.spec.example(2)
             FOUND_MLPS[key] = find_mlps(model, self.call, inputs, self.blocks(model), names or USUAL_NAMES)
         return [Method(model.get_submodule(owner), method) for owner, method in FOUND_MLPS[key]]
+
+    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        if self.description not in FOUND_SEPARATE:
+            found = find_separate_blocks(model, self.call, self.short_inputs, self.blocks(model))
+            FOUND_SEPARATE[self.description] = found
+        return {model.get_submodule(name): count for name, count in FOUND_SEPARATE[self.description].items()}
+
+    def short_inputs(self, num_samples: int) -> Any:
+        """Inputs of so many samples, on the CPU; of texts the first tokens alone."""
+        with without_dispatch_modes():  # a plan doesn't count these inputs
+            inputs, _ = self.spec.example(num_samples)
+        if self.spec.modality not in TEXTS:
+            return inputs
+        return tree_map_only(Tensor, lambda tensor: tensor[:, :FEW_TOKENS] if tensor.dim() > 1 else tensor, inputs)
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.model.has_plain_blocks(model, self.spec)

@@ -31,7 +31,7 @@ from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.tile import TiledMLP
+from lowvram.knobs.tile import TiledBlocks, TiledMLP
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.planning.target import Target
@@ -49,7 +49,8 @@ DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 NEUTRAL = dict(neutral_options())
 OPTIONS = {group: ready_options(group) for group in NEUTRAL}
-SMALL: dict[tuple[str, str], Knob] = {("tile", "mlp"): TiledMLP(tokens=50)}  # so that tiny batches have several tiles
+# So that tiny batches have several tiles, but not very many.
+SMALL: dict[tuple[str, str], Knob] = {("tile", "mlp"): TiledMLP(tokens=50), ("tile", "blocks"): TiledBlocks(samples=6)}
 KNOBS: dict[tuple[str, str], Knob] = {option: SMALL.get(option) or knob_of(option) for option in all_options()}
 
 
@@ -279,6 +280,9 @@ class InDouble(Task):
 
     def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
         return self.problem.mlps(model, names)
+
+    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        return self.problem.separate_blocks(model)
 
     def is_random(self, model: nn.Module) -> bool:
         return self.problem.is_random(model)

@@ -175,7 +175,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
         "knobs.stepping.after_backward",  # this one and the next two do it
         "knobs.stepping.cpu_offload",
         "knobs.stepping.in_backward",
-        "knobs.tile",  # inside a backward pass: through the graph of one chunk
+        "knobs.tile.chunks",  # inside a backward pass: through the graph of one chunk
     }
 
 

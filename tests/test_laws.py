@@ -20,6 +20,7 @@ from lowvram.core.ledger import Peak, ledger
 from lowvram.core.packed import PackedWeight
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
+from lowvram.knobs.tile import TiledBlocks
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import (
@@ -99,7 +100,8 @@ def keeps_the_numbers(knob: Knob, error: float, problem: str, dtype: torch.dtype
 
 def comparable(knob: Knob) -> list[str]:
     """Problems. Dropout in parts draws other masks from the same distribution: nothing to compare."""
-    problems = [problem for problem in PROBLEMS if knob.stage is not Stage.BATCH or "dropout" not in problem]
+    is_in_parts = knob.stage is Stage.BATCH or isinstance(knob, TiledBlocks)
+    problems = [problem for problem in PROBLEMS if not is_in_parts or "dropout" not in problem]
     return [problem for problem in problems if is_for(knob, problem)]
 
 

@@ -48,6 +48,8 @@ COMPILED_KIND = "llama"  # compiling takes its time: one family stands for all
 REFUSED = {
     **{(("compile", "torchscript"), kind): "blocks take only tensors" for kind in CONFIGS if kind != "resnet"},
     (("tile", "mlp"), "resnet"): "the task knows the MLPs",
+    (("tile", "blocks"), "resnet"): "each sample from that sample alone",  # BatchNorm
+    (("tile", "blocks"), "t5"): "each sample from that sample alone",  # its blocks pass a bias that trains to the next
 }
 
 

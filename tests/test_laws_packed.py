@@ -56,6 +56,7 @@ EXACT: list[Pair] = [
     ("ckpt", "every2"),
     ("ckpt", "selective"),
     ("tile", "mlp"),
+    ("tile", "blocks"),
     ("logits", "chunked"),
     ("offload", "activations"),
     ("offload", "activations_disk"),

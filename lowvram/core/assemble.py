@@ -81,14 +81,15 @@ def bare_model(task: Task) -> nn.Module:
 
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
-TASK_FACTS = frozenset({Fact.HEAD, Fact.BLOCKS, Fact.MLPS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS})
+BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES})  # it takes forward passes to find out
+TASK_FACTS = BY_TRIAL | {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
 
 
 def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS) -> dict[Fact, str]:
     """The facts that a task lacks, each with what the user can do about it.
 
     Args:
-        asked: MLPS, which takes a forward pass to find out, is only looked for if it is among these.
+        asked: those of `BY_TRIAL` are only looked for if they are among these.
     """
     absent: dict[Fact, str] = {}
     if task.head(model) is None:
@@ -97,6 +98,8 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
     if Fact.MLPS in asked and not task.mlps(model):
         absent[Fact.MLPS] = "none were found: leave tile=none or, if they have unusual names, list those in tile.names"
+    if Fact.SEPARATE_SAMPLES in asked and not task.separate_blocks(model):
+        absent[Fact.SEPARATE_SAMPLES] = "not known of this model: leave tile=none, and choose ckpt and accum"
     if task.blocks(model) and not task.has_plain_blocks(model):
         absent[Fact.PLAIN_BLOCKS] = "this model calls its blocks otherwise: choose compile=blocks or compile=none"
     if not task.has_few_shapes():

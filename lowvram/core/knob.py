@@ -57,6 +57,7 @@ class Fact(Enum):
     HEAD = "the task knows the model's last layer"
     BLOCKS = "the task knows the model's repeated blocks"
     MLPS = "the task knows the MLPs of the model's blocks"
+    SEPARATE_SAMPLES = "the blocks compute each sample from that sample alone"
     PLAIN_BLOCKS = "blocks take only tensors, as positional arguments, and return one tensor"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"

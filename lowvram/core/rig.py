@@ -145,6 +145,13 @@ def token_dim(states: Tensor) -> int:
     return 1 if states.dim() > 2 else 0
 
 
+def is_per_sample(value: Any, num_samples: int) -> bool:
+    """Whether an argument of a block has a row for each of `num_samples` samples. Others, such as a mask of causal
+    attention or the angles of positions, are the same for all samples: their first size is 1, or they have one
+    dimension."""
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == num_samples
+
+
 class Task(ABC):
     """A problem: the model to be trained, and its criterion."""
 
@@ -188,6 +195,13 @@ class Task(ABC):
         """
         del model, names
         return []
+
+    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        """The blocks that compute each sample from that sample alone, told apart from what all samples share by
+        `is_per_sample`, and how many values each returns: 0 for a tensor (samples, ...); else the length of a tuple
+        that begins with such a tensor and else holds None. Empty if they aren't known."""
+        del model
+        return {}
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         """Whether blocks take only tensors, as positional arguments, and return one tensor."""

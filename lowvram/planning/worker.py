@@ -13,7 +13,7 @@ from torch import nn
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
-from lowvram.core.assemble import skeleton
+from lowvram.core.assemble import BY_TRIAL, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
@@ -164,7 +164,7 @@ def advice_for(
     can_be = can_replace(settings, choices, target.absent(), target.num_ranks)
 
     def is_possible(group: str, option: str) -> bool:
-        asked = knob_of((group, option)).needs() & {Fact.MLPS}  # most models have what the others need
+        asked = knob_of((group, option)).needs() & BY_TRIAL  # most models have what the others need
         return can_be(group, option) and not (asked and asked & lacking(asked).keys())
 
     in_use = {group: settings.groups[group] for group in KNOB_GROUPS}

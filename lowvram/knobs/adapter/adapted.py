@@ -58,6 +58,9 @@ class Adapted(Task):
     def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
         return self.plain.mlps(model, names)
 
+    def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        return self.plain.separate_blocks(model)
+
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.plain.has_plain_blocks(model)
 

@@ -1,15 +1,10 @@
-"""tile: whether the MLPs of the blocks compute all tokens at once, or in chunks that the backward pass computes again.
-
-Bekman et al., "Arctic Long Sequence Training: Scalable And Efficient Training For Multi-Million Token Sequences"
-(2025): TiledMLP.
-"""
+"""A function of tensors that computes them in chunks, keeps only its inputs, and computes each chunk again in the
+backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from inspect import Signature, signature
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,60 +13,15 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.recomputed import has_backward, recomputed_later
-from lowvram.core.rig import Rig, token_dim
-
-
-@dataclass(frozen=True)
-class Whole(Knob):
-    """Every MLP computes all tokens of a part at once."""
-
-    stage = Stage.CHECKPOINT
-
-    def apply(self, rig: Rig) -> Rig:
-        return rig
-
-
-@dataclass(frozen=True)
-class TiledMLP(Knob):
-    """The MLP of each block computes `tokens` tokens at a time, keeps only its input, and computes each chunk again in
-    the backward pass."""
-
-    tokens: int = 1024
-    names: list[str] | None = None
-
-    stage = Stage.CHECKPOINT
-    band = 2e-6
-    saves = Kind.ACTIVATIONS
-
-    def __post_init__(self) -> None:
-        require(self.tokens >= 1, "tile.tokens", self.tokens, "at least 1")
-        allowed = "null (the usual names) or a list of at least one name"
-        require(self.names is None or bool(self.names), "tile.names", "[]", allowed)
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, *([Fact.MLPS] if self.names is None else [])})
-
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 100}  # the last: it saves only where a part has more than `tokens` tokens
-
-    def apply(self, rig: Rig) -> Rig:
-        mlps = rig.task.mlps(rig.model, self.names)
-        allowed = "names, inside the blocks, of what computes each token from that token alone"
-        require(bool(mlps), "tile.names", self.names, allowed)
-        is_random = rig.task.is_random(rig.model)
-        for owner, method in mlps:
-            setattr(owner, method, Tiled(Inner(owner, getattr(owner, method)), self.tokens, is_random))
-        return rig
 
 
 @final
 class Inner(nn.Module):
-    """An MLP as it was before it was tiled, as a module around it: `functional_call` can give it other tensors in the
-    place of its parameters."""
+    """What a module computed before it was tiled, as a module around it: `functional_call` can give it other tensors in
+    the place of its parameters."""
 
     def __init__(self, owner: nn.Module, call: Any) -> None:
         super().__init__()
@@ -81,44 +31,31 @@ class Inner(nn.Module):
         return self.call(*inputs)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Tiled:
-    """An MLP that computes its tokens in chunks. With at most `tokens` tokens it is as it was."""
+def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor], is_random: bool) -> Tensor:
+    """The output of a function for all inputs, computed chunk by chunk. Only the inputs are kept, and the backward
+    pass computes each chunk again.
 
-    inner: Inner
-    tokens: int
-    is_random: bool  # whether the model draws random numbers
-
-    @property
-    def __signature__(self) -> Signature:
-        """That of the MLP: transformers counts the parameters of a BERT's `feed_forward_chunk`."""
-        return signature(self.inner.call)
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        dim = token_dim(inputs[0])
-        length, num_tokens = inputs[0].shape[dim], inputs[0][..., 0].numel()
-        if num_tokens <= self.tokens:
-            return self.inner.call(*inputs)
-        chunks = Chunks(dim, max(1, self.tokens * length // num_tokens))
-        if torch.compiler.is_compiling():  # which sums gradients inside its graph
-            call, pieces = self.inner.call, chunks.of(inputs)
-            if not has_backward(self.inner, inputs):
-                return torch.cat([call(*piece) for piece in pieces], dim)
-            return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], dim)
-        weights = {name: weight for name, weight in self.inner.named_parameters() if weight.requires_grad}
-        run = Run(self, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
-        anchor = None if any(run.wanted) else next(iter(weights.values()), None)
-        return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *weights.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+    Args:
+        is_random: whether the model draws random numbers.
+    """
+    if torch.compiler.is_compiling():  # which sums gradients inside its graph
+        call, pieces = inner.call, chunks.of(inputs)
+        if not has_backward(inner, inputs):
+            return torch.cat([call(*piece) for piece in pieces], chunks.dim)
+        return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], chunks.dim)  # pyright: ignore[reportArgumentType]
+    weights = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
+    run = Run(inner, is_random, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
+    anchor = None if any(run.wanted) else next(iter(weights.values()), None)
+    return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *weights.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
 
 
 @final
 class Keep(torch.autograd.Function):
-    """Keeps the inputs of an MLP for the backward pass of `Chunked`, and passes them on.
+    """Keeps the inputs for the backward pass of `Chunked`, and passes them on.
 
-    A function of its own, so that the inputs are saved *before* the MLP runs: torch's checkpoint ends the recomputation
-    of a block as soon as all that the block had saved is there again. Where the MLP comes last, the recomputation of
-    the block leaves it out, so it runs twice in all, not three times.
+    A function of its own, so that the inputs are saved *before* `Chunked` runs: torch's checkpoint ends the
+    recomputation of a block as soon as all that the block had saved is there again. Where `Chunked` comes last, as an
+    MLP does in most blocks, the recomputation of the block leaves it out, so it runs twice in all, not three times.
     """
 
     @staticmethod
@@ -136,7 +73,7 @@ class Keep(torch.autograd.Function):
 
 @final
 class Chunked(torch.autograd.Function):
-    """The MLP, chunk by chunk. Its backward pass sums the gradients of weights over the chunks, so that each weight
+    """`inner`, chunk by chunk. Its backward pass sums the gradients of weights over the chunks, so that each weight
     gets its gradient once: hooks that wait for it, as those of stepping=in_backward, are called once."""
 
     @staticmethod
@@ -158,9 +95,9 @@ class Chunks(NamedTuple):
     size: int
 
     def of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """The chunks of all tensors together, contiguous as the tensors were: some MLPs reshape them by `view`."""
+        """The chunks of all tensors together, contiguous as the tensors were: some modules reshape them by `view`."""
         for chunk in zip(*map(self.of_one, tensors), strict=True):
-            yield tuple(part.contiguous() for part in chunk)
+            yield chunk if self.dim == 0 else tuple(part.contiguous() for part in chunk)
 
     def of_one(self, tensor: Tensor) -> Sequence[Tensor]:
         """The chunks of a tensor, as views."""
@@ -172,19 +109,27 @@ class Chunks(NamedTuple):
         first = 0
         for part in parts:
             if whole is None:
-                whole = part.new_empty((*part.shape[: self.dim], length, *part.shape[self.dim + 1 :]))
+                shape = (*part.shape[: self.dim], length, *part.shape[self.dim + 1 :])
+                layout = memory_format_of(part)
+                whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
             whole.narrow(self.dim, first, part.shape[self.dim]).copy_(part)
             first += part.shape[self.dim]
             del part
         return whole
 
 
+def memory_format_of(tensor: Tensor) -> torch.memory_format:
+    is_images = tensor.dim() == 4 and not tensor.is_contiguous()
+    is_channels_last = is_images and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if is_channels_last else torch.contiguous_format
+
+
 @final
 class Run:
-    """One forward pass of an MLP in chunks, and its backward pass."""
+    """One forward pass in chunks, and its backward pass."""
 
-    def __init__(self, tiled: Tiled, chunks: Chunks, names: list[str], wanted: list[bool]) -> None:
-        self.inner, self.is_random = tiled.inner, tiled.is_random
+    def __init__(self, inner: Inner, is_random: bool, chunks: Chunks, names: list[str], wanted: list[bool]) -> None:
+        self.inner, self.is_random = inner, is_random
         self.chunks, self.names, self.wanted = chunks, names, wanted
         self.kept_by: Any = None  # the autograd node that has saved the inputs
         self.surroundings: Surroundings | None = None
@@ -195,7 +140,7 @@ class Run:
             return self.chunks.joined((self.inner(*chunk) for chunk in self.chunks.of(inputs)), length)
 
     def backward(self, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-        """The gradients of inputs and weights; None where none is wanted, or where the MLP doesn't use the tensor."""
+        """The gradients of inputs and weights; None where none is wanted, or where `inner` doesn't use the tensor."""
         assert self.surroundings is not None
         inputs = self.kept_by.saved_tensors
         wanted = list(zip(inputs, self.wanted, strict=True))

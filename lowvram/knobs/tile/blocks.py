@@ -1,0 +1,85 @@
+"""tile=blocks: the blocks compute a few samples at a time.
+
+What accumulation does for a whole model, this does for each block. With accum=… the gradients of all weights wait until
+the last part has passed. Here all samples pass one block before the next, so the gradients of a block are complete as
+soon as it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import Signature, signature
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
+from lowvram.config.errors import require
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.rig import Rig, is_per_sample
+from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
+
+
+@dataclass(frozen=True)
+class TiledBlocks(Knob):
+    """Each block computes `samples` samples of a part at a time, keeps only its inputs, and computes them again in the
+    backward pass."""
+
+    samples: int = 1
+
+    stage = Stage.CHECKPOINT
+    band = 2e-6
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        require(self.samples >= 1, "tile.samples", self.samples, "at least 1")
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.SEPARATE_SAMPLES})
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.ACTIVATIONS: 90}  # late: with ckpt=every1 it saves only where a part has more samples
+
+    def apply(self, rig: Rig) -> Rig:
+        is_random = rig.task.is_random(rig.model)
+        for block, num_outputs in rig.task.separate_blocks(rig.model).items():
+            block.forward = Tiled(block, block.forward, num_outputs, self.samples, is_random)
+        return rig
+
+
+@final
+class Tiled:
+    """A block that computes its samples in chunks. With at most `samples` samples it is as it was.
+
+    Args:
+        num_outputs: as `Task.separate_blocks` counts them.
+    """
+
+    def __init__(self, block: nn.Module, forward: Any, num_outputs: int, samples: int, is_random: bool) -> None:
+        self.block, self.call, self.num_outputs = block, forward, num_outputs
+        self.samples, self.is_random = samples, is_random
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self.call)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        leaves, structure = tree_flatten((inputs, named))
+        num_samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        if num_samples <= self.samples:
+            return self.call(*inputs, **named)
+        places = [place for place, leaf in enumerate(leaves) if is_per_sample(leaf, num_samples)]
+        tensors = [leaves[place] for place in places]
+        shared = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+
+        def call(*chunk: Tensor) -> Tensor:
+            all_leaves = list(shared)
+            for place, tensor in zip(places, chunk, strict=True):
+                all_leaves[place] = tensor
+            inputs, named = tree_unflatten(all_leaves, structure)
+            output = self.call(*inputs, **named)
+            return output[0] if self.num_outputs else output
+
+        whole = in_chunks(Inner(self.block, call), Chunks(0, self.samples), tensors, self.is_random)
+        return (whole, *[None] * (self.num_outputs - 1)) if self.num_outputs else whole

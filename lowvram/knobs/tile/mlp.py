@@ -1,0 +1,75 @@
+"""tile=mlp: the MLPs of the blocks compute their tokens in chunks.
+
+Bekman et al., "Arctic Long Sequence Training: Scalable And Efficient Training For Multi-Million Token Sequences"
+(2025): TiledMLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import Signature, signature
+from typing import final
+
+from torch import Tensor
+
+from lowvram.config.errors import require
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.rig import Rig, token_dim
+from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
+
+
+@dataclass(frozen=True)
+class TiledMLP(Knob):
+    """The MLP of each block computes `tokens` tokens at a time, keeps only its input, and computes each chunk again in
+    the backward pass."""
+
+    tokens: int = 1024
+    names: list[str] | None = None
+
+    stage = Stage.CHECKPOINT
+    band = 2e-6
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 1, "tile.tokens", self.tokens, "at least 1")
+        allowed = "null (the usual names) or a list of at least one name"
+        require(self.names is None or bool(self.names), "tile.names", "[]", allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, *([Fact.MLPS] if self.names is None else [])})
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.ACTIVATIONS: 100}  # the last: it saves only where a part has more than `tokens` tokens
+
+    def apply(self, rig: Rig) -> Rig:
+        mlps = rig.task.mlps(rig.model, self.names)
+        allowed = "names, inside the blocks, of what computes each token from that token alone"
+        require(bool(mlps), "tile.names", self.names, allowed)
+        is_random = rig.task.is_random(rig.model)
+        for owner, method in mlps:
+            setattr(owner, method, Tiled(Inner(owner, getattr(owner, method)), self.tokens, is_random))
+        return rig
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """An MLP that computes its tokens in chunks. With at most `tokens` tokens it is as it was."""
+
+    inner: Inner
+    tokens: int
+    is_random: bool  # whether the model draws random numbers
+
+    @property
+    def __signature__(self) -> Signature:
+        """That of the MLP: transformers counts the parameters of a BERT's `feed_forward_chunk`."""
+        return signature(self.inner.call)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        dim = token_dim(inputs[0])
+        length, num_tokens = inputs[0].shape[dim], inputs[0][..., 0].numel()
+        if num_tokens <= self.tokens:
+            return self.inner.call(*inputs)
+        chunks = Chunks(dim, max(1, self.tokens * length // num_tokens))
+        return in_chunks(self.inner, chunks, inputs, self.is_random)

@@ -1,0 +1,141 @@
+"""Finds the blocks that compute each sample of a batch from that sample alone, as all do but those with BatchNorm.
+
+Two forward passes on fake tensors, of two and of three samples, show which arguments of a block have a row for each
+sample. Then each kind of block runs on two samples, one of them NaN, with all its weights zero: NaN spreads to every
+output that depends on it, whatever the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_trees import tree_flatten, tree_map_only, tree_unflatten
+from lowvram.core.rig import is_per_sample
+from lowvram.models.block_finder import without_memory
+from lowvram.models.mlp_finder import with_zeros
+
+
+class Use(NamedTuple):
+    """How a block was called: its arguments as leaves, fake, and their nesting; what it returned."""
+
+    leaves: Sequence[Any]
+    nesting: Any
+    output: Any
+
+
+def find_separate_blocks(
+    model: nn.Module,
+    call: Callable[[nn.Module, Any], Any],
+    inputs_of: Callable[[int], Any],
+    blocks: Sequence[nn.Module],
+) -> dict[str, int]:
+    """The dotted names of the blocks that keep samples apart, and how many values each returns, as
+    `Task.separate_blocks` counts them. The model may be on any device and isn't changed.
+
+    Args:
+        call: calls the model on inputs and returns its outputs.
+        inputs_of: the inputs of so many samples, on the CPU.
+    """
+    name_of = {module: name for name, module in model.named_modules()}
+    names = [name_of[block] for block in blocks]
+    batches = [inputs_of(num_samples) for num_samples in (2, 3)]
+    try:
+        of_two, of_three = (uses_of(model, call, inputs, names) for inputs in batches)
+    except Exception:
+        return {}
+    verdicts: dict[str, bool] = {}  # blocks are alike: each kind is checked once
+    found: dict[str, int] = {}
+    for name in of_two.keys() & of_three.keys():
+        module, use = model.get_submodule(name), of_two[name]
+        kind = f"{type(module)} {module} {[getattr(leaf, 'shape', leaf) for leaf in use.leaves]}"
+        if kind not in verdicts:
+            verdicts[kind] = has_rows(use, of_three[name]) and keeps_samples_apart(module, use)
+        if verdicts[kind]:
+            found[name] = 0 if isinstance(use.output, Tensor) else len(use.output)
+    return {name: found[name] for name in names if name in found}
+
+
+def uses_of(
+    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
+) -> dict[str, Use]:
+    """How one forward pass calls the blocks."""
+    uses: dict[str, Use] = {}
+    with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        copy = without_memory(model)
+        for name in names:
+            watch(copy.get_submodule(name), name, uses)
+        call(copy, tree_map_only(Tensor, mode.from_tensor, inputs))
+    return uses
+
+
+def watch(block: nn.Module, name: str, uses: dict[str, Use]) -> None:
+    forward = block.forward
+
+    @wraps(forward)
+    def watched(*inputs: Any, **named: Any) -> Any:
+        output = forward(*inputs, **named)
+        uses[name] = Use(*tree_flatten((inputs, named)), output)
+        return output
+
+    block.forward = watched
+
+
+def has_rows(of_two: Use, of_three: Use) -> bool:
+    """Whether each tensor has either a row for each sample, or is the same for all, needs no gradient, and can't be
+    taken for one with rows; whether the first float among the arguments has rows, and so has the one tensor returned.
+    """
+    pairs = list(zip(of_two.leaves, of_three.leaves, strict=False))
+    tensors = [pair for pair in pairs if any(isinstance(leaf, Tensor) for leaf in pair)]
+    floats = [two for two, _ in tensors if isinstance(two, Tensor) and two.is_floating_point()]
+    is_clear = len(of_two.leaves) == len(of_three.leaves) and all(has_rows_or_is_shared(*pair) for pair in tensors)
+    first_output, *others = of_two.output if isinstance(of_two.output, tuple) else [of_two.output]
+    is_plain = is_per_sample(first_output, 2) and all(other is None for other in others)
+    return is_clear and is_plain and bool(floats) and is_per_sample(floats[0], 2)
+
+
+def has_rows_or_is_shared(of_two: Any, of_three: Any) -> bool:
+    if not (isinstance(of_two, Tensor) and isinstance(of_three, Tensor)):
+        return False
+    if is_per_sample(of_two, 2) and is_per_sample(of_three, 3):
+        return True
+    is_shared = of_two.shape == of_three.shape and (of_two.dim() < 2 or of_two.shape[0] == 1)
+    return is_shared and not of_two.requires_grad
+
+
+def keeps_samples_apart(block: nn.Module, use: Use) -> bool:
+    """Whether neither of two samples changes what comes out for the other."""
+    if any(isinstance(module, BatchNorm) for module in block.modules()):
+        return False
+    try:
+        with without_dispatch_modes(), torch.no_grad(), torch.device("cpu"):
+            forward = with_zeros(block)
+            return not any(spreads_from(sample, forward, use) for sample in (0, 1))
+    except Exception:
+        return False
+
+
+def spreads_from(sample: int, block: nn.Module, use: Use) -> bool:
+    """Whether NaN in one of two samples makes any output of the other NaN, or none of its own."""
+    leaves = [with_nan(leaf, sample) if isinstance(leaf, Tensor) else leaf for leaf in use.leaves]
+    inputs, named = tree_unflatten(leaves, use.nesting)
+    output = block(*inputs, **named)
+    rows = (output if isinstance(output, Tensor) else output[0]).isnan().flatten(1)
+    return bool(rows[1 - sample].any()) or not bool(rows[sample].any())
+
+
+def with_nan(like: Tensor, sample: int) -> Tensor:
+    """Floats are zero, NaN in one sample; others are 1, which as a mask hides nothing."""
+    if not like.is_floating_point():
+        return torch.ones(like.shape, dtype=like.dtype)
+    filled = torch.zeros(like.shape, dtype=like.dtype)
+    if is_per_sample(like, 2):
+        filled[sample] = torch.nan
+    return filled
