@@ -32,6 +32,8 @@ MEDIUM = [
     "knobs/test_optimizer",
     "knobs/test_sharding",
     "knobs/test_stepping_together",
+    "knobs/test_tile",
+    "knobs/test_tile_blocks",
     "launch/test_faults",
     "loops/test_adapters",
     "loops/test_several_ranks",

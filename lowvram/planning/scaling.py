@@ -217,7 +217,7 @@ def with_parts(trace: Trace, parts: int) -> Trace:
     is_batch = trace.kinds[trace.storages] == KINDS.index(Kind.INPUTS)
     num_bytes = torch.where(is_batch, trace.num_bytes // MOST_PARTS * parts, trace.num_bytes)
     work = trace.work.clone()
-    work[work[:, Column.PART] == MIDDLE_PART, Column.TIMES] += more
+    work[work[:, Column.PART] == MIDDLE_PART, Column.TIMES] *= 1 + more
     trace = replace(trace, num_bytes=num_bytes, work=work)
     for start, end in reversed(last_parts(trace)):
         trace = with_losses(trace, start, end, more)

@@ -207,7 +207,7 @@ def test_compiled_blocks_learn_the_same() -> None:
     assert relative_error(found.gradients, wanted.gradients) <= KNOBS["compile", "blocks"].band
 
 
-@pytest.mark.parametrize("option", ["ddp", "fsdp"])
+@pytest.mark.parametrize("option", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_ranks_train_like_one_process(option: str) -> None:
     task = InDouble(TASK)
     wanted = train(task, knobs_of(optimizer="sgd"), [8, 8])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.recomputed import has_backward, recomputed_later
+from lowvram.core.rounds import followed
 
 
 @final
@@ -39,7 +40,7 @@ def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor], is_random:
         is_random: whether the model draws random numbers.
     """
     if torch.compiler.is_compiling():  # which sums gradients inside its graph
-        call, pieces = inner.call, chunks.of(inputs)
+        call, pieces = inner.call, map(chunks.solid, chunks.of(inputs))
         if not has_backward(inner, inputs):
             return torch.cat([call(*piece) for piece in pieces], chunks.dim)
         return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], chunks.dim)  # pyright: ignore[reportArgumentType]
@@ -88,16 +89,22 @@ class Chunked(torch.autograd.Function):
         return None, *ctx.run.backward(ctx.weights, gradient)
 
 
+Chunk = tuple[Tensor, ...]  # of several tensors, the same part of each
+
+
 class Chunks(NamedTuple):
     """How tensors are cut: along a dimension, into pieces of `size`; the last one may be smaller."""
 
     dim: int
     size: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """The chunks of all tensors together, contiguous as the tensors were: some modules reshape them by `view`."""
-        for chunk in zip(*map(self.of_one, tensors), strict=True):
-            yield chunk if self.dim == 0 else tuple(part.contiguous() for part in chunk)
+    def of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
+        """The chunks of all tensors together."""
+        return list(zip(*map(self.of_one, tensors), strict=True))
+
+    def solid(self, chunk: Chunk) -> Chunk:
+        """A chunk, contiguous as the whole tensors are: some modules reshape it by `view`."""
+        return chunk if self.dim == 0 else tuple(part.contiguous() for part in chunk)
 
     def of_one(self, tensor: Tensor) -> Sequence[Tensor]:
         """The chunks of a tensor, as views."""
@@ -137,7 +144,8 @@ class Run:
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         self.surroundings, length = Surroundings(inputs, self.is_random), inputs[0].shape[self.chunks.dim]
         with recomputed_later(), self.surroundings.autocast():
-            return self.chunks.joined((self.inner(*chunk) for chunk in self.chunks.of(inputs)), length)
+            chunks = followed(self.chunks.of(inputs))
+            return self.chunks.joined((self.inner(*self.chunks.solid(chunk)) for chunk in chunks), length)
 
     def backward(self, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
         """The gradients of inputs and weights; None where none is wanted, or where `inner` doesn't use the tensor."""
@@ -148,8 +156,9 @@ class Run:
         sums = {name: GradientSum(weight) for name, weight in zip(self.names, weights, strict=True)}
         stand_ins = {name: total.stand_in for name, total in sums.items()}
         with self.surroundings.as_before(), torch.enable_grad():
-            for number, (of_output, *chunk) in enumerate(self.chunks.of([gradient, *inputs])):
-                leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(chunk, self.wanted, strict=True)]
+            for number, chunk in followed(list(enumerate(self.chunks.of([gradient, *inputs])))):
+                of_output, *parts = self.chunks.solid(chunk)
+                leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(parts, self.wanted, strict=True)]
                 torch.autograd.backward(functional_call(self.inner, stand_ins, tuple(leaves)), of_output)
                 for whole, leaf in zip(found, leaves, strict=True):
                     if whole is not None and leaf.grad is not None:

@@ -6,7 +6,8 @@ Dao et al., "FlashAttention" (2022), appendix B. All other operators are bound b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cache
@@ -161,6 +162,7 @@ class OpCounter:
     def __init__(self) -> None:
         self.lines: list[tuple[int, ...]] = []  # by `Column`
         self.part_and_phase = (0, PHASES.index(Phase.BETWEEN))
+        self.times = 1  # how often what is recorded is done
         self.num_before_update = 0  # lines before the optimizer's update
         self.traffic = (0, 0)  # bytes copied between host and device that are recorded already
 
@@ -172,6 +174,15 @@ class OpCounter:
         """Begin a phase; each forward pass begins another part of the batch."""
         self.note_traffic()
         self.part_and_phase = (self.part_and_phase[0] + (phase is Phase.FORWARD), PHASES.index(phase))
+
+    @contextmanager
+    def stands_for(self, times: int) -> Iterator[None]:
+        """Inside it, what is recorded is done so many times as often."""
+        outer, self.times = self.times, self.times * times
+        try:
+            yield
+        finally:
+            self.times = outer
 
     def note(self, operator: Any, args: tuple[Any, ...], named: Mapping[str, Any], out: Any) -> None:
         recipe = recipe_of(operator)
@@ -208,7 +219,7 @@ class OpCounter:
         new_bytes: int = 0,
     ) -> None:
         codes = (STREAMS.index(stream), FAMILIES.index(family), FORMATS.index(number_format))
-        self.lines.append((*self.part_and_phase, *codes, 1, flops, num_bytes, new_bytes))
+        self.lines.append((*self.part_and_phase, *codes, self.times, flops, num_bytes, new_bytes))
 
     def begin_update(self, *_: Any) -> None:
         self.num_before_update = len(self.lines)

@@ -14,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lowvram.compat.torch_fake import FakeTensor
 from lowvram.compat.torch_ops import AttentionOps
 from lowvram.core.device import Card
 
@@ -71,9 +72,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The output (b, n, s, d) of the kernel that torch would choose on `card`; arguments as in torch.nn.functional."""
+    """The output (b, n, s, d) of the kernel that torch would choose on `card`; arguments as in torch.nn.functional. For
+    real tensors, on which a model is tried out while it is planned, that of the kernel that runs everywhere."""
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return kernel_for(card, call)(call)
+    kernel = kernel_for(card, call) if isinstance(query, FakeTensor) else unfused
+    return kernel(call)
 
 
 def kernel_for(card: Card, call: Call) -> Callable[[Call], Tensor]:

@@ -27,6 +27,7 @@ from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import Ledger
 from lowvram.core.phases import BETWEEN, with_phases
 from lowvram.core.rig import Part, Rig
+from lowvram.core.rounds import three_followed
 from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.step import step
 from lowvram.planning.target import Target
@@ -150,7 +151,7 @@ class TraceRecorder:
             register_optimizer_step_post_hook(self.end_update),
         ]
         try:
-            with self.ledger.recording():
+            with self.ledger.recording(), three_followed(self.op_counter.stands_for):
                 yield
         finally:
             for hook in hooks:

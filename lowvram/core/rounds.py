@@ -1,0 +1,36 @@
+"""Loops whose rounds are alike: a plan follows three rounds of them, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+Round = TypeVar("Round")
+StandsFor = Callable[[int], AbstractContextManager[None]]  # inside it, what is done stands for so many rounds
+
+_STANDS_FOR: ContextVar[StandsFor | None] = ContextVar("stands_for", default=None)
+
+
+def followed(rounds: Sequence[Round]) -> Iterator[Round]:
+    """The rounds of a loop, which do the same work on tensors of the same sizes, but for the last, which may be
+    smaller. Inside `three_followed` the first, the second for all between, and the last."""
+    stands_for = _STANDS_FOR.get()
+    if stands_for is None or len(rounds) <= 3:
+        yield from rounds
+        return
+    yield rounds[0]
+    with stands_for(len(rounds) - 2):
+        yield rounds[1]
+    yield rounds[-1]
+
+
+@contextmanager
+def three_followed(stands_for: StandsFor) -> Iterator[None]:
+    """Inside it loops over `followed` leave out rounds: for tensors without values."""
+    token = _STANDS_FOR.set(stands_for)
+    try:
+        yield
+    finally:
+        _STANDS_FOR.reset(token)
