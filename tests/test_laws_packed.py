@@ -58,6 +58,7 @@ EXACT: list[Pair] = [
     ("tile", "mlp"),
     ("tile", "blocks"),
     ("logits", "chunked"),
+    ("logits", "tiled"),
     ("offload", "activations"),
     ("offload", "activations_disk"),
     ("accum", "x2"),

@@ -27,6 +27,7 @@ from tests.laboratory import CPU, PROBLEMS, TOKENS, InDouble, knobs_of, make_bat
 CRITERION = PROBLEMS["transformer"].criterion
 WIDTH, NUM_CLASSES, SHAPE = 24, 211, (3, 25)  # 75 targets: no chunk below divides them
 CHUNKS = [1, 7, 74, 75, 512]
+SUMS = pytest.mark.parametrize("sums_weights", [True, False], ids=["chunked", "tiled"])
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -46,12 +47,19 @@ def make_hidden(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> Tensor:
     return torch.randn(*shape, WIDTH, dtype=FP64, generator=draw).to(dtype).requires_grad_()
 
 
-def loss_of(head: nn.Linear, hidden: Tensor, part: Part, chunk_tokens: int | None, cast: torch.dtype | None) -> Tensor:
+def loss_of(
+    head: nn.Linear,
+    hidden: Tensor,
+    part: Part,
+    chunk_tokens: int | None,
+    cast: torch.dtype | None,
+    sums_weights: bool = True,
+) -> Tensor:
     """The sum, from chunks or (None) from whole logits. `cast`: autocast's dtype."""
     with torch.autocast("cpu", cast) if cast else nullcontext():
         if chunk_tokens is None:
             return CRITERION(head(hidden), part)
-        return LazyLogits(hidden, head, chunk_tokens).cross_entropy(part.targets)
+        return LazyLogits(hidden, head, chunk_tokens, sums_weights=sums_weights).cross_entropy(part.targets)
 
 
 def loss_and_gradients(
@@ -60,10 +68,11 @@ def loss_and_gradients(
     cast: torch.dtype | None = None,
     bias: bool = False,
     scale: float = 1.0,
+    sums_weights: bool = True,
 ) -> dict[str, Tensor]:
     """Of the mean loss. `scale`: as a loss scale, taken out again."""
     head, hidden, part = make_head(dtype, bias), make_hidden(dtype), Part(None, make_targets())
-    loss = loss_of(head, hidden, part, chunk_tokens, cast)
+    loss = loss_of(head, hidden, part, chunk_tokens, cast, sums_weights)
     (loss / part.num_targets * scale).backward()
     found = {"loss": loss.detach()}
     for name, tensor in {"hidden": hidden, **dict(head.named_parameters())}.items():
@@ -81,9 +90,12 @@ def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[float]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize(("dtype", "band"), [(FP64, 1e-12), (FP32, 2e-6)])
-def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, band: float, chunk_tokens: int, bias: bool) -> None:
-    found, exact = loss_and_gradients(chunk_tokens, dtype, bias=bias), loss_and_gradients(None, FP64, bias=bias)
-    assert max(errors(found, exact)) <= band
+@SUMS
+def test_the_numbers_are_those_of_whole_logits(
+    sums_weights: bool, dtype: torch.dtype, band: float, chunk_tokens: int, bias: bool
+) -> None:
+    found = loss_and_gradients(chunk_tokens, dtype, bias=bias, sums_weights=sums_weights)
+    assert max(errors(found, loss_and_gradients(None, FP64, bias=bias))) <= band
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -91,10 +103,11 @@ def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, band: float, 
 @pytest.mark.parametrize(
     ("dtype", "cast", "scale"), [(FP32, BF16, 1.0), (FP32, FP16, 65536.0), (BF16, None, 1.0)], ids=str
 )
+@SUMS
 def test_sixteen_bits_err_no_more_than_with_whole_logits(
-    dtype: torch.dtype, cast: torch.dtype | None, scale: float, chunk_tokens: int, bias: bool
+    sums_weights: bool, dtype: torch.dtype, cast: torch.dtype | None, scale: float, chunk_tokens: int, bias: bool
 ) -> None:
-    found, full = (loss_and_gradients(each, dtype, cast, bias, scale) for each in (chunk_tokens, None))
+    found, full = (loss_and_gradients(each, dtype, cast, bias, scale, sums_weights) for each in (chunk_tokens, None))
     exact = loss_and_gradients(None, FP64, bias=bias)
     for error, of_full in zip(errors(found, exact)[1:], errors(full, exact)[1:], strict=True):
         assert error <= 1.5 * of_full
@@ -106,14 +119,15 @@ def test_autocast_leaves_double_alone() -> None:
     assert max(errors(found, exact)) <= 1e-12
 
 
-def test_fp16_neither_loses_rare_classes_nor_overflows() -> None:
+@pytest.mark.parametrize(("chunk_tokens", "sums_weights"), [(500, True), (100, False)])
+def test_fp16_neither_loses_rare_classes_nor_overflows(chunk_tokens: int, sums_weights: bool) -> None:
     """Among 4,000 classes that are alike a probability is subnormal in fp16; 500 times the same target adds up to more
     than fp16 holds."""
     head, targets = nn.Linear(4, 4000, bias=False), torch.zeros(500, dtype=torch.long)
     head.weight.data.zero_()
     hidden = torch.full((500, 4), 200.0, requires_grad=True)
     with torch.autocast("cpu", FP16):
-        LazyLogits(hidden, head, 500).cross_entropy(targets).backward()
+        LazyLogits(hidden, head, chunk_tokens, sums_weights=sums_weights).cross_entropy(targets).backward()
     wanted = torch.full((4000, 4), 500 * 200 / 4000)
     wanted[0] -= 500 * 200
     assert head.weight.grad is not None
@@ -121,9 +135,11 @@ def test_fp16_neither_loses_rare_classes_nor_overflows() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 512])
-def test_where_nothing_counts_loss_and_gradients_are_zero(chunk_tokens: int) -> None:
+@SUMS
+def test_where_nothing_counts_loss_and_gradients_are_zero(sums_weights: bool, chunk_tokens: int) -> None:
     head, hidden = make_head(FP32, bias=True), make_hidden(FP32)
-    loss = LazyLogits(hidden, head, chunk_tokens).cross_entropy(torch.full(SHAPE, IGNORE))
+    logits = LazyLogits(hidden, head, chunk_tokens, sums_weights=sums_weights)
+    loss = logits.cross_entropy(torch.full(SHAPE, IGNORE))
     loss.backward()
     assert loss.item() == 0
     assert all(tensor.grad is not None and not tensor.grad.any() for tensor in (hidden, head.weight, head.bias))
@@ -138,9 +154,10 @@ def test_a_part_without_samples_has_no_loss() -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [7, 512])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_second_backward_pass_gives_the_same(dtype: torch.dtype, chunk_tokens: int) -> None:
+@SUMS
+def test_a_second_backward_pass_gives_the_same(sums_weights: bool, dtype: torch.dtype, chunk_tokens: int) -> None:
     head, hidden = make_head(dtype, bias=True), make_hidden(dtype)
-    loss = LazyLogits(hidden, head, chunk_tokens).cross_entropy(make_targets()) / 3
+    loss = LazyLogits(hidden, head, chunk_tokens, sums_weights=sums_weights).cross_entropy(make_targets()) / 3
     walk = partial(torch.autograd.grad, loss, [hidden, head.weight, head.bias])
     first = walk(retain_graph=True)
     kept = [gradient.clone() for gradient in first]
@@ -214,6 +231,35 @@ def test_in_16_bits_there_is_one_chunk_as_long_as_that_takes_less(dtype: torch.d
     one, several = peak_bytes(512 + 1536), peak_bytes(512 + 1537)
     assert one <= 1.02 * several  # about even: copies of hidden states and such are left out of the rule
     assert peak_bytes(1024) < several - 1e8
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_classes_that_nothing_counts_towards_may_have_any_logits(bias: bool) -> None:
+    """The hidden states of targets that don't count are large: their probabilities would overflow."""
+    head, hidden, part = make_head(FP32, bias), make_hidden(FP32), Part(None, make_targets())
+    with torch.no_grad():
+        hidden[0, 3:] *= 1e4
+    gradients = [
+        torch.autograd.grad(loss_of(head, hidden, part, chunk_tokens, None, sums_weights=False), [hidden, head.weight])
+        for chunk_tokens in (7, None)
+    ]
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_pass_needs_no_sum() -> None:
+    """Of GPT-2, in bf16: neither the fp32 sum of the weight's gradients, nor a product beside it."""
+
+    def peak_bytes(sums_weights: bool) -> int:
+        with FakeTensorMode():
+            head = nn.Linear(768, 50257, bias=False, dtype=BF16)
+            hidden = torch.empty(16, 512, 768, dtype=BF16, requires_grad=True)
+            part = Part(None, torch.zeros(16, 512, dtype=torch.long))
+            with ledger(head, inputs=[hidden, part.targets]) as peak:
+                loss_of(head, hidden, part, 512, None, sums_weights).backward()
+        return peak.peak_bytes
+
+    assert peak_bytes(False) <= peak_bytes(True) - 0.8 * 50257 * 768 * 4
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,11 @@ def is_followed(pair: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("problem", first_of(WITH_DROPOUT))
-@pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "-".join(map(str, choices.values())) or "plain")
+@pytest.mark.parametrize(
+    "choices",
+    CHOICES,
+    ids=lambda choices: "-".join(f"{group}={choice}" for group, choice in choices.items()) or "plain",
+)
 def test_the_peak_on_paper_is_the_real_one(choices: dict[str, str | Knob], problem: str) -> None:
     """Knobs that this machine can't play, and those of the process, change no memory; compilation is left out."""
     knobs = knobs_of(**choices)

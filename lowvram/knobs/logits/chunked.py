@@ -11,7 +11,7 @@ classes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Handover, Tie
+from lowvram.knobs.logits.weight_gradient import SecondPass, SumOverChunks, WeightGradient
 
 SOFTMAX_ROWS = 128  # whose probabilities, which are in fp32, exist at a time
 FP16_SCALE = 64.0  # of probabilities: below 6e-5, as of one class among many thousands, fp16 loses precision
@@ -46,6 +47,7 @@ class ChunkedLogits(Knob):
 
     chunk_tokens: int = 512
 
+    sums_weights: ClassVar[bool] = True  # whether the weight's gradient is summed over chunks
     stage = Stage.LOGITS
     band = 2e-6
     saves = Kind.ACTIVATIONS
@@ -70,12 +72,20 @@ class ChunkedLogits(Knob):
 
         def forward(part: Part) -> LazyLogits:
             hidden = rig.forward(part)
-            return LazyLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden))
+            return LazyLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden), self.sums_weights)
 
         def criterion(outputs: LazyLogits, part: Part) -> Tensor:
             return outputs.cross_entropy(part.targets)
 
         return replace(rig, forward=forward, criterion=criterion)
+
+
+@dataclass(frozen=True)
+class TiledLogits(ChunkedLogits):
+    """As `ChunkedLogits`, but a second pass computes the weight's gradient, for a tile of classes at a time: it needs
+    no sum over chunks, which in 16 bits is in fp32."""
+
+    sums_weights = False
 
 
 def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -95,15 +105,23 @@ class LazyLogits:
     """The logits of `head` for hidden states (..., d), computed only in chunks. Matrix products are in the dtype that
     autocast prescribes where this object is made."""
 
-    def __init__(self, hidden: Tensor, head: nn.Linear, chunk_tokens: int, handover: Handover | None = None) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        chunk_tokens: int,
+        handover: Handover | None = None,
+        sums_weights: bool = True,
+    ) -> None:
         self.hidden, self.head, self.chunk_tokens, self.handover = hidden, head, chunk_tokens, handover
+        self.sums_weights = sums_weights
         self.dtype = dtype_of_products(head.weight)
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """The sum over targets (...), in nats (0-dim, fp32 or wider); targets `IGNORE` don't count."""
         weight, bias = self.head.weight, self.head.bias  # read only here: FSDP has gathered them by now
-        fixed = (targets.flatten(), self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.handover)
-        return ChunkedCrossEntropy.apply(self.hidden.flatten(0, -2), weight, bias, *fixed)  # pyright: ignore[reportReturnType]
+        fixed = (self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.handover, self.sums_weights)
+        return ChunkedCrossEntropy.apply(self.hidden.flatten(0, -2), weight, bias, targets.flatten(), *fixed)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def argmax(self, dim: int) -> Tensor:
@@ -157,13 +175,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         has_backward: bool,
         handover: Handover | None,
+        sums_weights: bool,
     ) -> Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
-        size = targets_at_a_time(hidden_nd, chunk_tokens, dtype, sums_weights=wanted[1])
-        chunks = Chunks(hidden_nd, weight_vd, bias_v, size, dtype, wanted)
+        size = targets_at_a_time(hidden_nd, chunk_tokens, dtype, sums_weights=wanted[1] and sums_weights)
+        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, dtype, wanted, sums_weights)
         loss = hidden_nd.new_zeros((), dtype=chunks.exact)
         for first in range(0, len(hidden_nd), size):
-            loss += chunks.loss(slice(first, first + size), targets_n)
+            loss += chunks.loss(slice(first, first + size))
         gradients, ctx.factors = chunks.gradients()
         ctx.save_for_backward(*gradients)
         ctx.dtypes, ctx.handover = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], handover
@@ -178,7 +197,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in saved]
         if ctx.handover is not None:
             gradients[1] = ctx.handover.leave(gradients[1])
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, *[None] * 6)
 
 
 def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: torch.dtype) -> Tensor | None:
@@ -204,36 +223,49 @@ class Chunks:
         hidden_nd: Tensor,
         weight_vd: Tensor,
         bias_v: Tensor | None,
+        targets_n: Tensor,
         size: int,
         dtype: torch.dtype,
         wanted: list[bool],
+        sums_weights: bool,
     ) -> None:
         self.exact = torch.promote_types(dtype, torch.float32)
-        self.hidden_nd, self.dtype, self.has_backward = hidden_nd, dtype, any(wanted)
+        self.hidden_nd, self.targets_n1, self.dtype, self.has_backward = (
+            hidden_nd,
+            targets_n[:, None],
+            dtype,
+            any(wanted),
+        )
         self.weight_vd, self.bias_v = in_dtype(weight_vd, dtype), in_dtype(bias_v, dtype)
         num_classes = len(weight_vd)
         self.logits_cv = weight_vd.new_empty(size, num_classes, dtype=dtype)
         self.log_p_sv = weight_vd.new_empty(min(size, SOFTMAX_ROWS), num_classes, dtype=self.exact)
-        sum_dtype = dtype if size == len(hidden_nd) else self.exact  # one chunk: there is nothing to sum
         self.hidden_gradient_nd = weight_vd.new_empty(hidden_nd.shape, dtype=dtype) if wanted[0] else None
-        self.weight_gradient_vd = weight_vd.new_zeros(weight_vd.shape, dtype=sum_dtype) if wanted[1] else None
-        # Reused for each chunk: on a CPU, touching new memory takes as long as the product that is written to it.
-        is_apart = wanted[1] and sum_dtype is not dtype
-        self.product_vd = weight_vd.new_empty(weight_vd.shape, dtype=dtype) if is_apart else None
         self.bias_gradient_v = weight_vd.new_zeros(num_classes, dtype=self.exact) if wanted[2] else None
         # In fp16 gradients of logits are scaled up, against underflow, and hidden states down by about the chunk's
         # size, against overflow of sums. Both factors are powers of two, so scaling is exact.
         is_narrow = dtype is torch.float16
-        self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** size.bit_length()) if is_narrow else (1.0, 1.0)
+        is_whole = size >= len(hidden_nd)  # one chunk: there is nothing to sum
+        num_summed = size if is_whole or sums_weights else len(hidden_nd)
+        self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** num_summed.bit_length()) if is_narrow else (1.0, 1.0)
+        self.log_sums_n1 = weight_vd.new_empty(len(hidden_nd), 1, dtype=self.exact)
+        self.of_weight: WeightGradient | None = None
+        if wanted[1] and (is_whole or sums_weights):
+            self.of_weight = SumOverChunks(self.weight_vd, dtype if is_whole else self.exact)
+        elif wanted[1]:
+            given = (hidden_nd, self.weight_vd, self.bias_v, self.targets_n1, self.logits_cv, self.log_sums_n1)
+            self.of_weight = SecondPass(*given, self.logit_scale, self.hidden_scale)
 
     def gradients(self) -> tuple[list[Tensor | None], list[float]]:
         """The gradients of hidden states, weight and bias, and the factors by which they must still be multiplied."""
-        gradients = [self.hidden_gradient_nd, self.weight_gradient_vd, self.bias_gradient_v]
+        del self.log_p_sv  # free before a second pass
+        of_weight = None if self.of_weight is None else self.of_weight.result()
+        gradients = [self.hidden_gradient_nd, of_weight, self.bias_gradient_v]
         return gradients, [1 / self.logit_scale, 1 / self.logit_scale / self.hidden_scale, 1.0]
 
-    def loss(self, rows: slice, targets_n: Tensor) -> Tensor:
+    def loss(self, rows: slice) -> Tensor:
         """The loss of one chunk (0-dim); adds its gradients to those of the other chunks."""
-        targets_c1 = targets_n[rows, None]
+        targets_c1, log_sums_c1 = self.targets_n1[rows], self.log_sums_n1[rows]
         counts_c1 = targets_c1 != IGNORE
         targets_c1 = targets_c1.where(counts_c1, 0)
         hidden_cd = self.hidden_nd[rows].where(counts_c1, 0).to(self.dtype)
@@ -242,17 +274,22 @@ class Chunks:
             torch.mm(hidden_cd, self.weight_vd.T, out=logits_cv)
         else:
             torch.addmm(self.bias_v, hidden_cd, self.weight_vd.T, out=logits_cv)
-        parts = zip(*(each.split(SOFTMAX_ROWS) for each in (logits_cv, targets_c1, counts_c1)), strict=True)
+        parts = zip(
+            *(each.split(SOFTMAX_ROWS) for each in (logits_cv, targets_c1, counts_c1, log_sums_c1)), strict=True
+        )
         loss = torch.stack([self._softmax(*part) for part in parts]).sum()
         if self.has_backward:
             self._add_gradients(rows, hidden_cd, logits_cv, counts_c1)
         return loss
 
-    def _softmax(self, logits_sv: Tensor, targets_s1: Tensor, counts_s1: Tensor) -> Tensor:
-        """The loss of some rows of a chunk. Overwrites their logits with the gradient: p - 1 at the target, else p."""
+    def _softmax(self, logits_sv: Tensor, targets_s1: Tensor, counts_s1: Tensor, log_sums_s1: Tensor) -> Tensor:
+        """The loss of some rows of a chunk. Overwrites their logits with the gradient, p - 1 at the target, else p, and
+        `log_sums_s1` with the logarithms of the sums of their exponentials."""
         log_p_sv = self.log_p_sv[: len(logits_sv)]
         torch.log_softmax(logits_sv, -1, dtype=self.exact, out=log_p_sv)
-        loss = -log_p_sv.gather(1, targets_s1).where(counts_s1, 0).sum()
+        log_p_s1 = log_p_sv.gather(1, targets_s1)
+        torch.sub(logits_sv.gather(1, targets_s1), log_p_s1, out=log_sums_s1)
+        loss = -log_p_s1.where(counts_s1, 0).sum()
         if self.has_backward:
             gradient_sv = log_p_sv.exp_()
             gradient_sv.scatter_(1, targets_s1, gradient_sv.gather(1, targets_s1) - 1)
@@ -266,9 +303,5 @@ class Chunks:
         nothing to the weight's gradient."""
         if self.hidden_gradient_nd is not None:
             torch.mm(gradient_cv, self.weight_vd, out=self.hidden_gradient_nd[rows]).mul_(counts_c1)
-        if self.weight_gradient_vd is not None:
-            hidden_cd = hidden_cd.mul_(self.hidden_scale)
-            if self.product_vd is None:
-                self.weight_gradient_vd.addmm_(gradient_cv.T, hidden_cd)
-            else:
-                self.weight_gradient_vd.add_(torch.mm(gradient_cv.T, hidden_cd, out=self.product_vd))
+        if self.of_weight is not None:
+            self.of_weight.add(gradient_cv, hidden_cd.mul_(self.hidden_scale))

@@ -39,7 +39,7 @@ class TiledBlocks(Knob):
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.SEPARATE_SAMPLES})
 
     def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 90}  # late: with ckpt=every1 it saves only where a part has more samples
+        return {Kind.ACTIVATIONS: 110}  # the last: with ckpt=every1 it saves only where a part has more samples
 
     def apply(self, rig: Rig) -> Rig:
         is_random = rig.task.is_random(rig.model)

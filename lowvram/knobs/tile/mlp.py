@@ -40,7 +40,7 @@ class TiledMLP(Knob):
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, *([Fact.MLPS] if self.names is None else [])})
 
     def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.ACTIVATIONS: 100}  # the last: it saves only where a part has more than `tokens` tokens
+        return {Kind.ACTIVATIONS: 100}  # late: it saves only where a part has more than `tokens` tokens
 
     def apply(self, rig: Rig) -> Rig:
         mlps = rig.task.mlps(rig.model, self.names)
