@@ -2,12 +2,13 @@
 ResNet, from eager fp32 with AdamW down to all knobs together.
 
     scripts/python scripts/benchmarks/bench_headline.py [full|scaled]
-        [case=transformer,resnet,transformer_band,resnet_band] [last=GROUP,...] [without=GROUP,...] [overrides...]
+        [case=transformer,resnet,transformer_band,resnet_band,transformer_smallest,resnet_smallest]
+        [last=GROUP,...] [without=GROUP,...] [overrides...]
 
 full: gpt2_medium at 32 x 1,024 tokens and resnet50 at 224 px and 256 images, for one CUDA device. scaled: the same on a
 CPU, a Transformer of 8 layers, 512 features and 50,257 tokens at 16 x 256, resnet50 at 128 px and 32 images. A band
 trains the default model for 100 steps with all knobs, and holds its losses against three seeds of the reference
-(measure.fidelity). Overrides are words of train.py, for every point.
+(measure.fidelity). The smallest are the points of sweep=smallest. Overrides are words of train.py, for every point.
 
 last and without: where a processor has no products in bf16, `last=precision` shows that step after all others, and
 `without=precision` leaves it out.
@@ -18,6 +19,7 @@ each case the rows, and a page about them.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -34,7 +36,9 @@ from lowvram.results import table
 from lowvram.results.files.durable import write_text
 from lowvram.results.row import Row, Status, size_text, to_json
 
+EMULATED = "EMULATED_CARD" in os.environ  # tests/emulated_cuda
 FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run
+SMALLEST = ("transformer_smallest", "resnet_smallest")
 WATERFALL = OmegaConf.load(CONF / "sweep" / "waterfall.yaml").hydra.sweeper.points
 MORE = ("offload=parameters",)  # beyond sweep=waterfall: weights wait on the host
 COMMON = ("mode=measure", "logger=none", "measure.warmup_steps=2", "measure.steps=2", "measure.max_seconds=600")
@@ -57,6 +61,8 @@ SIZES = {
     },
 }
 TITLES = {
+    "transformer_smallest": "The smallest peaks: a Transformer",
+    "resnet_smallest": "The smallest peaks: ResNet-50",
     "transformer": "A waterfall of knobs: a Transformer",
     "resnet": "A waterfall of knobs: ResNet-50",
     "transformer_band": "All knobs beside three seeds without any: the default Transformer",
@@ -77,7 +83,9 @@ class Plan:
 
     def words(self, case: str) -> list[str]:
         """For train.py."""
-        own = (*BAND, *BANDS[case]) if case in BANDS else (*COMMON, *SIZES[self.size][case])
+        own = (*BAND, *BANDS[case]) if case in BANDS else (*COMMON, *SIZES[self.size][case.partition("_")[0]])
+        if case in SMALLEST:
+            return ["sweep=smallest", *own, *self.overrides, f"hydra.sweep.dir={self.folder(case)}"]
         batch = [word.partition("=")[2] for word in (*own, *self.overrides) if word.startswith("train.batch_size=")]
         points = self.points(int(batch[-1]) if batch else 32)
         if case in BANDS:
@@ -115,7 +123,8 @@ def page(plan: Plan, case: str, rows: Sequence[Row]) -> Iterator[str]:
     yield f"Made by `{shlex.join(['scripts/benchmarks/bench_headline.py', *sys.argv[1:]])}` on {device_name()},"
     yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}:\n"
     yield f"`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
-    yield from (band_lines if case in BANDS else waterfall_lines)(rows)
+    lines = smallest_lines if case in SMALLEST else band_lines if case in BANDS else waterfall_lines
+    yield from lines(rows)
 
 
 def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -132,6 +141,29 @@ def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield "warm-up, two that are timed. *Beyond*: how many times smaller than with plain accumulation. *Host*: what is"
     yield "kept outside the device, no part of the peak. A star marks what was disturbed: others took part of the"
     yield "processor, or times spread."
+
+
+def smallest_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Peaks beside their plans. On an emulated card nothing is timed, so times are planned ones."""
+    by_name = {table.label(row): row for row in rows}
+    first, accumulated = (by_name[name]["memory"] for name in ("baseline", "+accum"))
+    yield "| point | peak | smaller by | beyond accumulation | planned peak | host | planned ms a step |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for row in rows:
+        memory, plan = row["memory"], row["plan"]
+        if row["status"] != Status.OK:
+            yield f"| {table.label(row)} | {row['status']}: {row['reason']} |" + " |" * 5
+            continue
+        times = [f"{each['peak_bytes'] / memory['peak_bytes']:.1f} x" for each in (first, accumulated)]
+        host_bytes = (memory["by_kind_max"] or {}).get("host") or 0
+        cells = [size_text(memory["peak_bytes"]), *times, size_text(plan["allocated_bytes"]), size_text(host_bytes)]
+        yield f"| {' | '.join([table.label(row), *cells, format(plan['step_ms'] or 0, '.0f')])} |"
+    yield "\nEach point is a process of its own. Peaks are what tensors take of torch's caching allocator; *host* is"
+    yield "what is kept outside the device. The words of each point:\n"
+    points = OmegaConf.load(CONF / "sweep" / "smallest.yaml").hydra.sweeper.points
+    yield from (f"- {name}: `{words or 'none'}`" for name, words in points.items())
+    if EMULATED:
+        yield "\nThe card is [emulated](README.md): the allocator is torch's own, memory is counted, nothing is timed."
 
 
 def cells_of(row: Row, first: Row, accumulated: Row | None) -> list[str]:
@@ -172,7 +204,9 @@ def groups_of(row: Row) -> list[str]:
 
 
 def results_folder() -> Path:
-    """docs/results/cpu, or one of the card's name."""
+    """docs/results/cpu, or emulated, or one of the card's name."""
+    if EMULATED:
+        return ROOT / "docs" / "results" / "emulated"
     has_card = any(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     name = re.sub(r"\W+", "_", device_name().lower()).strip("_") if has_card else "cpu"
     return ROOT / "docs" / "results" / name
@@ -186,8 +220,8 @@ def asked(arguments: Sequence[str]) -> Plan:
     listed |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in listed}
     cases, last, without = ([each for each in listed[name].split(",") if each] for name in ("case", "last", "without"))
     for case in cases:
-        if case not in (*SIZES["full"], *BANDS):
-            sys.exit(f"case={case}: must be some of {', '.join((*SIZES['full'], *BANDS))}")
+        if case not in TITLES:
+            sys.exit(f"case={case}: must be some of {', '.join(TITLES)}")
     return Plan(sizes[0] if sizes else "full", cases, last, without, words)
 
 

@@ -150,11 +150,13 @@ def hydra_conf() -> Iterator[None]:
         yield
 
 
+PRESETS_OF_LLMS = [path.stem for path in (CONF / "experiment").glob("*lora_*.yaml")]
+PRESETS_OF_LLMS += [path.stem for path in (CONF / "experiment").glob("full_*.yaml")]
 SAID = {  # what the user of a preset has to say, or says where there is no network
     "experiment=gpt2_scratch_8gb": ["data.path=somewhere"],
     "experiment=resnet50_8gb": ["data.path=somewhere"],
     "experiment=finetune_bert_8gb": [f"model.name={tiny('bert')}"],
-    "experiment=qlora_8gb": ["data.path=somewhere", f"model.name={tiny('llama')}"],
+    **{f"experiment={name}": ["data.path=somewhere", f"model.name={tiny('llama')}"] for name in PRESETS_OF_LLMS},
 }
 
 
