@@ -61,12 +61,12 @@ SIZES = {
     },
 }
 TITLES = {
-    "transformer_smallest": "The smallest peaks: a Transformer",
-    "resnet_smallest": "The smallest peaks: ResNet-50",
     "transformer": "A waterfall of knobs: a Transformer",
     "resnet": "A waterfall of knobs: ResNet-50",
     "transformer_band": "All knobs beside three seeds without any: the default Transformer",
     "resnet_band": "All knobs beside three seeds without any: the default ResNet",
+    "transformer_smallest": "The smallest peaks: a Transformer",
+    "resnet_smallest": "The smallest peaks: ResNet-50",
 }
 BANDS = {"transformer_band": ("model=transformer",), "resnet_band": ("model=resnet", "model.norm=group")}
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from lowvram.results.row import Row, empty_row, merge
-from scripts.benchmarks.bench_headline import BANDS, WATERFALL, asked, band_lines, group_of, waterfall_lines
+from scripts.benchmarks.bench_headline import (
+    BANDS,
+    WATERFALL,
+    asked,
+    band_lines,
+    group_of,
+    smallest_lines,
+    waterfall_lines,
+)
 
 
 def test_each_point_adds_one_knob() -> None:
@@ -38,6 +46,21 @@ def test_words_are_those_of_train_py() -> None:
     (band,) = (word for word in asked([]).words("resnet_band") if word.startswith("hydra.sweeper.points"))
     assert band.count("accum") == 1
     assert set(BANDS) == {"transformer_band", "resnet_band"}
+
+
+def test_the_smallest_peaks_are_those_of_the_preset() -> None:
+    words = asked(["case=transformer_smallest"]).words("transformer_smallest")
+    assert words[0] == "sweep=smallest"
+    assert "model=gpt2_medium" in words
+    rows = [
+        row(name, peak_bytes, plan={"allocated_bytes": peak_bytes, "step_ms": 12.0})
+        for name, peak_bytes in (("baseline", 2**30), ("+accum", 2**28), ("device", 2**26))
+    ]
+    refused = row("weights on the host", 0, status="incompatible", reason="no")
+    lines = [line for line in smallest_lines([*rows, refused]) if line.startswith("|")][2:]
+    assert lines[0] == "| baseline | 1.000 GiB | 1.0 x | 0.2 x | 1.000 GiB | 0.00 MiB | 12 |"
+    assert lines[2] == "| device | 0.062 GiB | 16.0 x | 4.0 x | 0.062 GiB | 0.00 MiB | 12 |"
+    assert lines[3].startswith("| weights on the host | incompatible: no |")
 
 
 def test_a_case_that_nobody_knows() -> None:
