@@ -67,6 +67,7 @@ class Fact(Enum):
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
     FP32_WEIGHTS = "weights that train are kept in fp32"
+    UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
     WHOLE_PARAMS = "every parameter is whole on its rank"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map
+from lowvram.core.rounding import Rounding
 from lowvram.core.values import Fill
 
 IGNORE = -100  # targets with this value aren't counted, as in torch's losses
@@ -255,7 +256,7 @@ class Rig:
     total: Callable[[list[Part]], Tensor]  # the number of targets in all parts
     make_optimizer: MakeOptimizer = None  # pyright: ignore[reportAssignmentType] # until OPTIMIZER
     stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
-    rounding: Callable[[Tensor, Tensor], None] | None = None  # how an fp32 result is rounded into weights of fewer bits
+    rounding: Rounding | None = None  # how an fp32 result is kept in weights of fewer bits
     split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts

@@ -1,13 +1,16 @@
-"""Stochastic rounding: up or down at random, so that the result is right on average.
+"""How an update in fp32 reaches a weight in bf16. Rounding to nearest loses every update below 1/512 of a weight.
 
-Rounding to nearest loses every update below 1/512 of a weight; stochastic rounding keeps it on average (Gupta et al.,
-"Deep Learning with Limited Numerical Precision", 2015). The bit arithmetic is that of torchao's optimizers.
+Stochastic rounding, up or down at random, keeps it on average: Gupta et al., "Deep Learning with Limited Numerical
+Precision" (2015). The bit arithmetic is that of torchao's optimizers.
+A correction beside the weight keeps it exactly: FlashOptim (2026), arXiv 2602.23349.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -16,6 +19,70 @@ from lowvram.core.seeds import default_generator, seed_of
 from lowvram.core.shards import local
 
 LOW_BITS = 16  # the bits of an fp32 number that bf16 drops
+CORRECTION = "correction"  # in the optimizer's state of a parameter, where its rounding keeps one
+MOST_SEEDS = 2**30  # of `bits_at_random`, so that a seed and a place together fit into an int32
+
+
+class Rounding(ABC):
+    """How the optimizers of a rig keep the fp32 result of an update in a weight of fewer bits."""
+
+    correction_dtype: torch.dtype | None = None  # of the tensor that is kept beside each weight; None: there is none
+
+    @abstractmethod
+    def write(self, weight: Tensor, correction: Tensor | None, exact: Tensor) -> None:
+        """Write `exact` into the weight and its correction. Each may be a DTensor."""
+
+    def restore(self, widened: Tensor, correction: Tensor | None) -> None:
+        """Add to a weight, widened to fp32, what `write` has put into its correction. In place."""
+        assert correction is None, "a rounding that keeps corrections must also restore them"
+
+
+@final
+class Stochastic(Rounding):
+    """To one of both neighbours, at random."""
+
+    def write(self, weight: Tensor, correction: Tensor | None, exact: Tensor) -> None:
+        del correction
+        stochastically(weight, exact)
+
+
+@final
+class Split(Rounding):
+    """The upper 16 bits of an fp32 number, rounded to the nearest, are the weight; the next ones are the correction.
+
+    Both together are the fp32 number itself with 16 bits of correction. With 8 they are that number rounded to 24 bits,
+    off by at most 2**-16 of itself.
+
+    Args:
+        bits: of the correction: 8 or 16.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.correction_dtype = {8: torch.int8, 16: torch.int16}[bits]
+        self.unit = 2 ** (LOW_BITS - bits)  # of the correction, in units of the last bit of an fp32 number
+
+    @torch.no_grad()
+    def write(self, weight: Tensor, correction: Tensor | None, exact: Tensor) -> None:
+        assert correction is not None
+        exact = local(exact).float()
+        is_finite = exact.isfinite().to(torch.int32)  # bits of nan must not be rounded up: that can overflow
+        bits = exact.view(torch.int32)
+        bits = torch.add(bits, is_finite, alpha=self.unit // 2).bitwise_and_(-self.unit)
+        upper = torch.add(bits, is_finite, alpha=2 ** (LOW_BITS - 1)).bitwise_and_(-(2**LOW_BITS))
+        local(weight).copy_(upper.view(torch.float32))
+        local(correction).copy_(bits.sub_(upper).mul_(is_finite).div_(self.unit, rounding_mode="floor"))
+
+    @torch.no_grad()
+    def restore(self, widened: Tensor, correction: Tensor | None) -> None:
+        assert correction is not None
+        bits = local(widened).view(torch.int32)
+        bits.add_(local(correction).to(bits.device, torch.int32), alpha=self.unit)
+
+
+def forget(states: MutableMapping[Tensor, dict[str, Any]], parameter: Tensor) -> None:
+    """Remove an optimizer's state of a parameter, apart from a correction, which is part of the weight."""
+    if (state := states.pop(parameter, None)) is not None and CORRECTION in state:
+        states[parameter] = {CORRECTION: state[CORRECTION]}
 
 
 @torch.no_grad()

@@ -37,15 +37,15 @@ def is_off_mesh(tensor: Tensor) -> bool:
 
 
 def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """`whole` itself; if `like` is a DTensor, a new DTensor of the same layout with these values. Communicates nothing,
-    so every rank must pass the same `whole`.
+    """`whole` itself; if `like` is a DTensor, a new DTensor of the same layout with these values, in their dtype.
+    Communicates nothing, so every rank must pass the same `whole`.
 
     Args:
         device: of the shard; None: that of the shard of `like`.
     """
     if not isinstance(like, DTensor):
         return whole
-    value = torch.empty_like(like, device=device)
+    value = torch.empty_like(like, dtype=whole.dtype, device=device)
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     local(value).copy_(local(shard))
     return value

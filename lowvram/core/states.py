@@ -125,10 +125,11 @@ def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
             if key in placed_state:
-                placed_state[key] = {name: _placed_value(value, parameter) for name, value in placed_state[key].items()}
+                placed_state[key] = {name: placed_value(value, parameter) for name, value in placed_state[key].items()}
     return {**state, "state": placed_state}
 
 
-def _placed_value(value: Any, parameter: Tensor) -> Any:
+def placed_value(value: Any, parameter: Tensor) -> Any:
+    """A value of a parameter's saved state, sharded as the parameter is, if it has its shape."""
     is_alike = isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
     return placed(value, parameter) if is_alike else value

@@ -4,7 +4,7 @@ Model, data, loader, logical batch, seed and schedule are the same. Every knob g
 except where an option decides what is learnt rather than how (`Knob.reference`). So both start with the same weights:
 
 - They are a function of the seed and of each parameter's name (core/seeds.py), drawn in fp32. precision=bf16_pure
-  rounds these same numbers; adapter=qlora packs them into 4 bits. What that costs is part of the error.
+  and bf16_split round these same numbers; adapter=qlora packs them into 4 bits. What that costs is part of the error.
 - Optimizers start without state, so with low-bit ones the first step has the same weights and gradients as with AdamW;
   their errors show in the losses of later steps.
 - An adapter keeps the names and the initial values of its matrices; gradients are those of the trainable parameters.

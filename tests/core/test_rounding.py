@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowvram.core.rounding import bits_at_random, noise_of, stochastically
+from lowvram.core.rounding import CORRECTION, Split, bits_at_random, forget, noise_of, stochastically
 from tests.laboratory import DEVICES
 
 
@@ -82,3 +82,69 @@ def test_bits_of_a_place_are_even_and_independent_of_its_neighbours(device: torc
 def test_bits_of_a_piece_are_those_of_the_whole() -> None:
     whole = bits_at_random(1000, 7, torch.device("cpu"))
     assert torch.equal(whole[300:], bits_at_random(700, 307, torch.device("cpu")))
+
+
+# Split
+
+
+def split(exact: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    rounding = Split(bits)
+    weight, correction = exact.bfloat16(), torch.empty_like(exact, dtype=rounding.correction_dtype)
+    rounding.write(weight, correction, exact)
+    return weight, correction
+
+
+def restored(weight: Tensor, correction: Tensor, bits: int) -> Tensor:
+    exact = weight.float()
+    Split(bits).restore(exact, correction)
+    return exact
+
+
+def all_sizes(device: torch.device) -> Tensor:
+    """Random bits: numbers of every exponent, among them subnormal ones."""
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (500_000,), generator=draw).to(device, torch.int32)
+    values = bits.view(torch.float32)
+    return values[values.abs() < torch.finfo(torch.bfloat16).max]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_with_16_bits_nothing_is_lost(device: torch.device) -> None:
+    exact = all_sizes(device)
+    assert torch.equal(restored(*split(exact, 16), 16), exact)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_with_8_bits_the_error_is_at_most_half_the_last_of_24_bits(device: torch.device) -> None:
+    """Of 24 bits, 15 are behind the point. Subnormal numbers have a fixed distance instead of a relative one."""
+    exact = all_sizes(device)
+    found = restored(*split(exact, 8), 8)
+    distance = torch.maximum(exact.abs(), torch.tensor(torch.finfo(torch.float32).tiny, device=device)).double()
+    assert float(((found.double() - exact.double()).abs() / distance).max()) <= 2.0**-16
+    assert torch.equal(restored(*split(found, 8), 8), found)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_weight_of_a_split_is_the_nearest_of_bf16(bits: int) -> None:
+    """Up to the first rounding to 24 bits."""
+    exact = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    weight, _ = split(exact, bits)
+    distance = (exact.bfloat16().float() - exact).abs()
+    assert float(((weight.float() - exact).abs() - distance).max()) <= (2.0**-16 * 4 if bits == 8 else 0.0)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_what_a_split_cannot_hold_stays_what_it_is(bits: int) -> None:
+    of_cuda = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    values = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0]), of_cuda])
+    weight, correction = split(values, bits)
+    torch.testing.assert_close(restored(weight, correction, bits), values, equal_nan=True, rtol=0, atol=0)
+    assert int(correction.abs().max()) == 0
+
+
+def test_a_correction_outlives_the_rest_of_a_state() -> None:
+    one, other = torch.zeros(1), torch.zeros(1)
+    states = {one: {CORRECTION: torch.ones(1), "exp_avg": torch.ones(1)}, other: {"exp_avg": torch.ones(1)}}
+    for parameter in (one, other, torch.zeros(1)):
+        forget(states, parameter)
+    assert states == {one: {CORRECTION: torch.ones(1)}}

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rounding import stochastically
+from lowvram.core.rounding import Rounding, Stochastic
 from lowvram.knobs.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Moments
 from lowvram.knobs.optimizer.fp32_compute import FP32ComputeOptimizer, RoundingPolicy, with_fp32_compute
 from tests.laboratory import DEVICES
 
 
-def to_the_nearest(weight: Tensor, exact: Tensor) -> None:
-    weight.copy_(exact)
+class ToNearest(Rounding):
+    def write(self, weight: Tensor, correction: Tensor | None, exact: Tensor) -> None:
+        weight.copy_(exact)
 
 
-NEAREST = RoundingPolicy(to_the_nearest)  # no noise: what can be compared to the bit
+NEAREST = RoundingPolicy(ToNearest())  # no noise: what can be compared to the bit
 KNOBS = {"adamw": AdamW(), "sgd": SGD(), "adafactor": Adafactor()}
 
 
@@ -48,9 +49,9 @@ def drawn_like(parameter: nn.Parameter, draw: torch.Generator) -> Tensor:
 
 def test_what_is_wide_already_is_left_to_torch() -> None:
     weights = make_parameters(torch.float32)
-    assert type(AdamW().make(weights, RoundingPolicy(stochastically))) is torch.optim.AdamW
+    assert type(AdamW().make(weights, RoundingPolicy(Stochastic()))) is torch.optim.AdamW
     assert type(AdamW().make(make_parameters(), RoundingPolicy())) is torch.optim.AdamW  # nobody asks for rounding
-    assert type(AdamW().make(make_parameters(), RoundingPolicy(stochastically))) is FP32ComputeOptimizer
+    assert type(AdamW().make(make_parameters(), RoundingPolicy(Stochastic()))) is FP32ComputeOptimizer
     assert type(AdamW(moments=Moments.bf16).make(weights)) is FP32ComputeOptimizer
 
 
@@ -123,7 +124,7 @@ def test_a_second_moment_goes_on_falling(noisy: bool, monkeypatch: pytest.Monkey
     """With beta2=0.999 it moves by a thousandth a step, a quarter of what bf16 can tell apart: rounded to the nearest
     it would stay for ever."""
     if not noisy:
-        monkeypatch.setattr("lowvram.knobs.optimizer.fp32_compute.stochastically", Tensor.copy_)
+        monkeypatch.setattr("lowvram.knobs.optimizer.state_formats.stochastically", Tensor.copy_)
     weight = nn.Parameter(torch.ones(2000))
     optimizer = AdamW(beta1=0.0, beta2=0.999, moments=Moments.bf16).make([weight])
     for size in [1.0, *[0.0] * 300]:
@@ -137,9 +138,9 @@ def test_a_second_moment_goes_on_falling(noisy: bool, monkeypatch: pytest.Monkey
 def test_states_keep_their_format_when_they_are_loaded() -> None:
     """torch gives a state the format of its parameter: fp32 moments would be rounded to bf16."""
     weights = make_parameters()
-    optimizer = AdamW().make(weights, RoundingPolicy(stochastically))
+    optimizer = AdamW().make(weights, RoundingPolicy(Stochastic()))
     steps(optimizer, weights, range(3))
-    other = AdamW().make(make_parameters(), RoundingPolicy(stochastically))
+    other = AdamW().make(make_parameters(), RoundingPolicy(Stochastic()))
     other.load_state_dict(deepcopy(optimizer.state_dict()))
     moments = [value for state in other.state.values() for name, value in state.items() if name != "step"]
     assert len(moments) == 2 * len(weights)
@@ -153,7 +154,7 @@ def test_replicas_are_rounded_alike_whatever_else_was_drawn(knob: AdamW | AdamW8
     found = []
     for seed in (1, 2):
         weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)), *make_parameters()]
-        optimizer = knob.make(weights, RoundingPolicy(stochastically))
+        optimizer = knob.make(weights, RoundingPolicy(Stochastic()))
         torch.manual_seed(seed)
         steps(optimizer, weights, range(3))
         found.append(weights)
@@ -164,7 +165,7 @@ def test_replicas_are_rounded_alike_whatever_else_was_drawn(knob: AdamW | AdamW8
 
 def test_optimizers_of_one_rig_have_noises_of_their_own() -> None:
     weights = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(2)]
-    policy = RoundingPolicy(stochastically)
+    policy = RoundingPolicy(Stochastic())
     for weight in weights:
         steps(AdamW().make([weight], policy), [weight], range(1))
     assert not torch.equal(*weights)
@@ -173,7 +174,7 @@ def test_optimizers_of_one_rig_have_noises_of_their_own() -> None:
 def test_little_is_wide_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowvram.knobs.optimizer.plain.PIECE_ELEMENTS", 2**10)
     weight = nn.Parameter(torch.ones(2**10, 2**6, dtype=torch.bfloat16))
-    optimizer = AdamW(moments=Moments.bf16).make([weight], RoundingPolicy(stochastically))
+    optimizer = AdamW(moments=Moments.bf16).make([weight], RoundingPolicy(Stochastic()))
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     with ledger(optimizer=optimizer, inputs=[weight, weight.grad]) as peak:

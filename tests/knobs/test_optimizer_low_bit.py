@@ -17,7 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import Card
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
-from lowvram.core.rounding import stochastically
+from lowvram.core.rounding import Stochastic
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.optimizer import AdamW, AdamW4bit, AdamW8bit, low_bit
@@ -180,7 +180,7 @@ def test_a_cards_allocator_serves_what_an_update_says_it_takes(
 ) -> None:
     """But for the seed of stochastic rounding, of a few bytes. The last piece is smaller."""
     weight = with_gradient((6000, 1024), device, dtype)
-    optimizer = KNOBS[option].make([weight], RoundingPolicy(stochastically if dtype is torch.bfloat16 else None))
+    optimizer = KNOBS[option].make([weight], RoundingPolicy(Stochastic() if dtype is torch.bfloat16 else None))
     optimizer.step()
     assert isinstance(optimizer, low_bit.LowBit)
     torch.cuda.synchronize()
@@ -239,7 +239,7 @@ def test_a_view_of_a_parameter_shares_its_memory_and_gradient() -> None:
 def test_small_states_stay_fp32_under_bf16_weights(option: str) -> None:
     """Also when they are loaded: torch would give them the format of their parameter."""
     weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (10, 8192)]
-    optimizer, other = (KNOBS[option].make(weights, RoundingPolicy(stochastically)) for _ in range(2))
+    optimizer, other = (KNOBS[option].make(weights, RoundingPolicy(Stochastic())) for _ in range(2))
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer.step()
@@ -262,7 +262,7 @@ def parts_of(state: Any) -> list[Tensor]:
 def test_bf16_weights_are_rounded_stochastically(option: str) -> None:
     """Steps of a 1/2000 of a weight, which rounding to the nearest would lose."""
     knob = replace(KNOBS[option], lr=5e-4, weight_decay=0.0)
-    for rounding, moves in ((stochastically, True), (None, False)):
+    for rounding, moves in ((Stochastic(), True), (None, False)):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         optimizer = knob.make([weight], RoundingPolicy(rounding))
         for _ in range(20):

@@ -15,7 +15,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.copies import register_copy
 from lowvram.core.knob import Knob
 from lowvram.core.ranks import num_ranks
-from lowvram.core.rounding import stochastically
+from lowvram.core.rounding import Stochastic
 from lowvram.core.shards import whole
 from lowvram.knobs.optimizer import Muon
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
@@ -105,7 +105,7 @@ def one_update(is_shared: bool, dtype: torch.dtype) -> Tensor:
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         gradient = distribute_tensor(gradient, mesh, [Shard(0)])
     optimizer = Muon(weight_decay=0.0).make(
-        list(model.parameters()), roles_of(model, None, Muon.layers), RoundingPolicy(stochastically)
+        list(model.parameters()), roles_of(model, None, Muon.layers), RoundingPolicy(Stochastic())
     )
     model.weight.grad = gradient
     optimizer.step()

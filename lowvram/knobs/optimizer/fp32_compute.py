@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.rounding import noise_of, stochastically
+from lowvram.core.rounding import CORRECTION, MOST_SEEDS, Rounding, noise_of
+from lowvram.core.seeds import seed_of
 from lowvram.core.shards import is_off_mesh, local, on_mesh
+from lowvram.core.states import placed_value
+from lowvram.knobs.optimizer.state_formats import ALIGNMENT, AS_COMPUTED, SCALES, Piece, StateFormat, share_memory
 
-Rounding = Callable[[Tensor, Tensor], None]
 PIECE_ELEMENTS = 2**22  # of a parameter that are converted at a time: 16 MiB for each copy in fp32
 STEP = "step"  # torch's name of the count of updates: a number, even in the state of a parameter that is one itself
 
@@ -24,29 +27,29 @@ STEP = "step"  # torch's name of the count of updates: a number, even in the sta
 class RoundingPolicy:
     """How the optimizers of one rig round their updates. Each draws noise of its own, by its number."""
 
-    rounding: Rounding | None = None  # writes an fp32 weight into one of fewer bits; None: the optimizer rounds itself
+    rounding: Rounding | None = None  # of weights of fewer bits; None: the optimizer rounds itself
     numbers: Iterator[int] = field(default_factory=count)  # for the optimizers, in the order in which they are made
 
 
 def with_fp32_compute(
     inner: torch.optim.Optimizer,
     policy: RoundingPolicy,
-    state_dtype: torch.dtype = torch.float32,
+    formats: Mapping[str, StateFormat] | None = None,
     piece_elements: int | None = None,
 ) -> torch.optim.Optimizer:
     """`inner`, run in fp32 if its weights or its states have fewer bits; else `inner` itself.
 
     Args:
-        state_dtype: the dtype in which states are kept between steps.
+        formats: how states are kept between steps, by their names; others in the dtype in which they are computed.
         piece_elements: for an element-wise update, how many elements may be converted at a time. None: the update needs
             whole parameters, and sharded ones are converted shard by shard as DTensors.
     """
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    is_narrow = state_dtype is not torch.float32 or (
+    is_narrow = bool(formats) or (
         policy.rounding is not None and any(parameter.dtype.itemsize < 4 for parameter in parameters)
     )
     must_move = piece_elements is None and any(map(is_off_mesh, parameters))
-    return FP32ComputeOptimizer(inner, policy, state_dtype, piece_elements) if is_narrow or must_move else inner
+    return FP32ComputeOptimizer(inner, policy, formats or {}, piece_elements) if is_narrow or must_move else inner
 
 
 @contextmanager
@@ -59,6 +62,13 @@ def noise_of_step(groups: list[dict[str, Any]]) -> Iterator[None]:
         yield
 
 
+class Weight(NamedTuple):
+    """A piece of a weight, as it is kept."""
+
+    values: Tensor
+    correction: Tensor | None  # what its rounding keeps beside it
+
+
 @final
 class FP32ComputeOptimizer(torch.optim.Optimizer):
     """Converts one parameter after the other (a large one in pieces) and its states to fp32, has `inner` update them,
@@ -68,13 +78,17 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         policy: RoundingPolicy,
-        state_dtype: torch.dtype,
+        formats: Mapping[str, StateFormat],
         piece_elements: int | None,
     ) -> None:
         super().__init__(inner.param_groups, {})
-        self.param_groups[0] |= {"noise_of": next(policy.numbers), "noise_step": 0}
-        self.inner, self.state_dtype, self.piece_elements = inner, state_dtype, piece_elements
-        self.rounding: Callable[[Tensor, Tensor], Any] = policy.rounding or Tensor.copy_
+        self.inner, self.rounding, self.formats, self.piece_elements = inner, policy.rounding, formats, piece_elements
+        self.param_groups[0] |= {"noise_of": next(policy.numbers), "noise_step": 0, "kept_as": self.kept_as()}
+
+    def kept_as(self) -> str:
+        """The formats, in words: a saved state in others must not be loaded."""
+        dtypes = {name: format.dtype for name, format in self.formats.items()}
+        return str(dtypes | {CORRECTION: self.rounding and self.rounding.correction_dtype})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -83,57 +97,83 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self.update(parameter, group)
-        self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the last wide copy
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        kept, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        numbers, averages = numbers_and_averages(kept, parameter)
+        numbers, averages = numbers_and_averages(self.state[parameter], parameter)
         last_numbers = numbers
-        for rows in pieces(parameter, self.piece_elements):
-            narrow = {name: rows(value) for name, value in averages.items()}
-            state = self.updated(rows(parameter.detach()), rows(gradient), copied(numbers), narrow, group)
-            last_numbers, wide = numbers_and_averages(state, parameter)
-            for name, value in wide.items():
-                if name not in kept:
-                    kept[name] = self.new_state(parameter, value)
-                self.put(rows(kept[name]), value)
-        kept |= last_numbers
+        for piece in pieces(parameter, self.piece_elements):
+            last_numbers = self.update_piece(parameter, piece, copied(numbers), averages, group)
+        self.state[parameter] |= last_numbers
 
-    def updated(
+    def update_piece(
         self,
-        weight: Tensor,
-        gradient: Tensor,
+        parameter: nn.Parameter,
+        piece: Piece,
         numbers: dict[str, Any],
-        averages: dict[str, Tensor],
+        averages: Iterable[str],
         group: dict[str, Any],
     ) -> dict[str, Any]:
-        """Update one piece of a weight in place; returns its new state in the dtype in which it was computed."""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        stand_in = nn.Parameter(on_mesh(weight).to(dtype))
+        """Update a piece of a weight, and what its state holds of its elements; returns the new numbers.
+
+        Args:
+            averages: the names of what the state held of the elements before this update.
+        """
+        kept, correction, gradient = self.state[parameter], self.correction_of(parameter), parameter.grad
+        assert gradient is not None
+        weight = Weight(piece.of(parameter.detach()), None if correction is None else piece.of(correction))
+        stand_in = self.stand_in_for(weight, piece.of(gradient))
+        wide = {name: self.formats.get(name, AS_COMPUTED).read(kept, name, piece, stand_in) for name in averages}
+        numbers, wide = numbers_and_averages(self.updated(stand_in, numbers | wide, group), parameter)
+        stand_in.grad = None
+        for name in list(wide):  # each is freed before the next one, and the weight, are rounded
+            self.keep(parameter, piece, name, wide.pop(name))
+        self.write(weight, stand_in.detach())
+        return numbers
+
+    def keep(self, parameter: nn.Parameter, piece: Piece, name: str, exact: Tensor) -> None:
+        """Write a piece of a state; the first one makes room for the whole state."""
+        kept, format = self.state[parameter], self.formats.get(name, AS_COMPUTED)
+        if name not in kept:
+            like = exact if piece.is_whole else parameter
+            kept |= format.new(name, like, exact.dtype, local(parameter).device)
+        # No number of the parameter: with an optimizer for each, all would have the same one.
+        seed = seed_of(f"{self.param_groups[0]['noise_step']}:{name}") % MOST_SEEDS + piece.elements.start
+        format.write(kept, name, piece, exact, seed)
+
+    def correction_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the rounding keeps beside a weight; zeros before the first update."""
+        kept, dtype = self.state[parameter], self.rounding and self.rounding.correction_dtype
+        if dtype is None or parameter.dtype.itemsize >= 4:
+            return None
+        if CORRECTION not in kept:
+            kept[CORRECTION] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return kept[CORRECTION]
+
+    def stand_in_for(self, weight: Weight, gradient: Tensor) -> nn.Parameter:
+        """A piece of a weight, with its gradient, in the dtype in which it is updated."""
+        dtype = torch.promote_types(weight.values.dtype, torch.float32)
+        stand_in = nn.Parameter(on_mesh(weight.values).to(dtype))
+        if weight.correction is not None:
+            assert self.rounding is not None
+            self.rounding.restore(stand_in.detach(), weight.correction)
         stand_in.grad = on_mesh(gradient).to(dtype)
+        return stand_in
+
+    def updated(self, stand_in: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        """Update one piece of a weight in place; returns its new state in the dtype in which it was computed."""
         self.inner.param_groups = [{**group, "params": [stand_in]}]
-        wide = {name: on_mesh(value).to(dtype) for name, value in averages.items()}
-        self.inner.state = defaultdict(dict, {stand_in: numbers | wide})
+        self.inner.state = defaultdict(dict, {stand_in: state})
         self.inner.step()
-        if dtype is not weight.dtype:
-            self.rounding(weight, stand_in.detach())
-        elif not share_memory(weight, stand_in):
-            local(weight).copy_(local(stand_in.detach()))
-        return {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
+        new = {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
+        self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the wide copies
+        return new
 
-    def new_state(self, parameter: nn.Parameter, wide: Tensor) -> Tensor:
-        """An empty state in the dtype in which it is kept. With pieces, it has the shape of the parameter."""
-        dtype = self.state_dtype if self.state_dtype.itemsize < wide.dtype.itemsize else wide.dtype
-        like = wide if self.piece_elements is None else parameter
-        return torch.empty_like(like, dtype=dtype, device=local(parameter).device)
-
-    def put(self, kept: Tensor, wide: Tensor) -> None:
-        """Write a state back, unless it was updated in place."""
-        if kept.dtype is not wide.dtype:
-            stochastically(kept, wide)
-        elif not share_memory(kept, wide):
-            local(kept).copy_(local(wide))
+    def write(self, weight: Weight, exact: Tensor) -> None:
+        """Write a piece of a weight back, unless it was updated in place."""
+        if exact.dtype is not weight.values.dtype and self.rounding is not None:
+            self.rounding.write(weight.values, weight.correction, exact)
+        elif not share_memory(weight.values, exact):
+            local(weight.values).copy_(local(exact))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -146,30 +186,34 @@ def numbers_and_averages(state: dict[str, Any], parameter: nn.Parameter) -> tupl
     averages = {
         name: value
         for name, value in state.items()
-        if name != STEP and isinstance(value, Tensor) and (value.ndim or not parameter.ndim)
+        if name not in (STEP, CORRECTION) and isinstance(value, Tensor) and (value.ndim or not parameter.ndim)
+        if not name.endswith(SCALES)
     }
-    return {name: value for name, value in state.items() if name not in averages}, averages
+    numbers = {
+        name: value
+        for name, value in state.items()
+        if name not in averages and name != CORRECTION and not name.endswith(SCALES)
+    }
+    return numbers, averages
 
 
 def copied(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in numbers.items()}
 
 
-def share_memory(one: Tensor, other: Tensor) -> bool:
-    return local(one).untyped_storage() is local(other.detach()).untyped_storage()
-
-
-def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Functions that cut the same rows out of a parameter, its gradient and its states (of this rank's shards); with
-    None, one function that returns the whole tensor."""
+def pieces(parameter: nn.Parameter, piece_elements: int | None) -> Iterator[Piece]:
+    """The pieces of a parameter (of this rank's shard) that are updated one after the other; with None, the whole."""
     if piece_elements is None:
-        yield lambda tensor: tensor
+        yield Piece(None, slice(0, parameter.numel()))
         return
     shard = local(parameter.detach())
     num_rows = len(shard) if shard.ndim else 1
-    rows_at_once = max(1, min(num_rows, piece_elements * num_rows // max(1, shard.numel())))
+    row_elements = max(1, shard.numel() // max(1, num_rows))
+    aligned = ALIGNMENT // math.gcd(ALIGNMENT, row_elements)  # rows
+    rows_at_once = max(aligned, piece_elements // row_elements // aligned * aligned)
     for start in range(0, num_rows, rows_at_once):
-        yield lambda tensor, start=start: torch.atleast_1d(local(tensor))[start : start + rows_at_once]
+        end = min(num_rows, start + rows_at_once)
+        yield Piece(slice(start, end), slice(start * row_elements, end * row_elements))
 
 
 def keep_formats(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -182,4 +226,4 @@ def keep_formats(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and name != STEP:
-                optimizer.state[parameter][name] = value.to(parameter.device)
+                optimizer.state[parameter][name] = placed_value(value.to(parameter.device), parameter)

@@ -55,7 +55,7 @@ class AdamW8bit(Knob):
         check_adam(self.beta1, self.beta2, self.eps)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.C_COMPILER})
+        return frozenset({Fact.C_COMPILER, Fact.UNSPLIT_WEIGHTS})
 
     def reference(self) -> AdamW:
         return AdamW(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.core.rounding import bits_at_random
+from lowvram.core.rounding import MOST_SEEDS, bits_at_random
 from lowvram.core.seeds import seed_of
 from lowvram.knobs.optimizer.matrices import as_matrix
 
-MOST_SEEDS = 2**30  # so that a seed and a place together fit into an int32
 STEP = "step"  # the count of a parameter's updates
 
 

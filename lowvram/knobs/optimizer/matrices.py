@@ -21,6 +21,7 @@ from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.state_formats import StateFormat
 
 LINEAR_AND_CONVOLUTIONS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 OTHERS = "adamw"  # the rule of all parameters that are no matrices
@@ -50,6 +51,7 @@ class MatrixKnob(Knob, ABC):
     stage = Stage.OPTIMIZER
     rule: ClassVar[str]  # the name of the rule, in saved states
     layers: ClassVar[tuple[type[Any], ...]]  # the modules whose weights are matrices
+    formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
@@ -74,11 +76,11 @@ class MatrixKnob(Knob, ABC):
         others = [parameter for parameter, role in role_of.items() if not role.is_matrix]
         optimizers: dict[str, Optimizer] = {}
         if matrices:
-            optimizers[self.rule] = with_fp32_compute(self.of_matrices(matrices), policy)
+            optimizers[self.rule] = with_fp32_compute(self.of_matrices(matrices), policy, self.formats)
         if others:
             betas = (self.beta1, self.beta2)
             adamw = torch.optim.AdamW(decayed(others, self.weight_decay), self.lr, betas, self.eps, fused=True)
-            optimizers[OTHERS] = with_fp32_compute(adamw, policy, piece_elements=PIECE_ELEMENTS)
+            optimizers[OTHERS] = with_fp32_compute(adamw, policy, self.formats, PIECE_ELEMENTS)
         return ByRule(optimizers)
 
     def adam_fields(self) -> dict[str, Any]:

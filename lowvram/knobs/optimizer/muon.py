@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from lowvram.knobs.optimizer.groups import check_share
 from lowvram.knobs.optimizer.matrices import MatrixKnob
 
 
-@final
 @dataclass(frozen=True)
 class Muon(MatrixKnob):
     """One momentum per hidden matrix; AdamW for all other parameters, convolutions too."""

@@ -7,10 +7,11 @@ Adafactor: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,8 +22,12 @@ from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.state_formats import InDtype, StateFormat
 
 MOMENTUM = "momentum_buffer"  # in the states of torch.optim.SGD
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # in those of torch.optim.AdamW
 
 
 class Moments(Enum):
@@ -30,6 +35,9 @@ class Moments(Enum):
 
     fp32 = torch.float32
     bf16 = torch.bfloat16  # rounded stochastically, so that changes smaller than a bit aren't lost on average
+
+    def formats(self) -> Mapping[str, StateFormat]:
+        return {} if self is Moments.fp32 else dict.fromkeys(MOMENTS, InDtype(self.value))
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class AdamW(Knob):
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
-        return with_fp32_compute(inner, policy or RoundingPolicy(), self.moments.value, PIECE_ELEMENTS)
+        return with_fp32_compute(inner, policy or RoundingPolicy(), self.moments.formats(), PIECE_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class SGD(Knob):
 
     stage = Stage.OPTIMIZER
     saves = Kind.OPTIMIZER
+    formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
@@ -91,7 +100,7 @@ class SGD(Knob):
         fused = not any(map(is_sharded, parameters))  # torch 2.13 has no fused SGD for DTensors
         inner = torch.optim.SGD(groups, self.lr, self.momentum, nesterov=self.nesterov, fused=fused)
         inner.register_step_pre_hook(begin_momenta)
-        return with_fp32_compute(inner, policy or RoundingPolicy(), piece_elements=PIECE_ELEMENTS)
+        return with_fp32_compute(inner, policy or RoundingPolicy(), self.formats, PIECE_ELEMENTS)
 
 
 def begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -11,12 +11,14 @@ from lowvram.knobs.precision.autocast import (
     set_fp32_products,
 )
 from lowvram.knobs.precision.bf16_pure import Bf16Pure
+from lowvram.knobs.precision.bf16_split import Bf16Split
 from lowvram.knobs.precision.fp8 import Fp8
 
 __all__ = [
     "SMALLEST_SCALE",
     "Bf16",
     "Bf16Pure",
+    "Bf16Split",
     "Fp8",
     "Fp16",
     "Fp32",

@@ -6,6 +6,7 @@ Updates are rounded stochastically, without which training stalls: Zamirai et al
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +20,13 @@ from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
-from lowvram.core.rounding import stochastically
+from lowvram.core.rounding import Rounding, Stochastic
 from lowvram.core.values import own_tensors
 
 
 @dataclass(frozen=True)
-class Bf16Pure(Knob):
-    """The model in bf16. Optimizers compute their updates in fp32 and round the new weights stochastically."""
+class Bf16Weights(Knob, ABC):
+    """The model in bf16. Optimizers compute their updates in fp32."""
 
     stage = Stage.BUILD
     product_format = "bf16"
@@ -39,16 +40,28 @@ class Bf16Pure(Knob):
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FP32_WEIGHTS})
 
-    def remedies(self) -> Mapping[Kind, int]:
-        return {Kind.PARAMETERS: 10}
-
     def improves_on(self, in_use: Knob) -> bool:
         return in_use.exactness is not Exactness.LOSSY
 
     def apply(self, rig: Rig) -> Rig:
         to_bf16(rig.model)
         rig.model.register_forward_pre_hook(with_bf16_inputs, with_kwargs=True)
-        return replace(rig, rounding=stochastically)
+        return replace(rig, rounding=self.rounding())
+
+    @abstractmethod
+    def rounding(self) -> Rounding:
+        """How the new weights are rounded."""
+
+
+@dataclass(frozen=True)
+class Bf16Pure(Bf16Weights):
+    """Weights are rounded stochastically."""
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.PARAMETERS: 10}
+
+    def rounding(self) -> Rounding:
+        return Stochastic()
 
 
 def to_bf16(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.rig import Rig, Stepper, Update, is_finite
+from lowvram.core.rounding import forget
 from lowvram.core.shards import total_norm
 from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
@@ -61,7 +62,7 @@ class AfterBackwardStepper(Stepper):
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:
-            self.optimizer.state.pop(parameter, None)
+            forget(self.optimizer.state, parameter)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

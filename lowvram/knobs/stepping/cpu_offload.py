@@ -22,6 +22,7 @@ from lowvram.core.copies import register_copy
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
+from lowvram.core.rounding import forget
 from lowvram.core.shards import local, placed, spread_as
 from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.host_sums import HostSums
@@ -143,7 +144,7 @@ class CpuOffloadStepper(Stepper):
             bucket.forget(parameters)
         for optimizer in self.kept_optimizers:
             for parameter in parameters:
-                optimizer.state.pop(parameter, None)
+                forget(optimizer.state, parameter)
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers():

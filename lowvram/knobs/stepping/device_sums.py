@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowvram.core.fused import fused
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
-from lowvram.core.rounding import bits_at_random
+from lowvram.core.rounding import MOST_SEEDS, bits_at_random
 from lowvram.core.seeds import seed_of
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.sums import Sums
@@ -26,7 +26,6 @@ from lowvram.knobs.stepping.sums import Sums
 PIECE_NUMEL = 2**20  # of a gradient that are in fp32 at a time, in several tensors of 4 MiB
 BLOCK_NUMEL = 128  # with one scale
 MOST = 127  # the largest code
-MOST_SEEDS = 2**30  # so that a seed and a place together fit into an int32
 LOW_BITS = 2**16  # the values of those bits of an fp32 number that bf16 drops
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lowvram.core.rig import MakeOptimizer, Stepper
+from lowvram.core.rounding import forget
 
 
 class OneByOneStepper(Stepper):
@@ -18,7 +19,7 @@ class OneByOneStepper(Stepper):
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:
-            self.optimizers[parameter].state.clear()
+            forget(self.optimizers[parameter].state, parameter)
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.optimizers.values():
