@@ -2,6 +2,7 @@
 
 from lowvram.knobs.optimizer.adam_mini import AdamMini
 from lowvram.knobs.optimizer.apollo import Apollo, ApolloMini
+from lowvram.knobs.optimizer.companded import AdamWCompanded, MuonCompanded, SGDCompanded
 from lowvram.knobs.optimizer.external import External
 from lowvram.knobs.optimizer.galore import GaLore
 from lowvram.knobs.optimizer.groups import decayed
@@ -17,12 +18,15 @@ __all__ = [
     "AdamW",
     "AdamW4bit",
     "AdamW8bit",
+    "AdamWCompanded",
     "Apollo",
     "ApolloMini",
     "External",
     "GaLore",
     "Moments",
     "Muon",
+    "MuonCompanded",
+    "SGDCompanded",
     "SinkGD",
     "decayed",
 ]

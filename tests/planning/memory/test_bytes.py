@@ -7,6 +7,7 @@ import pytest
 from lowvram.core.device import Card
 from lowvram.core.knob import Kind, Knob
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.precision import Bf16Split
 from lowvram.models.transformer import TransformerConfig
 from lowvram.planning.target import Target
 from lowvram.planning.trace.events import Sums
@@ -19,6 +20,7 @@ PROBLEM = Auto().pose(TransformerConfig(2, 256, 4, 64), DataSpec(Modality.TOKENS
 EMBEDDING = 4096 * 256
 MATRICES = 2 * 12 * 256**2
 NUM_PARAMETERS = EMBEDDING + MATRICES + 2 * (4 + 1 + 3 + 1 + 4) * 256 + 2 * 256  # of norms and biases, the last norm's
+COMPANDED = 1 + 4 / 64  # bytes of a state of 8 bits: a code, and a scale in fp32 for 64 of them
 
 
 def summed(**choices: str | Knob) -> Sums:
@@ -35,7 +37,12 @@ def per_parameter(num_bytes: int) -> float:
         ({}, 4, 4, 8),
         ({"precision": "bf16"}, 4, 4, 8),
         ({"precision": "bf16_pure"}, 2, 2, 8),
+        ({"precision": "bf16_split"}, 2, 2, 8 + 1),
+        ({"precision": Bf16Split(16)}, 2, 2, 8 + 2),
+        ({"precision": "bf16_split", "optimizer": "adamw_companded"}, 2, 2, 2 * COMPANDED + 1),
         ({"optimizer": "sgd"}, 4, 4, 4),
+        ({"optimizer": "sgd_companded"}, 4, 4, COMPANDED),
+        ({"optimizer": "muon_companded"}, 4, 4, COMPANDED * (1 + (NUM_PARAMETERS - MATRICES) / NUM_PARAMETERS)),
         ({"optimizer": "adafactor"}, 4, 4, 0),
         ({"optimizer": "adamw_8bit"}, 4, 4, 2 * (1 + 4 / 256)),  # a scale in fp32 for 256 codes
         ({"optimizer": "adamw_4bit"}, 4, 4, 2 * (0.5 + 4 / 128)),
@@ -83,3 +90,9 @@ def test_what_is_offloaded_is_on_the_host() -> None:
 def test_ranks_share_weights_gradients_and_state(num_ranks: int) -> None:
     sums = trace(PROBLEM, knobs_of(sharding="fsdp"), 8, Target(H100.card, num_ranks)).sums()
     assert per_parameter(sums.by_kind_max[Kind.OPTIMIZER]) == pytest.approx(8 / num_ranks, abs=0.1)
+
+
+def test_an_update_of_packed_states_needs_no_more_than_pieces_in_fp32() -> None:
+    """Weight, gradient and two moments of the largest parameter, which is one piece here."""
+    other = summed(precision="bf16_split", optimizer="adamw_companded").by_kind_max[Kind.OTHER]
+    assert 4 * 4 * EMBEDDING <= other < 4.1 * 4 * EMBEDDING

@@ -1,0 +1,105 @@
+"""AdamW, SGD and Muon whose states are kept in 8 bits between steps (`companding`). The updates are torch.optim's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import final
+
+import torch
+from torch import nn
+
+from lowvram.config.errors import require
+from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.rig import Rig
+from lowvram.knobs.optimizer.companding import Companded, Root, Softsign
+from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
+from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.muon import Muon
+from lowvram.knobs.optimizer.plain import MOMENTUM, SGD, AdamW
+from lowvram.knobs.optimizer.state_formats import StateFormat
+
+PIECE_ELEMENTS = 2**21  # of a parameter that are updated at a time: 8 MiB for each copy in fp32
+BAND = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
+NEEDS = frozenset({Fact.C_COMPILER, Fact.WHOLE_PARAMS})  # a block of codes must lie on one rank
+FORMATS: Mapping[str, StateFormat] = {
+    "exp_avg": Companded(Softsign),
+    "exp_avg_sq": Companded(Root),
+    MOMENTUM: Companded(Softsign),
+}
+
+
+@final
+@dataclass(frozen=True)
+class AdamWCompanded(Knob):
+    """Two moments of 8 bits per parameter."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    stage = Stage.OPTIMIZER
+    exactness = Exactness.LOSSY
+    band = BAND
+    saves = Kind.OPTIMIZER
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.weight_decay)
+        check_adam(self.beta1, self.beta2, self.eps)
+
+    def needs(self) -> frozenset[Fact]:
+        return NEEDS
+
+    def reference(self) -> AdamW:
+        return AdamW(**asdict(self))
+
+    def remedies(self) -> Mapping[Kind, int]:
+        return {Kind.OPTIMIZER: 15}
+
+    def apply(self, rig: Rig) -> Rig:
+        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
+
+    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
+        betas = (self.beta1, self.beta2)
+        inner = torch.optim.AdamW(decayed(parameters, self.weight_decay), self.lr, betas, self.eps, fused=True)
+        return with_fp32_compute(inner, policy or RoundingPolicy(), FORMATS, PIECE_ELEMENTS)
+
+
+@final
+@dataclass(frozen=True)
+class SGDCompanded(SGD):
+    """One momentum of 8 bits per parameter."""
+
+    exactness = Exactness.LOSSY
+    band = BAND
+    formats = FORMATS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.momentum > 0, "optimizer.momentum", self.momentum, "above 0: without it use optimizer=sgd")
+
+    def needs(self) -> frozenset[Fact]:
+        return NEEDS
+
+    def reference(self) -> SGD:
+        return SGD(**asdict(self))
+
+
+@final
+@dataclass(frozen=True)
+class MuonCompanded(Muon):
+    """One momentum of 8 bits per hidden matrix, and AdamW's moments in 8 bits for all other parameters."""
+
+    exactness = Exactness.LOSSY
+    band = BAND
+    saves = Kind.OPTIMIZER
+    formats = FORMATS
+
+    def needs(self) -> frozenset[Fact]:
+        return NEEDS
+
+    def reference(self) -> Muon:
+        return Muon(**asdict(self))
