@@ -26,6 +26,7 @@ from lowvram.knobs.accum import Parts
 from lowvram.knobs.optimizer import SGD, Adafactor, AdamW
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy
 from lowvram.knobs.precision import Bf16Split
+from tests.knobs.test_precision_bf16_pure import BAND, curve
 from tests.laboratory import CPU, DEVICES, PROBLEMS, batches, knobs_of, make_batch, peak_as_planned
 from tests.ranks import on_ranks
 
@@ -134,6 +135,14 @@ def test_a_weight_moves_by_steps_that_bf16_would_lose(bits: int) -> None:
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert weight.unique().tolist() == [pytest.approx(0.99, abs=2.0**-9)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_companded", "sgd_companded", "muon_companded"])
+def test_it_learns_as_fp32_does(optimizer: str) -> None:
+    wanted = curve("fp32", optimizer.removesuffix("_companded"))
+    assert wanted[-1] < 0.8 * wanted[0]
+    assert float(((curve("bf16_split", optimizer) - wanted) / wanted).abs().max()) < BAND
 
 
 # Bytes
