@@ -63,6 +63,7 @@ class Fact(Enum):
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"
     RETAINABLE_GRAPH = "a graph can be walked backwards twice"
     EAGER_AUTOGRAD = "autograd's hooks inside a block take effect"
+    EVERY_OPERATOR = "autograd sees every operator of the model"
     COMPILED = "the model is compiled"
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"

@@ -64,7 +64,7 @@ class Compiled(Knob):
     def breaks(self) -> frozenset[Fact]:
         # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
         # that, but its cache of compiled graphs ignores the setting (2.13): a second backward pass may be wrong.
-        return frozenset({Fact.RETAINABLE_GRAPH})
+        return frozenset({Fact.RETAINABLE_GRAPH, Fact.EVERY_OPERATOR})
 
     def apply(self, rig: Rig) -> Rig:
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT

@@ -183,7 +183,7 @@ def test_a_graph_can_be_walked_twice_and_gives_its_room_back_at_the_end() -> Non
         model.zero_grad()
     assert torch.equal(*grads)
     assert moved.bytes == (2 * X_BYTES, 4 * X_BYTES)  # the last exp's result is also what is squared
-    assert not hooks._away
+    assert not hooks._copies
     assert len(hooks._pool._free) == 2
     with hooks.active(part_of(x)):
         model(x).exp().exp().square().sum().backward()

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from lowvram.compat.torch_autograd import version_of
 from lowvram.core import host
+from lowvram.core.saved import Copy, Saved
 from lowvram.knobs.offload.buffers import Buffer, Pool
 
 
+@final
 @dataclass(eq=False)
-class Away:
+class Away(Copy):
     """A copy of one storage outside the device. It lives as long as the graph; then its buffer is free again."""
 
     transfer: Transfer
@@ -38,7 +40,7 @@ class Away:
     source: weakref.ref[torch.UntypedStorage]
     dtype: torch.dtype
     num_elements: int
-    readers: weakref.WeakSet[Saved] = field(default_factory=weakref.WeakSet)
+    readers: weakref.WeakSet[AwayView] = field(default_factory=weakref.WeakSet)
     here: Tensor | None = None  # (num_elements,) the storage on the device, while it hasn't left or is back
     version: int = 0  # of `here` when the copy out began
     num_passes: int = 0  # backward passes that have read all views of it
@@ -56,7 +58,10 @@ class Away:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
-    def read_by(self, reader: Saved) -> Tensor:
+    def view(self, tensor: Tensor) -> Saved:
+        return AwayView(self, tensor)
+
+    def read_by(self, reader: AwayView) -> Tensor:
         """The storage on the device (num_elements,). When every saved view of it has been read, its device memory may
         be freed; freed earlier it would have to be copied again."""
         flat = self.transfer.come_back(self)
@@ -74,7 +79,7 @@ class Away:
 
 
 @final
-class Saved:
+class AwayView(Saved):
     """A saved tensor: a view of a storage that was copied out."""
 
     def __init__(self, away: Away, tensor: Tensor) -> None:
@@ -83,7 +88,6 @@ class Saved:
         away.readers.add(self)
 
     def read(self) -> Tensor:
-        """The tensor on the device. May be asked for again, by another backward pass over the same graph."""
         return self.away.read_by(self).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
