@@ -58,6 +58,9 @@ class FewBits(Knob):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.EVERY_OPERATOR})
 
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.COMPILED})
+
     def apply(self, rig: Rig) -> Rig:
         stepper = CountingStepper(rig.stepper, self.seed)
         keeper = InFewBits(rig.model, rig.device, self.min_bytes, self.bits, stepper.next_seed)
