@@ -54,7 +54,7 @@ def read(saved: Saved) -> Tensor:
 
 
 class Copy(ABC):
-    """A storage in another form. It lives as long as the graph."""
+    """A storage in another form. Its views hold it, and the graph holds them."""
 
     source: weakref.ref[torch.UntypedStorage]
 

@@ -18,6 +18,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
@@ -252,6 +253,28 @@ def test_without_eager_autograd() -> None:
     step(traced, make_batch(PROBLEMS["transformer"].spec, BATCH_SIZE))
     assert activations(again) < 0.7 * activations(plain)
     assert activations(traced) > 0.9 * activations(plain)
+
+
+def test_without_every_operator() -> None:
+    """What a compiled block saves needs no gradient: an activation can't be told from a mask or a sum's logarithm."""
+    saved: list[bool] = []
+    rig = assemble(TASKS["transformer"], knobs_of(), CPU)
+    (block, *_), x = rig.task.blocks(rig.model), torch.randn(4, 8, 16, requires_grad=True)
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor is not x)
+        return tensor
+
+    def num_activations() -> int:
+        saved.clear()
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            block(x)
+        return sum(saved)
+
+    assert num_activations() > 5
+    block.compile(backend="aot_eager")
+    num_activations()  # compiles
+    assert num_activations() == 0
 
 
 # TorchScript

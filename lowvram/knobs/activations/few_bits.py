@@ -118,7 +118,9 @@ class InFewBits(Keeper):
     def copy(self, storage: torch.UntypedStorage, flat: Tensor) -> Copy:
         codes = empty_codes(len(flat), self._bits, flat.device)
         write_codes(*codes, flat, self._bits, self._next_seed())
-        return Codes(weakref.ref(storage), [self.hand_on(each) for each in codes], flat.new_empty(0), len(flat), self._bits)
+        return Codes(
+            weakref.ref(storage), [self.hand_on(each) for each in codes], flat.new_empty(0), len(flat), self._bits
+        )
 
 
 @final
@@ -137,7 +139,7 @@ class Codes(Copy):
 
     def view(self, tensor: Tensor) -> Saved:
         self.num_readers += 1
-        return CodesView(self, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return CodesView(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def read(self) -> Tensor:
         """The storage (numel,). It is shared by the readers that follow one another, such as queries, keys and values
