@@ -61,11 +61,11 @@ def named(*pairs: tuple[str, str]) -> dict[str, Knob]:
 
 def company(**choices: str | Knob) -> dict[str, str]:
     """Options that replace those neutral ones that conflict with the choices, such as compile=none with ckpt=compiler:
-    of each such group the first option that doesn't conflict."""
+    of each such group the first option that doesn't conflict, if there is one."""
     knobs = (choice if isinstance(choice, Knob) else KNOBS[group, choice] for group, choice in choices.items())
     needs = frozenset[Fact]().union(*(knob.needs() for knob in knobs))
     return {
-        group: next(option for option in OPTIONS[group] if needs.isdisjoint(KNOBS[group, option].breaks()))
+        group: next((option for option in OPTIONS[group] if needs.isdisjoint(KNOBS[group, option].breaks())), neutral)
         for group, neutral in NEUTRAL.items()
         if group not in choices and not needs.isdisjoint(KNOBS[group, neutral].breaks())
     }
