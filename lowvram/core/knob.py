@@ -65,6 +65,7 @@ class Fact(Enum):
     EAGER_AUTOGRAD = "autograd's hooks inside a block take effect"
     EVERY_OPERATOR = "autograd sees every operator of the model"
     COMPILED = "the model is compiled"
+    EAGER = "the model runs eagerly"
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
     FP32_WEIGHTS = "weights that train are kept in fp32"

@@ -29,6 +29,7 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.recomputed import has_backward, is_recomputed_later
 from lowvram.core.rig import Rig
+from lowvram.core.segments import Contexts, Segments
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,32 @@ class RecomputeEvery(Knob):
     def improves_on(self, in_use: Knob) -> bool:
         """Not on `CompilerBudget`, which chooses with more knowledge."""
         return in_use != self and not isinstance(in_use, CompilerBudget)
+
+
+@dataclass(frozen=True)
+class RecomputeSegments(Knob):
+    """Every block is recomputed, and of `segment` consecutive ones only the first keeps its input: the inputs of the
+    others are computed again, too, when the backward pass reaches the segment."""
+
+    segment: int | None = None
+
+    stage = Stage.CHECKPOINT
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        allowed = "null (the square root of the number of blocks) or at least 1 (every block keeps its input)"
+        require(self.segment is None or self.segment >= 1, "ckpt.segment", self.segment, allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        # The inputs of later blocks are computed when the weights of earlier ones aren't gathered.
+        return frozenset({Fact.EAGER, Fact.BLOCKS, Fact.WHOLE_PARAMS})
+
+    def apply(self, rig: Rig) -> Rig:
+        blocks = rig.task.blocks(rig.model)
+        segments = Segments(self.segment or round(math.sqrt(len(blocks))), rig.task.is_random(rig.model))
+        for block in blocks:
+            segments.recompute(block, contexts_of(block))
+        return rig
 
 
 @dataclass(frozen=True)
@@ -132,9 +159,7 @@ class CompilerBudget(Knob):
 
 def recompute(block: nn.Module) -> None:
     """Make one block recompute its activations in the backward pass, bit for bit as they were."""
-    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
-    context_fn = partial(_contexts, norms) if norms else noop_context_fn
-    forward = block.forward
+    context_fn, forward = contexts_of(block), block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:  # no partial, which torch.compile silently runs eagerly
         if not has_backward(block, (inputs, named)):
@@ -144,6 +169,12 @@ def recompute(block: nn.Module) -> None:
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
 
     block.forward = recomputed
+
+
+def contexts_of(block: nn.Module) -> Contexts:
+    """The contexts around a block's forward pass, and around its recomputation."""
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
+    return partial(_contexts, norms) if norms else noop_context_fn
 
 
 def _contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -64,7 +64,7 @@ class Compiled(Knob):
     def breaks(self) -> frozenset[Fact]:
         # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
         # that, but its cache of compiled graphs ignores the setting (2.13): a second backward pass may be wrong.
-        return frozenset({Fact.RETAINABLE_GRAPH, Fact.EVERY_OPERATOR})
+        return frozenset({Fact.RETAINABLE_GRAPH, Fact.EVERY_OPERATOR, Fact.EAGER})
 
     def apply(self, rig: Rig) -> Rig:
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
@@ -118,7 +118,7 @@ class TorchScript(Knob):
         return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD})
+        return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD, Fact.EAGER})
 
     def apply(self, rig: Rig) -> Rig:
         print("note: PyTorch has deprecated TorchScript and doesn't fix it any more: prefer compile=blocks")

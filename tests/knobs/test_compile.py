@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,12 +25,13 @@ from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
-from lowvram.knobs.ckpt import CompilerBudget, recompute
+from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, RecomputeSegments
 from lowvram.knobs.compile import CompiledBlocks, TorchScript
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
     IMAGES,
+    KNOBS,
     PROBLEMS,
     RESNET,
     TOKENS,
@@ -243,12 +244,24 @@ def test_without_compiled() -> None:
     assert activations(budget) == activations(plain)
 
 
-def test_without_eager_autograd() -> None:
+@pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
+@pytest.mark.parametrize("option", ["blocks", "model"])
+def test_without_eager(option: str) -> None:
+    """torch.compile can't follow which block has made an input of the next one."""
+    task = PROBLEMS["transformer"]
+    with without_inductor():
+        rig = assemble(task, knobs_of(), CPU)
+        KNOBS["compile", option].apply(RecomputeSegments().apply(rig))
+        with pytest.raises(TorchDynamoException):
+            step(rig, make_batch(task.spec, BATCH_SIZE))
+
+
+@pytest.mark.parametrize("knob", [RecomputeEvery(), RecomputeSegments()], ids=lambda knob: type(knob).__name__)
+def test_without_eager_autograd(knob: Knob) -> None:
     """A trace of a block that is to be computed again keeps all of its activations."""
     plain, again, traced = (assemble(PROBLEMS["transformer"], knobs_of(), CPU) for _ in range(3))
     for rig in (again, traced):
-        for block in rig.task.blocks(rig.model):
-            recompute(block)
+        knob.apply(rig)
     TorchScript().apply(traced)
     step(traced, make_batch(PROBLEMS["transformer"].spec, BATCH_SIZE))
     assert activations(again) < 0.7 * activations(plain)

@@ -18,6 +18,7 @@ from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
+from lowvram.knobs.ckpt import RecomputeSegments
 from lowvram.knobs.offload import Activations, ActivationsOnDisk
 from lowvram.knobs.offload.activations import Hooks
 from lowvram.knobs.offload.buffers import in_host_memory
@@ -30,6 +31,7 @@ TOGETHER: list[dict[str, str | Knob]] = [
     {},
     {"ckpt": "every1"},
     {"ckpt": "every2"},
+    {"ckpt": "sqrt"},
     {"accum": "x4"},
     {"precision": "bf16"},
     {"precision": "fp16", "accum": "x4", "ckpt": "every2"},
@@ -97,6 +99,32 @@ def test_every_storage_travels_once_each_way(option: str, problem: str, ckpt: st
     assert out <= peak.by_kind_max[Kind.HOST] <= 1.05 * out
     assert peak.by_kind_max[Kind.HOST] <= plain.by_kind_max[Kind.ACTIVATIONS]
     assert peak.by_kind_max[Kind.ACTIVATIONS] < plain.by_kind_max[Kind.ACTIVATIONS]
+
+
+BOUNDARY_BYTES = {"transformer": 64 * 8 * 16 * 4, "resnet": 64 * 8 * 4 * 4 * 4}  # 64 samples, between two blocks
+OUTSIDE_BLOCKS: dict[str, dict[str, int]] = {
+    "transformer": {
+        "input of the last norm": BOUNDARY_BYTES["transformer"],
+        "input of the head": BOUNDARY_BYTES["transformer"],
+        "log-probabilities": 64 * 8 * 11 * 4,
+    },
+    "resnet": {"input of the stem's norm": BOUNDARY_BYTES["resnet"], "input of the head": 64 * 16 * 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "num_boundaries"), [("every1", 3), (RecomputeSegments(2), 2), (RecomputeSegments(3), 1)], ids=str
+)
+@pytest.mark.parametrize("problem", BOUNDARY_BYTES)
+def test_of_recomputed_blocks_only_inputs_travel(problem: str, ckpt: str | Knob, num_boundaries: int) -> None:
+    """Known to the byte: of three blocks these inputs, and what the layers outside of the blocks save."""
+    _, (out, back) = look("activations", problem, ckpt=ckpt)
+    assert out == back == num_boundaries * BOUNDARY_BYTES[problem] + sum(OUTSIDE_BLOCKS[problem].values())
+
+
+def test_with_chunked_logits_no_log_probabilities_travel() -> None:
+    _, (out, _) = look("activations", "transformer", ckpt="every1", logits="chunked")
+    assert out == (3 + 2) * BOUNDARY_BYTES["transformer"]
 
 
 def test_activations_fall_by_more_than_half() -> None:

@@ -3,19 +3,18 @@ backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
-from lowvram.core.recomputed import has_backward, recomputed_later
+from lowvram.core.recomputed import Surroundings, has_backward, recomputed_later
 from lowvram.core.rounds import followed
 
 
@@ -189,32 +188,3 @@ class GradientSum:
         """The sum in the weight's dtype. It belongs to the caller alone."""
         total, self.total = self.total, None
         return None if total is None else total.to(self.stand_in.dtype)
-
-
-@final
-class Surroundings:
-    """Autocast and the states of random generators at a forward pass, for its recomputation."""
-
-    def __init__(self, inputs: Sequence[Tensor], is_random: bool) -> None:
-        self.device_type = inputs[0].device.type
-        self.is_autocast, self.dtype = (
-            torch.is_autocast_enabled(self.device_type),
-            torch.get_autocast_dtype(self.device_type),
-        )
-        self.is_random = is_random
-        self.cpu_state = torch.get_rng_state() if is_random else None
-        has_cards = is_random and torch.cuda.is_initialized()
-        self.cards, self.card_states = get_device_states(*inputs) if has_cards else ([], [])
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Without its cache of converted weights: one that was made here, without a graph, would be used elsewhere."""
-        return torch.autocast(self.device_type, self.dtype, self.is_autocast, cache_enabled=False)
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Inside it the same number formats are in use and the same random numbers are drawn as at the forward pass."""
-        with torch.random.fork_rng(self.cards, enabled=self.is_random), self.autocast():
-            if self.cpu_state is not None:
-                torch.set_rng_state(self.cpu_state)
-                set_device_states(self.cards, self.card_states, device_type=self.device_type)
-            yield
