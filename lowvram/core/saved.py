@@ -73,7 +73,7 @@ class Keeper(ABC):
         self._around: Keeper | None = None
         self._copies: weakref.WeakValueDictionary[tuple[int, int], Copy] = weakref.WeakValueDictionary()
         # Disabled for torch.compile, which would try to trace the hooks and fail.
-        self._save_and_read: list[Any] = [torch.compiler.disable(hook) for hook in (self.save, read)]
+        self._save_and_read: list[Any] = [torch.compiler.disable(hook) for hook in (self.keep, read)]
 
     @abstractmethod
     def is_apt(self, tensor: Tensor) -> bool:
@@ -99,12 +99,12 @@ class Keeper(ABC):
         finally:
             _active.pop()
 
-    def save(self, tensor: Tensor) -> Saved:
+    def keep(self, tensor: Tensor) -> Saved:
         return self._copy_of(tensor).view(tensor) if self._may_change(tensor) else self.hand_on(tensor)
 
     def hand_on(self, tensor: Tensor) -> Saved:
         """Leave the tensor to the keeper around this one; without one it stays as it is."""
-        return Kept(tensor) if self._around is None else self._around.save(tensor)
+        return Kept(tensor) if self._around is None else self._around.keep(tensor)
 
     def _may_change(self, tensor: Tensor) -> bool:
         if tensor.device.type != self._device.type or is_traceable_wrapper_subclass(tensor):

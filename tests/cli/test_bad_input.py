@@ -15,7 +15,10 @@ Call = Callable[..., Outcome]
 # Words -> what the sentence says, in this order.
 MISTAKES = {
     # options
-    "precision=bf61": ["precision=bf61: must be one of bf16, bf16_pure, fp16, fp32, fp8, tf32", "did you mean bf16"],
+    "precision=bf61": [
+        "precision=bf61: must be one of bf16, bf16_pure, bf16_split, fp16, fp32, fp8, tf32",
+        "did you mean bf16",
+    ],
     "experiment=nope": ["experiment=nope: must be one of", "transformer_bytes"],
     "precision=": ["precision=: must be one of"],
     "precision=null": ["precision=null: must be an option of the group precision"],

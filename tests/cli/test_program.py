@@ -76,7 +76,11 @@ def test_scripts_train_is_completed_by_bash() -> None:
     )
     rule, *completions = said.splitlines()
     assert rule.endswith("-F hydra_bash_completion scripts/train")
-    assert completions == ["precision. precision=", "precision=bf16 precision=bf16_pure", "experiment=lean"]
+    assert completions == [
+        "precision. precision=",
+        "precision=bf16 precision=bf16_pure precision=bf16_split",
+        "experiment=lean",
+    ]
 
 
 def test_a_preset_may_be_typed_with_a_plus(call: Callable[..., Outcome]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowvram.compat.torch_compiler import set_activation_budget
 from lowvram.config.errors import BadInput
 from lowvram.core import host
 from lowvram.core.assemble import assemble
@@ -287,6 +288,7 @@ def test_a_weight_that_changed_before_the_backward_pass_is_an_error_as_without_t
 def test_compiled_blocks_send_what_eager_ones_do() -> None:
     """The hooks see what compiled code saves; bit by bit the same, with dropout."""
     task, results, sent = PROBLEMS["transformer_dropout"], [], []
+    set_activation_budget(1.0)  # whatever an earlier test has left
     for option in ("none", "activations"):
         torch.compiler.reset()
         rig, moved = assemble(task, knobs_of(offload=option), CPU), Moved()

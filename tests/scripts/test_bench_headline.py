@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from lowvram.config.identity import ROOT
 from lowvram.results.row import Row, empty_row, merge
 from scripts.benchmarks.bench_headline import (
     BANDS,
@@ -61,6 +63,17 @@ def test_the_smallest_peaks_are_those_of_the_preset() -> None:
     assert lines[0] == "| baseline | 1.000 GiB | 1.0 x | 0.2 x | 1.000 GiB | 0.00 MiB | 12 |"
     assert lines[2] == "| device | 0.062 GiB | 16.0 x | 4.0 x | 0.062 GiB | 0.00 MiB | 12 |"
     assert lines[3].startswith("| weights on the host | incompatible: no |")
+
+
+def test_the_readme_has_the_peaks_of_the_emulated_card() -> None:
+    name = "bench_headline_transformer_smallest_full.jsonl"
+    rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "emulated" / name).read_text().splitlines()]
+    peaks = [row["memory"]["peak_bytes"] for row in rows]
+    readme = (ROOT / "README.md").read_text()
+    for peak_bytes in peaks:
+        assert f" {peak_bytes / 2**30:.2f} |" in readme
+    for peak_bytes in peaks[2:]:
+        assert f" {peaks[0] / peak_bytes:.0f} × |" in readme
 
 
 def test_a_case_that_nobody_knows() -> None:

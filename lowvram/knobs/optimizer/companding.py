@@ -106,10 +106,12 @@ def blocks_of(elements: slice) -> slice:
     return slice(elements.start // BLOCK_NUMEL, -(-elements.stop // BLOCK_NUMEL))
 
 
-write_codes = fused(
-    "write_codes(Tensor(a!) codes, Tensor(b!) scales, Tensor values, int seed) -> ()", to_codes, to_codes_in_pieces
+write_companded = fused(
+    "write_companded(Tensor(a!) codes, Tensor(b!) scales, Tensor values, int seed) -> ()", to_codes, to_codes_in_pieces
 )
-read_codes = fused("read_codes(Tensor(a!) values, Tensor codes, Tensor scales) -> ()", from_codes, from_codes_in_pieces)
+read_companded = fused(
+    "read_companded(Tensor(a!) values, Tensor codes, Tensor scales) -> ()", from_codes, from_codes_in_pieces
+)
 
 
 @final
@@ -131,12 +133,12 @@ class Companded(StateFormat):
         codes, scales = self.cut(kept, name, piece)
         values = torch.empty_like(like, requires_grad=False)
         flat = values.view(-1) if values.is_contiguous() else torch.empty(codes.shape, device=codes.device).view(-1)
-        read_codes(flat, codes.view(-1), scales)
+        read_companded(flat, codes.view(-1), scales)
         return values if values.is_contiguous() else values.copy_(flat.view(codes.shape))
 
     def write(self, kept: Kept, name: str, piece: Piece, exact: Tensor, seed: int) -> None:
         codes, scales = self.cut(kept, name, piece)
-        write_codes(codes.view(-1), scales, exact.reshape(-1), seed)
+        write_companded(codes.view(-1), scales, exact.reshape(-1), seed)
 
     def cut(self, kept: Kept, name: str, piece: Piece) -> tuple[Tensor, Tensor]:
         """The codes and the scales of a piece."""
