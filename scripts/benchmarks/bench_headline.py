@@ -120,7 +120,8 @@ def page(plan: Plan, case: str, rows: Sequence[Row]) -> Iterator[str]:
     """Markdown about one case."""
     about = rows[0]["provenance"]
     yield f"# {TITLES[case]}\n"
-    yield f"Made by `{shlex.join(['scripts/benchmarks/bench_headline.py', *sys.argv[1:]])}` on {'an emulated card' if EMULATED else device_name()},"
+    where = "an emulated card" if EMULATED else device_name()
+    yield f"Made by `{shlex.join(['scripts/benchmarks/bench_headline.py', *sys.argv[1:]])}` on {where},"
     yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}:\n"
     yield f"`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
     lines = smallest_lines if case in SMALLEST else band_lines if case in BANDS else waterfall_lines

@@ -219,6 +219,7 @@ def test_what_can_still_save_when_time_is_up_does(call: Call) -> None:
     assert outcome.command("continue with") == [f"resume={outcome.folder.relative_to(outcome.cwd)}"]
 
 
+@pytest.mark.slow
 def test_the_program_is_killed(start: Start, tmp_path: Path) -> None:
     """No process stays: not while the server imports, not in steps with workers (a snapshot is saved), not when the
     point hangs."""

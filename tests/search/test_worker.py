@@ -103,6 +103,7 @@ def test_of_combinations_that_fit_only_without_their_margin_the_fastest_is_plann
         assert [name for (name,) in cache.plans] == names
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_with_its_margin_the_two_of_least_memory_are_measured() -> None:
     words = (*LARGE, "search.groups=[accum]", "ckpt=every1")
     every = search(book("vram=2GiB", *words), [])["ranking"]
