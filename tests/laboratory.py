@@ -22,6 +22,7 @@ from lowvram.core.assemble import absent_of, assemble, bare_model
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
+from lowvram.core.ledger import Peak, ledger
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Method, Part, Rig, Task, Update
 from lowvram.core.shards import whole
@@ -360,6 +361,15 @@ def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) ->
 
 def square_sum(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
+
+
+def peak_as_measured(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Peak:
+    """The ledger of a step after the first, which makes the optimizer's state."""
+    rig, batch = assemble(problem, knobs, CPU), make_batch(problem.spec, batch_size)
+    step(rig, batch)
+    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+        step(rig, batch)
+    return peak
 
 
 def peak_as_planned(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Sums:

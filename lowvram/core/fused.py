@@ -10,6 +10,8 @@ import torch
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 
+TAKEN: set[str] = set()  # the names of all operators
+
 
 def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., None]) -> Callable[..., None]:
     """An operator that writes into its arguments and returns nothing.
@@ -30,6 +32,9 @@ def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., No
             compiled()(*args)
 
     name, _, signature = schema.partition("(")
+    if name in TAKEN:  # torch would silently replace the other one
+        raise ValueError(f"there are two operators called {name}")
+    TAKEN.add(name)
     written = [argument.split()[1] for argument in signature.partition(") ->")[0].split(", ") if "!)" in argument]
     operator = torch.library.custom_op(f"lowvram::{name}", in_pieces, mutates_args=written, schema=f"({signature}")
     operator.register_kernel("cuda", on_card)

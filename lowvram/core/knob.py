@@ -111,9 +111,9 @@ class Knob(ABC):
     expandable_segments: ClassVar[bool] = False  # it has CUDA's caching allocator use expandable segments
     extra_memory: ClassVar[bool] = False  # it takes much memory outside a step's tensors, as a compiler does
     # Read from a group's neutral option: whether a search tries the group's other options even if the user didn't name
-    # the group. False where they decide what is learnt, or where no plan knows their time or memory. Read from another
-    # option: whether a search tries it at all.
+    # the group. False where they decide what is learnt, or where no plan knows their time or memory.
     searched: ClassVar[bool] = True
+    chosen_by_user: ClassVar[bool] = False  # it is another way to learn, which no search tries
 
     def needs(self) -> frozenset[Fact]:
         """The facts without which this knob can't work."""

@@ -194,16 +194,13 @@ class Turn:
 
 @final
 class Keep(torch.autograd.Function):
-    """Saves tensors as operators do, so that hooks of other knobs take effect, and changes in place are noticed."""
+    """Saves tensors as operators do, so that hooks of other knobs take effect, and changes in place are noticed. It has
+    no backward pass: no loss depends on what it returns."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError("no loss depends on the result of Keep")
 
 
 def saved(tensors: list[Tensor]) -> Any:

@@ -143,7 +143,7 @@ def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
     """Why an option isn't tried, whatever the device; None: it is."""
     if knob.exactness is Exactness.LOSSY and not cache.settings.search.lossy:
         return "lossy: search.lossy=true tries it"
-    if not knob.searched and not isinstance(knob, type(knob_of((group, neutral_options()[group])))):
+    if knob.chosen_by_user:
         return "it decides what is learnt: choose it yourself"
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
     parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.plan_device.num_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,6 +23,11 @@ def in_halves(sums: Tensor, values: Tensor, times: int) -> None:
 
 
 operator = fused("add_double_for_a_test(Tensor(a!) sums, Tensor values, int times) -> ()", add_double, in_halves)
+
+
+def test_two_operators_of_one_name_are_told() -> None:
+    with pytest.raises(ValueError, match="two operators called add_double_for_a_test"):
+        fused("add_double_for_a_test(Tensor(a!) sums) -> ()", add_double, in_halves)
 
 
 class Seen(TorchDispatchMode):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
-from lowvram.core.ledger import Peak, ledger
 from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.knobs.activations import FewBits, codes, few_bits
@@ -24,7 +23,16 @@ from lowvram.knobs.activations.few_bits import CountingStepper, InFewBits
 from lowvram.knobs.ckpt import CompilerBudget
 from lowvram.knobs.stepping import InBackward, Norm
 from tests.knobs.test_offload import Moved
-from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, peak_as_planned, relative_error, train
+from tests.laboratory import (
+    CPU,
+    PROBLEMS,
+    knobs_of,
+    make_batch,
+    peak_as_measured,
+    peak_as_planned,
+    relative_error,
+    train,
+)
 
 EACH = pytest.mark.parametrize("bits", [8, 4, 2])
 MODELS = pytest.mark.parametrize("problem", ["transformer", "resnet"])
@@ -302,22 +310,16 @@ def test_two_passes_over_one_graph_read_the_same_numbers() -> None:
     assert relative_error(found.gradients, wanted.gradients) < 1e-6
 
 
-def peak_of(problem: str, **choices: str | Knob) -> Peak:
-    task = PROBLEMS[problem]
-    rig, batch = assemble(task, knobs_of(**choices), CPU), make_batch(task.spec, 64)
-    step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
-        step(rig, batch)
-    return peak
-
-
 @MODELS
 @pytest.mark.parametrize(
     "others", [{}, {"ckpt": "every2"}, {"offload": "activations"}, {"precision": "bf16", "accum": "x2"}], ids=str
 )
 def test_the_plan_is_what_is_measured(problem: str, others: dict[str, str]) -> None:
     choices: dict[str, str | Knob] = {"activations": "int8", **others}
-    planned, found = peak_as_planned(PROBLEMS[problem], knobs_of(**choices), 64), peak_of(problem, **choices)
+    planned, found = (
+        peak_as_planned(PROBLEMS[problem], knobs_of(**choices), 64),
+        peak_as_measured(PROBLEMS[problem], knobs_of(**choices), 64),
+    )
     assert found.by_kind_max[Kind.ACTIVATIONS] == planned.by_kind_max[Kind.ACTIVATIONS]
 
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Exactness, Kind, Knob
-from lowvram.core.ledger import Peak, ledger
+from lowvram.core.ledger import Peak
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.stepping import InBackward
@@ -37,6 +37,7 @@ from tests.laboratory import (
     Trained,
     knobs_of,
     make_batch,
+    peak_as_measured,
     peak_as_planned,
     relative_error,
     saved_bytes,
@@ -255,11 +256,7 @@ LONG = Auto().pose(
 
 
 def peak_of(**choices: str | Knob) -> Peak:
-    rig, batch = assemble(LONG, knobs_of(**choices), CPU), make_batch(LONG.spec, 4)
-    step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
-        step(rig, batch)
-    return peak
+    return peak_as_measured(LONG, knobs_of(**choices), 4)
 
 
 def test_the_block_that_is_recomputed_gets_smaller() -> None:

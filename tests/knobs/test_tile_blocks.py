@@ -13,7 +13,7 @@ from lowvram.api import task as task_of
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
-from lowvram.core.ledger import Peak, ledger
+from lowvram.core.ledger import Peak
 from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
@@ -32,6 +32,7 @@ from tests.laboratory import (
     Trained,
     knobs_of,
     make_batch,
+    peak_as_measured,
     peak_as_planned,
     relative_error,
     train,
@@ -176,11 +177,7 @@ WIDE = Auto().pose(
 
 
 def peak_of(**choices: str | Knob) -> Peak:
-    rig, batch = assemble(WIDE, knobs_of(**choices), CPU), make_batch(WIDE.spec, 16)
-    step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
-        step(rig, batch)
-    return peak
+    return peak_as_measured(WIDE, knobs_of(**choices), 16)
 
 
 def test_it_saves_more_than_recomputing_whole_blocks() -> None:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.fused import fused
-from lowvram.core.rounding import bits_at_random
+from lowvram.core.rounding import MOST_SEEDS, bits_at_random
 
 BLOCK_NUMEL = 64
 PIECE_NUMEL = 2**17  # that are in fp32 at a time, in several tensors of 0.5 MiB
-MOST_SEEDS = 2**30  # so that a seed and a place together fit into an int32
 LOW_BITS = 2**16 - 1  # those bits of an fp32 number that bf16 drops
 HAIR = 2.0**-20  # of a step: what a positive number is read as that has rounded to zero
 

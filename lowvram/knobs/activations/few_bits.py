@@ -19,9 +19,10 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ranks import rank
 from lowvram.core.rig import Rig, Stepper, StepperAround
+from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.saved import Copy, Keeper, Saved, forward_with
 from lowvram.core.seeds import seed_of
-from lowvram.knobs.activations.codes import MOST_SEEDS, empty_codes, read_codes, write_codes
+from lowvram.knobs.activations.codes import empty_codes, read_codes, write_codes
 
 
 @dataclass(frozen=True)

@@ -230,12 +230,8 @@ class Chunks:
         sums_weights: bool,
     ) -> None:
         self.exact = torch.promote_types(dtype, torch.float32)
-        self.hidden_nd, self.targets_n1, self.dtype, self.has_backward = (
-            hidden_nd,
-            targets_n[:, None],
-            dtype,
-            any(wanted),
-        )
+        self.hidden_nd, self.targets_n1 = hidden_nd, targets_n[:, None]
+        self.dtype, self.has_backward = dtype, any(wanted)
         self.weight_vd, self.bias_v = in_dtype(weight_vd, dtype), in_dtype(bias_v, dtype)
         num_classes = len(weight_vd)
         self.logits_cv = weight_vd.new_empty(size, num_classes, dtype=dtype)
@@ -249,12 +245,13 @@ class Chunks:
         num_summed = size if is_whole or sums_weights else len(hidden_nd)
         self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** num_summed.bit_length()) if is_narrow else (1.0, 1.0)
         self.log_sums_n1 = weight_vd.new_empty(len(hidden_nd), 1, dtype=self.exact)
-        self.of_weight: WeightGradient | None = None
-        if wanted[1] and (is_whole or sums_weights):
-            self.of_weight = SumOverChunks(self.weight_vd, dtype if is_whole else self.exact)
-        elif wanted[1]:
-            given = (hidden_nd, self.weight_vd, self.bias_v, self.targets_n1, self.logits_cv, self.log_sums_n1)
-            self.of_weight = SecondPass(*given, self.logit_scale, self.hidden_scale)
+        self.of_weight = self._gradient_of_weight(is_whole or sums_weights, is_whole) if wanted[1] else None
+
+    def _gradient_of_weight(self, is_summed: bool, is_whole: bool) -> WeightGradient:
+        if is_summed:
+            return SumOverChunks(self.weight_vd, self.dtype if is_whole else self.exact)
+        given = (self.hidden_nd, self.weight_vd, self.bias_v, self.targets_n1, self.logits_cv, self.log_sums_n1)
+        return SecondPass(*given, self.logit_scale, self.hidden_scale)
 
     def gradients(self) -> tuple[list[Tensor | None], list[float]]:
         """The gradients of hidden states, weight and bias, and the factors by which they must still be multiplied."""

@@ -16,32 +16,22 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
-from lowvram.core.knob import Kind, Knob, Stage
+from lowvram.core.knob import Kind, Knob
 from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
+from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.matrices import PerParameterOptimizer
 
 
 @final
 @dataclass(frozen=True)
-class AdamMini(Knob):
+class AdamMini(AdamKnob):
     """One first moment per parameter; one second moment per output of a linear layer or a convolution, and per token of
     an embedding. The paper has one for all outputs of a head in queries and keys."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    stage = Stage.OPTIMIZER
     saves = Kind.OPTIMIZER
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_adam(self.beta1, self.beta2, self.eps)
 
     def reference(self) -> Knob:
         return self

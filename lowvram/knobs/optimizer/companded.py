@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.knob import Exactness, Fact, Kind
 from lowvram.core.rig import Rig
+from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.companding import Companded, Root, Softsign
 from lowvram.knobs.optimizer.fp32_compute import RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.muon import Muon
 from lowvram.knobs.optimizer.plain import MOMENTUM, SGD, AdamW
 from lowvram.knobs.optimizer.state_formats import StateFormat
@@ -32,23 +33,12 @@ FORMATS: Mapping[str, StateFormat] = {
 
 @final
 @dataclass(frozen=True)
-class AdamWCompanded(Knob):
+class AdamWCompanded(AdamKnob):
     """Two moments of 8 bits per parameter."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    stage = Stage.OPTIMIZER
     exactness = Exactness.LOSSY
     band = BAND
     saves = Kind.OPTIMIZER
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_adam(self.beta1, self.beta2, self.eps)
 
     def needs(self) -> frozenset[Fact]:
         return NEEDS

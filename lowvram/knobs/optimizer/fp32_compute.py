@@ -183,17 +183,13 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
 def numbers_and_averages(state: dict[str, Any], parameter: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a state holds once for a parameter, such as a count of steps, and what it holds of its elements. Only that
     is narrowed, and cut in pieces."""
+    own = {name: value for name, value in state.items() if name != CORRECTION and not name.endswith(SCALES)}
     averages = {
         name: value
-        for name, value in state.items()
-        if name not in (STEP, CORRECTION) and isinstance(value, Tensor) and (value.ndim or not parameter.ndim)
-        if not name.endswith(SCALES)
+        for name, value in own.items()
+        if name != STEP and isinstance(value, Tensor) and (value.ndim or not parameter.ndim)
     }
-    numbers = {
-        name: value
-        for name, value in state.items()
-        if name not in averages and name != CORRECTION and not name.endswith(SCALES)
-    }
+    numbers = {name: value for name, value in own.items() if name not in averages}
     return numbers, averages
 
 

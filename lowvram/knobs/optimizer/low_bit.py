@@ -20,39 +20,29 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass, without_dispatch_modes
 from lowvram.compat.torchao import new_moment, part_of_moment
-from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.knob import Exactness, Fact, Kind, Knob
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.shards import local
+from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, STEP, RoundingPolicy, keep_formats, noise_of_step
-from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.plain import AdamW
 
 LARGE_NUMEL = 4096  # torchao keeps the moments of smaller tensors in fp32
 
 
 @dataclass(frozen=True)
-class AdamW8bit(Knob):
+class AdamW8bit(AdamKnob):
     """Two moments of 8 bits per parameter."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    stage = Stage.OPTIMIZER
     exactness = Exactness.LOSSY
     band = 2e-6  # of gradients at the same weights, which an optimizer doesn't touch
     saves = Kind.OPTIMIZER
     libraries = ("torchao.optim",)
     theirs: ClassVar[str] = "AdamW8bit"
     scratch_itemsizes: ClassVar[tuple[int, ...]] = ()  # bytes per element of an update's temporaries: it has none
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_adam(self.beta1, self.beta2, self.eps)
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.C_COMPILER, Fact.UNSPLIT_WEIGHTS})

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
-from lowvram.core.knob import Knob, Stage
+from lowvram.core.knob import Knob
 from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
+from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
-from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.state_formats import StateFormat
 
 LINEAR_AND_CONVOLUTIONS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -38,24 +39,13 @@ Roles = MutableMapping[Any, Role]  # by parameter
 
 
 @dataclass(frozen=True)
-class MatrixKnob(Knob, ABC):
+class MatrixKnob(AdamKnob, ABC):
     """A rule for matrices; AdamW for embeddings, the head, norms, biases and whatever else is in no layer of
     `layers`."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    stage = Stage.OPTIMIZER
     rule: ClassVar[str]  # the name of the rule, in saved states
     layers: ClassVar[tuple[type[Any], ...]]  # the modules whose weights are matrices
     formats: ClassVar[Mapping[str, StateFormat] | None] = None  # of states: how they are kept between steps
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_adam(self.beta1, self.beta2, self.eps)
 
     def reference(self) -> Knob:
         return self

@@ -20,8 +20,9 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
+from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
-from lowvram.knobs.optimizer.groups import check_adam, check_rates, decayed
+from lowvram.knobs.optimizer.groups import check_rates, decayed
 from lowvram.knobs.optimizer.state_formats import InDtype, StateFormat
 
 MOMENTUM = "momentum_buffer"  # in the states of torch.optim.SGD
@@ -41,22 +42,12 @@ class Moments(Enum):
 
 
 @dataclass(frozen=True)
-class AdamW(Knob):
+class AdamW(AdamKnob):
     """Two moments per parameter."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
     moments: Moments = Moments.fp32
 
-    stage = Stage.OPTIMIZER
     searched = False
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_adam(self.beta1, self.beta2, self.eps)
 
     def reference(self) -> AdamW:
         return replace(self, moments=Moments.fp32)

@@ -44,7 +44,7 @@ class ZerothOrder(Knob):
     exactness = Exactness.LOSSY
     band = 1e-2  # of g z, against the same z in fp64: two losses that are nearly equal are subtracted
     saves = Kind.ACTIVATIONS
-    searched = False
+    chosen_by_user = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
