@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import Incompatible
+from lowvram.core import host
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Fact, Knob, Stage, conflicts
-from lowvram.core.rig import Rig, Task
+from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
+from lowvram.core.ledger import announce
+from lowvram.core.rig import Part, Rig, Task
 from lowvram.core.states import with_load_hooks
 from lowvram.core.values import materialise
 
@@ -69,8 +72,14 @@ def bare_rig(task: Task, device: torch.device) -> Rig:
         model,
         forward=lambda part: task.call(model, part.inputs),
         criterion=task.criterion,
-        total=lambda parts: torch.stack([task.num_targets(part) for part in parts]).sum(),
+        total=lambda parts: host.moved(torch.stack([task.num_targets(part) for part in parts]).sum(), device),
+        move=partial(moved_part, device=device),
     )
+
+
+def moved_part(part: Part, device: torch.device) -> Part:
+    """The part on the device; ledgers count its tensors there as inputs."""
+    return part.map(lambda tensor: announce(host.moved(tensor, device), Kind.INPUTS))
 
 
 def bare_model(task: Task) -> nn.Module:

@@ -78,10 +78,18 @@ _storages: dict[int, weakref.finalize[..., Any]] = {}  # those marked as host me
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A CPU tensor for data of `device`, marked as host memory. For CUDA it is pinned; if pinning fails, as where
     pinned memory is limited (WSL), it is pageable, with a warning."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if device.type == "cuda":
-        tensor = _pinned(tensor)
-    return mark(tensor)
+    return mark(pinned(torch.empty(shape, dtype=dtype), device))
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor from which copies to `device` need not be waited for: for CUDA it is pinned, as in `empty`."""
+    return _pinned(tensor) if device.type == "cuda" else tensor
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The device copies it when it gets there; nobody waits for that if the tensor is pinned.
+    A plan for a card patches this function, as its fake tensors are on the CPU."""
+    return tensor.to(device, non_blocking=True)
 
 
 def mark(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from torch import Tensor
 
@@ -27,11 +27,11 @@ class Marks(Protocol):
 def with_phases(rig: Rig, marks: Marks) -> Rig:
     """The same rig, which calls `marks` at each phase."""
 
-    def forward(part: Part) -> Any:
+    def move(part: Part) -> Part:
         marks.mark("forward")
-        return rig.forward(part)
+        return rig.move(part)
 
-    return replace(rig, forward=forward, stepper=MarkingStepper(rig.stepper, marks))
+    return replace(rig, move=move, stepper=MarkingStepper(rig.stepper, marks))
 
 
 @final

@@ -50,8 +50,8 @@ class Part:
         """The part with `change` applied to each of its tensors."""
         return Part(tree_map(change, self.inputs), tree_map(change, self.targets))
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Part:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device) -> Part:
+        return self.map(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> Part:
         return self.map(Tensor.pin_memory)
@@ -220,7 +220,8 @@ class Task(ABC):
 
 def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
     """Forward and backward of one part after the other; returns the mean loss (0-dim). The loss of each part is divided
-    by the number of targets of the *whole* logical batch, so that parts with more targets weigh more.
+    by the number of targets of the *whole* logical batch, so that parts with more targets weigh more. Each part is
+    on the device only while it is computed.
 
     Args:
         total: the number of targets of the whole batch (0-dim).
@@ -228,10 +229,17 @@ def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
     losses = []
     for index, part in enumerate(parts):
         with rig.sync(index == len(parts) - 1):
-            loss = rig.criterion(rig.forward(part), part) / total
+            loss = loss_of(rig, part, total)
             rig.stepper.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def loss_of(rig: Rig, part: Part, total: Tensor) -> Tensor:
+    """Move the part to the device, and compute its share of the mean loss (0-dim). Afterwards only autograd holds what
+    was moved, as far as the backward pass needs it."""
+    moved = rig.move(part)
+    return rig.criterion(rig.forward(moved), moved) / total
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -253,11 +261,12 @@ class Rig:
     model: nn.Module
     forward: Callable[[Part], Any]  # calls the model
     criterion: Callable[[Any, Part], Tensor]  # outputs, part -> the sum over the part's targets
-    total: Callable[[list[Part]], Tensor]  # the number of targets in all parts
+    total: Callable[[list[Part]], Tensor]  # the number of targets in all parts, on the device
     make_optimizer: MakeOptimizer = None  # pyright: ignore[reportAssignmentType] # until OPTIMIZER
     stepper: Stepper = None  # pyright: ignore[reportAssignmentType] # until STEPPING
     rounding: Rounding | None = None  # how an fp32 result is kept in weights of fewer bits
-    split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts
+    split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts, where the batch is
+    move: Callable[[Part], Part] = lambda part: part  # to the device
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step

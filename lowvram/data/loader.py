@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from lowvram.compat.torch_data import end_workers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
+from lowvram.core import host
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
 from lowvram.data.randomness import Key
@@ -49,7 +50,8 @@ class Loader(ABC):
     def batches(
         self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
-        """Endless logical batches on the device, from that of step `first_step` on. Close the generator when done.
+        """Endless logical batches, from that of step `first_step` on. Close the generator when done. They are in host
+        memory, pinned if the device is a card: the step moves them there part by part.
 
         Batches are always full: the last samples of an epoch share a batch with the first of the next epoch.
         With several ranks each rank loads its slice of every batch only.
@@ -129,7 +131,7 @@ def require_prefetch(prefetch: int) -> None:
 def make_batches(
     keys: Iterator[Any], make: Callable[[Any], Part], num_workers: int, prefetch: int, device: torch.device
 ) -> Generator[Part, None, None]:
-    """`make(key)` for each key, moved to the device: computed on demand or, with workers, ahead of time."""
+    """`make(key)` for each key, ready to be moved to the device: computed on demand or, with workers, ahead of time."""
     if num_workers:
         return make_batches_ahead(keys, make, num_workers, prefetch, device)
     return make_batches_now(keys, make, device)
@@ -139,7 +141,7 @@ def make_batches_now(
     keys: Iterator[Any], make: Callable[[Any], Part], device: torch.device
 ) -> Generator[Part, None, None]:
     for key in keys:
-        yield make(key).to(device)
+        yield make(key).map(lambda tensor: host.pinned(tensor, device))
 
 
 def make_batches_ahead(
@@ -159,8 +161,7 @@ def make_batches_ahead(
     with interrupts_blocked():
         workers = iter(loader)
     try:
-        for part in workers:
-            yield part.to(device, non_blocking=True)
+        yield from workers
     except ConnectionError as error:  # a worker died while it sent a batch
         raise RuntimeError("DataLoader worker exited unexpectedly") from error
     finally:

@@ -76,7 +76,7 @@ def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[s
     num_steps = len(token_counts)
     values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
     if session.data.spec.modality in TEXTS:
-        num_tokens, num_places = summed(torch.stack(token_counts).sum(0)).tolist()
+        num_tokens, num_places = summed(torch.stack(token_counts).sum(0).to(session.rig.device)).tolist()
         values |= {"throughput/tokens_per_s": num_tokens / seconds, "data/padding": 1 - num_tokens / num_places}
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 

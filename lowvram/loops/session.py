@@ -141,7 +141,7 @@ class Session:
         Args:
             num_targets: of this rank's slice of the batch (0-dim).
         """
-        if not summed(num_targets):
+        if not summed(num_targets.to(self.rig.device)):
             return f"no target counts in this batch, all are {IGNORE}: leave such samples out of the data"
         smaller_lr = self.settings.groups["optimizer"].lr / 10
         return f"try a smaller learning rate (optimizer.lr={smaller_lr:g}) or stepping.clip=1.0"

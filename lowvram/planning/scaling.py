@@ -26,7 +26,7 @@ from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import Column
-from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
+from lowvram.planning.trace.events import BATCH, KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import fake_tensors
 from lowvram.planning.trace.reductions import FIXED, Reduction, sizes_of
 from lowvram.planning.trace.tracer import affects_trace, trace
@@ -214,8 +214,8 @@ def with_parts(trace: Trace, parts: int) -> Trace:
     more = parts - MOST_PARTS
     if more <= 0:
         return trace
-    is_batch = trace.kinds[trace.storages] == KINDS.index(Kind.INPUTS)
-    num_bytes = torch.where(is_batch, trace.num_bytes // MOST_PARTS * parts, trace.num_bytes)
+    is_batch = torch.tensor([maker == BATCH for maker in trace.makers])
+    num_bytes = torch.where(is_batch[trace.storages], trace.num_bytes // MOST_PARTS * parts, trace.num_bytes)
     work = trace.work.clone()
     work[work[:, Column.PART] == MIDDLE_PART, Column.TIMES] *= 1 + more
     trace = replace(trace, num_bytes=num_bytes, work=work)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import weakref
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import IGNORE, Part, one_after_another
@@ -47,3 +50,20 @@ def test_a_part_weighs_as_many_targets_as_it_has() -> None:
     torch.testing.assert_close(parts, whole)
     assert update.applied
     assert rig.run is one_after_another
+
+
+def test_each_part_is_moved_when_it_is_computed() -> None:
+    """One after the other, and nobody holds a part that autograd doesn't need any more."""
+    problem = PROBLEMS["transformer"]
+    rig, moved, alive = assemble(problem, knobs_of(accum="x4"), CPU), list[weakref.ref[Tensor]](), list[int]()
+
+    def move(part: Part) -> Part:
+        alive.append(sum(reference() is not None for reference in moved))
+        copy = part.map(Tensor.clone)
+        moved.extend(weakref.ref(tensor) for tensor in copy.tensors())
+        return copy
+
+    batch = make_batch(problem.spec, 8)
+    found, _ = step(replace(rig, move=move), batch)
+    assert alive == [0, 0, 0, 0]
+    assert torch.equal(found, step(assemble(problem, knobs_of(accum="x4"), CPU), batch)[0])

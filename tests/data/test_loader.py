@@ -175,7 +175,7 @@ def test_waiting_is_counted_and_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_batches_arrive_on_the_device() -> None:
+def test_batches_for_a_card_are_pinned() -> None:
     device = torch.device("cuda")
     samples = Glyphs(image_size=32).open(seed=0).train
     expected = first_batches(Inline(), samples, 20)
@@ -183,8 +183,8 @@ def test_batches_arrive_on_the_device() -> None:
         batches = loader.batches(samples, 4, 0, 0, device)
         parts = list(itertools.islice(batches, 20))
         batches.close()
-        assert all(part.inputs.is_cuda and part.targets.is_cuda for part in parts)
-        assert_same([part.to(CPU) for part in parts], expected)
+        assert all(part.inputs.is_pinned() and part.targets.is_pinned() for part in parts)
+        assert_same(parts, expected)
 
 
 # Several ranks

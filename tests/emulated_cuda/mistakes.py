@@ -54,15 +54,14 @@ def start_without_source(link: CudaLink, *args: Any) -> PendingCopy:
 
 
 def send_from_one_buffer(keys: Any, make: Callable[[Any], Part], workers: int, ahead: int, device: torch.device) -> Any:
-    """A loader that overwrites a pinned batch as soon as its copy is queued."""
-
-    def sent(tensor: Tensor) -> Tensor:
-        pinned = tensor.pin_memory()
-        there = pinned.to(device, non_blocking=True)
-        pinned.zero_()
-        return there
-
-    return (make(key).map(sent) for key in keys)
+    """A loader that overwrites a pinned batch when the next one is asked for, although its copy may be queued."""
+    before: list[Tensor] = []
+    for key in keys:
+        batch = make(key).pin_memory()
+        for tensor in before:
+            tensor.zero_()
+        before = batch.tensors()
+        yield batch
 
 
 MISTAKES = {

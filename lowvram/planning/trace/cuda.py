@@ -62,6 +62,7 @@ def acts_as_card(card: Card) -> Iterator[None]:
     with kernels_replaced() as library, warnings.catch_warnings(), ExitStack() as undo:
         undo.enter_context(patch.object(own_attention, "is_on_cpu", lambda tensor: False))
         undo.enter_context(patch.object(host, "copies_overlap", lambda device: True))
+        undo.enter_context(patch.object(host, "moved", lambda tensor, device: tensor.clone()))
         undo.enter_context(streams_replaced(STREAMS))
         undo.enter_context(weights_cast_once())
         undo.enter_context(gathered_from(on_card))

@@ -17,6 +17,7 @@ from lowvram.core.peak import ROUND_BYTES
 from lowvram.planning.memory.replay import FREE
 
 KINDS = list(Kind)
+BATCH = "logical batch"  # the maker of its tensors, in `Trace.makers`
 
 
 class Phase(Enum):

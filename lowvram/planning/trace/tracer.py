@@ -33,7 +33,7 @@ from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
 from lowvram.planning.trace.allocations import Allocations, Kept, Result, names_result
-from lowvram.planning.trace.events import KINDS, PHASES, Phase, Trace
+from lowvram.planning.trace.events import BATCH, KINDS, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
@@ -86,7 +86,7 @@ def take_step(trace_recorder: TraceRecorder, rig: Rig, make_batch: Callable[[], 
     """Record one step on a new batch."""
     trace_recorder.begin_step()
     batch = make_batch()
-    trace_recorder.ledger.set_kind(batch.tensors(), Kind.INPUTS)
+    trace_recorder.set_batch(batch)
     step(rig, batch)
     trace_recorder.ledger.set_kind(rig.stepper.state_dict(), Kind.OPTIMIZER)
 
@@ -165,6 +165,14 @@ class TraceRecorder:
         for name, tensor in [*rig.model.named_parameters(), *rig.model.named_buffers()]:
             for serial in self.ledger.note(tensor, Kind.PARAMETERS):
                 self.ledger.origins[serial] = name
+
+    def set_batch(self, batch: Part) -> None:
+        """Set the kind and the name of a logical batch: for a card it is in host memory, and the step moves it."""
+        for tensor in batch.tensors():
+            self.ledger.origins |= dict.fromkeys(self.ledger.note(tensor, Kind.INPUTS), BATCH)
+            if self.card is not None:
+                host.mark(tensor)
+        self.ledger.set_kind(batch.tensors(), Kind.INPUTS)  # of what isn't host memory
 
     @property
     def is_steady(self) -> bool:
