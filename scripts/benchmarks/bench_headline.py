@@ -8,7 +8,8 @@ ResNet, from eager fp32 with AdamW down to all knobs together.
 full: gpt2_medium at 32 x 1,024 tokens and resnet50 at 224 px and 256 images, for one CUDA device. scaled: the same on a
 CPU, a Transformer of 8 layers, 512 features and 50,257 tokens at 16 x 256, resnet50 at 128 px and 32 images. A band
 trains the default model for 100 steps with all knobs, and holds its losses against three seeds of the reference
-(measure.fidelity). The smallest are the points of sweep=smallest. Overrides are words of train.py, for every point.
+(measure.fidelity). The smallest are the points of sweep=smallest and sweep=smallest_resnet. Overrides are words of
+train.py, for every point.
 
 last and without: where a processor has no products in bf16, `last=precision` shows that step after all others, and
 `without=precision` leaves it out.
@@ -38,7 +39,7 @@ from lowvram.results.row import Row, Status, size_text, to_json
 
 EMULATED = "EMULATED_CARD" in os.environ  # tests/emulated_cuda
 FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run
-SMALLEST = ("transformer_smallest", "resnet_smallest")
+SMALLEST = {"transformer_smallest": "smallest", "resnet_smallest": "smallest_resnet"}  # options of `sweep`
 WATERFALL = OmegaConf.load(CONF / "sweep" / "waterfall.yaml").hydra.sweeper.points
 MORE = ("offload=parameters",)  # beyond sweep=waterfall: weights wait on the host
 COMMON = ("mode=measure", "logger=none", "measure.warmup_steps=2", "measure.steps=2", "measure.max_seconds=600")
@@ -85,7 +86,9 @@ class Plan:
         """For train.py."""
         own = (*BAND, *BANDS[case]) if case in BANDS else (*COMMON, *SIZES[self.size][case.partition("_")[0]])
         if case in SMALLEST:
-            return ["sweep=smallest", *own, *self.overrides, f"hydra.sweep.dir={self.folder(case)}"]
+            without_norm = [word for word in own if group_of(word) != "model.norm"]  # the points name it
+            sweep = f"sweep={SMALLEST[case]}"
+            return [sweep, *without_norm, *self.overrides, f"hydra.sweep.dir={self.folder(case)}"]
         batch = [word.partition("=")[2] for word in (*own, *self.overrides) if word.startswith("train.batch_size=")]
         points = self.points(int(batch[-1]) if batch else 32)
         if case in BANDS:
@@ -124,8 +127,10 @@ def page(plan: Plan, case: str, rows: Sequence[Row]) -> Iterator[str]:
     yield f"Made by `{shlex.join(['scripts/benchmarks/bench_headline.py', *sys.argv[1:]])}` on {where},"
     yield f"{about['threads']} thread(s), torch {about['torch']}, lowvram at {str(about['git_sha'])[:12]}:\n"
     yield f"`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
-    lines = smallest_lines if case in SMALLEST else band_lines if case in BANDS else waterfall_lines
-    yield from lines(rows)
+    if case in SMALLEST:
+        yield from smallest_lines(rows, SMALLEST[case])
+    else:
+        yield from (band_lines if case in BANDS else waterfall_lines)(rows)
 
 
 def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -144,7 +149,7 @@ def waterfall_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield "processor, or times spread."
 
 
-def smallest_lines(rows: Sequence[Row]) -> Iterator[str]:
+def smallest_lines(rows: Sequence[Row], sweep: str) -> Iterator[str]:
     """Peaks beside their plans. On an emulated card nothing is timed, so times are planned ones."""
     by_name = {table.label(row): row for row in rows}
     first, accumulated = (by_name[name]["memory"] for name in ("baseline", "+accum"))
@@ -161,7 +166,7 @@ def smallest_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {' | '.join([table.label(row), *cells, format(plan['step_ms'] or 0, '.0f')])} |"
     yield "\nEach point is a process of its own. Peaks are what tensors take of torch's caching allocator; *host* is"
     yield "what is kept outside the device. The words of each point:\n"
-    points = OmegaConf.load(CONF / "sweep" / "smallest.yaml").hydra.sweeper.points
+    points = OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.points
     yield from (f"- {name}: `{words or 'none'}`" for name, words in points.items())
     if EMULATED:
         yield "\nThe card is [emulated](README.md): the allocator is torch's own, memory is counted, nothing is timed."

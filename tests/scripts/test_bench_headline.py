@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from lowvram.config.defaults import CONF
 from lowvram.config.identity import ROOT
 from lowvram.results.row import Row, empty_row, merge
 from scripts.benchmarks.bench_headline import (
@@ -59,10 +61,19 @@ def test_the_smallest_peaks_are_those_of_the_preset() -> None:
         for name, peak_bytes in (("baseline", 2**30), ("+accum", 2**28), ("device", 2**26))
     ]
     refused = row("weights on the host", 0, status="incompatible", reason="no")
-    lines = [line for line in smallest_lines([*rows, refused]) if line.startswith("|")][2:]
+    lines = [line for line in smallest_lines([*rows, refused], "smallest") if line.startswith("|")][2:]
     assert lines[0] == "| baseline | 1.000 GiB | 1.0 x | 0.2 x | 1.000 GiB | 0.00 MiB | 12 |"
     assert lines[2] == "| device | 0.062 GiB | 16.0 x | 4.0 x | 0.062 GiB | 0.00 MiB | 12 |"
     assert lines[3].startswith("| weights on the host | incompatible: no |")
+
+
+def test_a_resnet_has_a_preset_of_its_own_which_names_the_norm() -> None:
+    words = asked(["case=resnet_smallest"]).words("resnet_smallest")
+    assert words[0] == "sweep=smallest_resnet"
+    assert "model=resnet50" in words
+    assert not any(word.startswith("model.norm=") for word in words)
+    points = OmegaConf.load(CONF / "sweep" / "smallest_resnet.yaml").hydra.sweeper.points
+    assert {words.split()[0] for words in points.values()} == {"model.norm=group", "model.norm=batch"}
 
 
 def test_the_readme_has_the_peaks_of_the_emulated_card() -> None:
