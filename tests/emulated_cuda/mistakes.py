@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowvram.core.rig import Part
-from lowvram.data import loader
+from lowvram.core import host
 from lowvram.knobs.offload.transfer import Streams
 from lowvram.knobs.stepping.copy_streams import CudaLink, PendingCopy
 
@@ -53,15 +52,12 @@ def start_without_source(link: CudaLink, *args: Any) -> PendingCopy:
     return START(link, *args)._replace(source=torch.empty(0))
 
 
-def send_from_one_buffer(keys: Any, make: Callable[[Any], Part], workers: int, ahead: int, device: torch.device) -> Any:
-    """A loader that overwrites a pinned batch when the next one is asked for, although its copy may be queued."""
-    before: list[Tensor] = []
-    for key in keys:
-        batch = make(key).pin_memory()
-        for tensor in before:
-            tensor.zero_()
-        before = batch.tensors()
-        yield batch
+def move_and_overwrite(tensor: Tensor, device: torch.device) -> Tensor:
+    """Overwrites a pinned part of a batch as soon as its copy is queued."""
+    there = tensor.to(device, non_blocking=True)
+    if tensor.is_pinned():
+        tensor.zero_()
+    return there
 
 
 MISTAKES = {
@@ -80,7 +76,5 @@ MISTAKES = {
     "sums come back into memory that is still read": Mistake("in_backward", never_waits(CudaLink, "up")),
     "the next step doesn't wait for the weights": Mistake("cpu_offload", doing_nothing(CudaLink, "join")),
     "blocks are gathered without waits": Mistake("parameters", doing_nothing(torch.cuda.Stream, "wait_event")),
-    "a loader uses pinned batches again": Mistake(
-        "workers", instead(loader, "make_batches_ahead", send_from_one_buffer)
-    ),
+    "a pinned batch is overwritten while it is copied": Mistake("workers", instead(host, "moved", move_and_overwrite)),
 }
