@@ -19,6 +19,7 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Stepper, Update
 from lowvram.core.step import step
+from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32, set_fp32_products
 from lowvram.knobs.stepping import AfterBackwardStepper
@@ -249,3 +250,18 @@ def test_the_scale_grows_after_one_update_at_least() -> None:
 def test_only_bf16_needs_the_device_to_compute_in_it() -> None:
     assert [fact.name for fact in Bf16().needs()] == ["BF16"]
     assert not Fp16().needs()
+
+
+def test_without_own_format() -> None:
+    """Under autocast the next layer keeps a cast of a norm's output, so the output is kept in addition to that."""
+    task = PROBLEMS["transformer"]
+    batch, kept = make_batch(task.spec, 32), list[int]()
+    for is_rebuilt in (False, True):
+        rig = assemble(task, knobs_of(precision="bf16"), CPU)
+        if is_rebuilt:
+            KeepOutput().apply(rig)
+        with ledger(rig.model, None, batch.tensors()) as peak:
+            outputs = rig.forward(batch)
+        del outputs
+        kept.append(peak.by_kind_max[Kind.ACTIVATIONS])
+    assert kept[1] >= 0.99 * kept[0]  # norms no longer keep a mean per token

@@ -62,6 +62,9 @@ class Bf16(Knob):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16})
 
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.OWN_FORMAT})
+
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.ACTIVATIONS: 40}
 
@@ -90,6 +93,9 @@ class Fp16(Knob):
         allowed = f"between {SMALLEST_SCALE} and 2**31"
         require(SMALLEST_SCALE <= self.init_scale <= 2.0**31, "precision.init_scale", self.init_scale, allowed)
         require(self.growth_interval >= 1, "precision.growth_interval", self.growth_interval, "at least 1")
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.OWN_FORMAT})
 
     def apply(self, rig: Rig) -> Rig:
         scaled = ScaledStepper(rig.stepper, self.init_scale, self.growth_interval)

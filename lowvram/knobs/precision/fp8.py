@@ -35,6 +35,9 @@ class Fp8(Knob):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16, Fact.FP8})
 
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.OWN_FORMAT})
+
     def apply(self, rig: Rig) -> Rig:
         convert(rig.model, rig.task.head(rig.model))
         rig.model.forward = under_autocast(rig.model.forward, rig.device.type)
