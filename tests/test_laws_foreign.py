@@ -44,8 +44,8 @@ SPECS = {
 }
 SIZES = [4, 8]
 COMPILED_KIND = "llama"  # compiling takes its time: one family stands for all
-# All that can't be had, and why: the blocks of most families are called with more than tensors; a ResNet has no MLPs. Not
-# all norms are layer norms.
+# All that can't be had, and why: the blocks of most families are called with more than tensors; a ResNet has no MLPs,
+# and not all norms are layer norms.
 REFUSED = {
     **{(("compile", "torchscript"), kind): "blocks take only tensors" for kind in CONFIGS if kind != "resnet"},
     (("tile", "mlp"), "resnet"): "the task knows the MLPs",
