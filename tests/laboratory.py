@@ -242,6 +242,7 @@ def _saved_bytes(rig: Rig, batch: Part) -> int:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    rig.stepper.begin(1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = rig.forward(batch)
     del outputs

@@ -69,6 +69,7 @@ class Fact(Enum):
     EAGER = "the model runs eagerly"
     FEW_SHAPES = "batches have one shape, or one of a few"
     NO_RANDOMNESS = "the model draws no random numbers"
+    EXACT_ACTIVATIONS = "the backward pass reads what the forward pass has saved, to the last bit"
     OWN_FORMAT = "layers compute in the number format of their weights"
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"

@@ -14,7 +14,7 @@ from lowvram.core.knob import Kind, Knob
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget
-from lowvram.knobs.norms import CheckingStepper, KeepOutput, Rebuilding
+from lowvram.knobs.norms import MOST_KEPT, CheckingStepper, KeepingNorm, KeepOutput, check
 from tests.laboratory import (
     CPU,
     LARGER,
@@ -46,54 +46,115 @@ def gradients(norm: nn.LayerNorm, x: Tensor) -> dict[str, Tensor]:
     return {"x": x.grad, **{name: each.grad for name, each in norm.named_parameters() if each.grad is not None}}
 
 
-def rebuilding(norm: nn.LayerNorm) -> nn.LayerNorm:
-    found = deepcopy(norm)
-    found.forward = Rebuilding(found)
-    return found
+def checked(norm: nn.LayerNorm) -> KeepingNorm:
+    """A copy of the norm as it is in a step."""
+    copied = deepcopy(norm)
+    copied.forward = keeping = KeepingNorm(copied)
+    keeping.keep_output(None)
+    if norm.weight is not None:
+        check([keeping])
+    return keeping
 
 
 @pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, False)])
 def test_gradients_are_the_same(affine: bool, bias: bool) -> None:
     norm, x = norm_of(affine, bias), 3 + 5 * torch.randn(4, 8, WIDTH)
-    assert torch.equal(norm(x), rebuilding(norm)(x))
-    assert 0 < relative_error(gradients(rebuilding(norm), x), gradients(norm, x)) < 1e-6
+    keeping = checked(norm)
+    assert (keeping.is_sound, keeping.places) == (True, None)
+    assert torch.equal(norm(x), keeping.norm(x))
+    assert 0 < relative_error(gradients(keeping.norm, x), gradients(norm, x)) < 1e-6
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
     norm, x = norm_of(), torch.randn(4, 8, WIDTH)
     norm.weight.requires_grad_(False)
-    found = gradients(rebuilding(norm), x)
+    found = gradients(checked(norm).norm, x)
     assert found.keys() == {"x", "bias"}
     assert relative_error(found, gradients(norm, x)) < 1e-6
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-3, math.nan])
-def test_a_weight_too_small_beside_its_bias_has_the_input_kept(value: float) -> None:
+BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+SMALLEST = 1e-41  # smaller than any normal number of fp32 and bf16: it has few digits
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("places", [1, WIDTH // 2, WIDTH])
+@pytest.mark.parametrize(
+    ("weight", "bias", "is_told"),  # does the output tell the normalised input?
+    [
+        (0.0, 0.5, False),
+        (0.0, 0.0, False),
+        (-0.0, 0.0, False),
+        (1e-8, 0.5, False),
+        (1e-8, 0.0, True),
+        (SMALLEST, 0.0, None),
+        (0.125, 0.5, True),
+        (0.124, 0.5, False),
+        (-0.01, 0.5, False),
+        (1e30, 0.5, True),
+        (1e30, 1e34, False),
+    ],
+)
+def test_with_any_weight_gradients_are_the_same(
+    weight: float, bias: float, is_told: bool | None, places: int, dtype: torch.dtype
+) -> None:
+    norm = norm_of().to(dtype)
+    with torch.no_grad():
+        norm.weight[:places], norm.bias[:places] = weight, bias
+    # The loss is a sum of linear terms, so that huge outputs have no huge gradients.
+    x, slopes = (3 + 5 * torch.randn(64, WIDTH, dtype=dtype) for _ in range(2))
+    is_told = (dtype is torch.float64) if is_told is None else is_told
+    keeping = checked(norm)
+    assert keeping.is_sound == (is_told or places <= MOST_KEPT * WIDTH)
+    assert (0 if keeping.places is None else len(keeping.places)) == (places if keeping.is_sound and not is_told else 0)
+
+    def differentiated(module: nn.LayerNorm) -> dict[str, Tensor]:
+        inputs = x.clone().requires_grad_()
+        (module(inputs) * slopes).sum().backward()
+        return {"x": inputs.grad, "weight": module.weight.grad, "bias": module.bias.grad}  # pyright: ignore[reportReturnType]
+
+    for name, found in differentiated(keeping.norm).items():
+        wanted = differentiated(norm.zero_grad() or norm)[name]
+        assert relative_error({name: found}, {name: wanted}) < BOUNDS[dtype], name
+
+
+def test_nan_and_infinite_weights_have_the_input_kept() -> None:
+    for value in (math.nan, math.inf):
+        norm = norm_of()
+        nn.init.constant_(norm.bias, value)
+        assert not checked(norm).is_sound
+    norm = norm_of()
+    nn.init.constant_(norm.weight, math.nan)
+    assert not checked(norm).is_sound
+
+
+def test_places_of_images_are_kept() -> None:
+    """Norms over several dimensions."""
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm((3, 4, 5)), torch.randn(6, 2, 3, 4, 5)
+    with torch.no_grad():
+        norm.weight[1, 2, 3] = 0
+    keeping = checked(norm)
+    assert keeping.places is not None
+    assert keeping.places.tolist() == [1 * 20 + 2 * 5 + 3]
+    assert relative_error(gradients(keeping.norm, x), gradients(norm, x)) < 1e-6
+
+
+def test_each_step_looks_at_the_weights_anew() -> None:
     task = PROBLEMS["transformer"]
     rig, plain = (assemble(task, knobs_of(norms=norms, optimizer="sgd"), CPU) for norms in ("output", "input"))
     assert isinstance(rig.stepper, CheckingStepper)
-    for each in (rig, plain):
-        first = next(module for module in each.model.modules() if isinstance(module, nn.LayerNorm))
-        with torch.no_grad():
-            first.bias.fill_(0.5)
-            first.weight[3] = value
     batch = make_batch(task.spec, 32)
-    if not math.isnan(value):
-        step(rig, batch)
-        step(plain, batch)
-        weights, wanted = rig.model.state_dict(), plain.model.state_dict()
-        assert relative_error(weights, wanted) < 1e-6
-    rig.stepper.begin(1)
-    assert [each.is_sound for each in rig.stepper.norms] == [False] + [True] * 6
-
-
-def test_a_weight_that_has_recovered_has_the_output_kept() -> None:
-    norm = norm_of()
-    stepper = CheckingStepper(assemble(PROBLEMS["transformer"], knobs_of(), CPU).stepper, [Rebuilding(norm)])
-    for weight, is_sound in ((0.01, False), (0.5, True)):
-        nn.init.constant_(norm.weight, weight)
-        stepper.begin(1)
-        assert stepper.norms[0].is_sound == is_sound
+    for weight, num_kept in ((0.0, 1), (0.01, 1), (0.5, 0)):
+        for each in (rig, plain):
+            first = next(module for module in each.model.modules() if isinstance(module, nn.LayerNorm))
+            with torch.no_grad():
+                first.bias.fill_(0.5)
+                first.weight[3] = weight
+            step(each, batch)
+        kept = [0 if norm.places is None else len(norm.places) for norm in rig.stepper.norms]
+        assert kept == [num_kept] + [0] * 6
+        assert relative_error(rig.model.state_dict(), plain.model.state_dict()) < 1e-6
 
 
 def test_each_norm_keeps_its_input_no_longer() -> None:

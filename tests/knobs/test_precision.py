@@ -259,7 +259,8 @@ def test_without_own_format() -> None:
     for is_rebuilt in (False, True):
         rig = assemble(task, knobs_of(precision="bf16"), CPU)
         if is_rebuilt:
-            KeepOutput().apply(rig)
+            rig = KeepOutput().apply(rig)
+        rig.stepper.begin(1)
         with ledger(rig.model, None, batch.tensors()) as peak:
             outputs = rig.forward(batch)
         del outputs

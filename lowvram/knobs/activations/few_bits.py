@@ -60,7 +60,7 @@ class FewBits(Knob):
         return frozenset({Fact.EVERY_OPERATOR})
 
     def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.COMPILED})
+        return frozenset({Fact.COMPILED, Fact.EXACT_ACTIVATIONS})
 
     def apply(self, rig: Rig) -> Rig:
         stepper = CountingStepper(rig.stepper, self.seed)
