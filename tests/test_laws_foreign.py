@@ -45,13 +45,13 @@ SPECS = {
 SIZES = [4, 8]
 COMPILED_KIND = "llama"  # compiling takes its time: one family stands for all
 # All that can't be had, and why: the blocks of most families are called with more than tensors; a ResNet has no MLPs,
-# and not all norms are layer norms.
+# and only batch norms.
 REFUSED = {
     **{(("compile", "torchscript"), kind): "blocks take only tensors" for kind in CONFIGS if kind != "resnet"},
     (("tile", "mlp"), "resnet"): "the task knows the MLPs",
     (("tile", "blocks"), "resnet"): "each sample from that sample alone",  # BatchNorm
     (("tile", "blocks"), "t5"): "each sample from that sample alone",  # its blocks pass a bias that trains to the next
-    **{(("norms", "output"), kind): "the model has layer norms" for kind in ("llama", "t5", "resnet")},
+    (("norms", "output"), "resnet"): "the model has layer norms or RMS norms",
 }
 
 

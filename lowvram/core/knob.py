@@ -58,7 +58,7 @@ class Fact(Enum):
     BLOCKS = "the task knows the model's repeated blocks"
     MLPS = "the task knows the MLPs of the model's blocks"
     SEPARATE_SAMPLES = "the blocks compute each sample from that sample alone"
-    LAYER_NORMS = "the model has layer norms (torch.nn.LayerNorm)"
+    NORMS = "the model has layer norms or RMS norms"
     PLAIN_BLOCKS = "blocks take only tensors, as positional arguments, and return one tensor"
     GRADS_AT_UPDATE = "every gradient is alive when the update runs"
     PLAIN_BACKWARD = "the backward pass of a part is one call of autograd"

@@ -1,10 +1,14 @@
-"""Which layers a model has: linear ones by other names, layer norms."""
+"""Which layers a model has: linear ones by other names, layer norms, RMS norms."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
-TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer, with a transposed weight
+from lowvram.compat.torch_modes import without_dispatch_modes
+
+TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -15,3 +19,33 @@ def is_transposed(layer: nn.Module) -> bool:
 def layer_norms(model: nn.Module) -> list[nn.LayerNorm]:
     """Its layer norms, without classes derived from PyTorch's, whose forward pass may be another one."""
     return [module for module in model.modules() if type(module) is nn.LayerNorm]
+
+
+def rms_norms(model: nn.Module) -> dict[nn.Module, float]:
+    """Its RMS norms, whatever their class, and what each adds to the mean square. They are found by trial: a module
+    that has one weight of one dimension, and computes what an RMS norm does. The model may be on any device."""
+    found: dict[nn.Module, float] = {}
+    for module in model.modules():
+        match [*module.named_parameters(), *module.named_buffers()]:
+            case [("weight", weight)] if weight.dim() == 1 and not [*module.children()]:
+                for eps in [value for value in vars(module).values() if isinstance(value, float)]:
+                    if is_rms_norm(module, weight.numel(), eps):
+                        found[module] = eps
+            case _:
+                pass
+    return found
+
+
+@torch.no_grad()
+def is_rms_norm(module: nn.Module, width: int, eps: float) -> bool:
+    """Whether it computes an RMS norm over the last dimension, some of them so small that `eps` matters."""
+    with without_dispatch_modes():
+        random = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(size, generator=random) for size in ((2, 3, width), (width,)))
+        x[0] *= eps**0.5
+        try:
+            found = functional_call(module, {"weight": weight}, (x,))
+        except Exception:  # of code that we don't know: it isn't an RMS norm
+            return False
+        wanted = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return isinstance(found, Tensor) and found.shape == x.shape and torch.allclose(found, wanted, rtol=1e-5)

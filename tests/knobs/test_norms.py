@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
+from lowvram.core.layers import rms_norms
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget
-from lowvram.knobs.norms import MOST_KEPT, CheckingStepper, KeepingNorm, KeepOutput, check
+from lowvram.knobs.norms import KeepOutput
+from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
+from lowvram.knobs.norms.keep_output import MOST_KEPT, CheckingStepper, check
 from tests.laboratory import (
     CPU,
     LARGER,
@@ -39,21 +43,29 @@ def norm_of(affine: bool = True, bias: bool = True, seed: int = 0) -> nn.LayerNo
     return norm
 
 
-def gradients(norm: nn.LayerNorm, x: Tensor) -> dict[str, Tensor]:
+def gradients(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     (norm(x) * torch.linspace(-1, 1, x.numel()).view_as(x)).exp().sum().backward()
     assert x.grad is not None
     return {"x": x.grad, **{name: each.grad for name, each in norm.named_parameters() if each.grad is not None}}
 
 
-def checked(norm: nn.LayerNorm) -> KeepingNorm:
+def checked(norm: nn.Module) -> KeepingNorm:
     """A copy of the norm as it is in a step."""
     copied = deepcopy(norm)
-    copied.forward = keeping = KeepingNorm(copied)
-    keeping.keep_output(None)
-    if norm.weight is not None:
-        check([keeping])
+    eps = rms_norms(copied).get(copied)
+    keeping = KeepingLayerNorm(copied) if isinstance(copied, nn.LayerNorm) else KeepingRmsNorm(copied, eps or 0.0)
+    copied.forward = keeping
+    check([keeping])
     return keeping
+
+
+def gradients_of_sums(norm: nn.Module, x: Tensor, slopes: Tensor) -> dict[str, Tensor]:
+    """The loss is a sum of linear terms, so that huge outputs have no huge gradients."""
+    x = x.clone().requires_grad_()
+    (norm(x) * slopes).sum().backward()
+    assert x.grad is not None
+    return {"x": x.grad, **{name: each.grad for name, each in norm.named_parameters() if each.grad is not None}}
 
 
 @pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, False)])
@@ -101,21 +113,65 @@ def test_with_any_weight_gradients_are_the_same(
     norm = norm_of().to(dtype)
     with torch.no_grad():
         norm.weight[:places], norm.bias[:places] = weight, bias
-    # The loss is a sum of linear terms, so that huge outputs have no huge gradients.
     x, slopes = (3 + 5 * torch.randn(64, WIDTH, dtype=dtype) for _ in range(2))
     is_told = (dtype is torch.float64) if is_told is None else is_told
     keeping = checked(norm)
     assert keeping.is_sound == (is_told or places <= MOST_KEPT * WIDTH)
     assert (0 if keeping.places is None else len(keeping.places)) == (places if keeping.is_sound and not is_told else 0)
+    found, wanted = (gradients_of_sums(each, x, slopes) for each in (keeping.norm, norm))
+    for name in wanted:
+        assert relative_error({name: found[name]}, {name: wanted[name]}) < BOUNDS[dtype], name
 
-    def differentiated(module: nn.LayerNorm) -> dict[str, Tensor]:
-        inputs = x.clone().requires_grad_()
-        (module(inputs) * slopes).sum().backward()
-        return {"x": inputs.grad, "weight": module.weight.grad, "bias": module.bias.grad}  # pyright: ignore[reportReturnType]
 
-    for name, found in differentiated(keeping.norm).items():
-        wanted = differentiated(norm.zero_grad() or norm)[name]
-        assert relative_error({name: found}, {name: wanted}) < BOUNDS[dtype], name
+class Rms(nn.Module):
+    """As most of transformers' models have it: computed in fp32, with a weight of the model's format."""
+
+    def __init__(self, width: int, added: float = 1e-6, offset: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.added, self.offset = added, offset
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float() if hidden.dtype != torch.float64 else hidden
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.added)
+        return (self.offset + self.weight) * wide.to(hidden.dtype)
+
+
+def test_rms_norms_are_found_by_what_they_compute() -> None:
+    class ByTheLargest(Rms):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.weight * hidden / (hidden.abs().amax(-1, keepdim=True) + self.added)
+
+    class Refusing(Rms):
+        def forward(self, hidden: Tensor) -> Tensor:
+            raise RuntimeError("only with two arguments")
+
+    theirs = nn.RMSNorm(8, eps=1e-5)
+    model = nn.ModuleList([Rms(8), Rms(8, 1e-3), Rms(8, offset=1), ByTheLargest(8), Refusing(8), theirs, nn.PReLU(8)])
+    model = model.to("meta")
+    assert rms_norms(model) == {model[0]: 1e-6, model[1]: 1e-3, theirs: 1e-5}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("places", [0, 1, WIDTH // 2, WIDTH])
+@pytest.mark.parametrize("weight", [0.0, -1e-8, SMALLEST, 1e30])
+@pytest.mark.parametrize("kind", [Rms, lambda width: nn.RMSNorm(width, eps=1e-6)], ids=["theirs", "torch"])
+def test_with_any_weight_gradients_of_rms_norms_are_the_same(
+    kind: Callable[[int], nn.Module], weight: float, places: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    norm = kind(WIDTH).to(dtype)
+    with torch.no_grad():
+        norm.get_parameter("weight").uniform_(-2, 2)[:places] = weight
+    x, slopes = (3 + 5 * torch.randn(8, 8, WIDTH, dtype=dtype) for _ in range(2))
+    keeping = checked(norm)
+    is_told = weight not in (0, SMALLEST) or (weight == SMALLEST and dtype is torch.float64)
+    assert keeping.is_sound == (is_told or places <= MOST_KEPT * WIDTH)
+    assert torch.equal(keeping.norm(x), norm(x))
+    found, wanted = (gradients_of_sums(each, x, slopes) for each in (keeping.norm, norm))
+    assert found.keys() == {"x", "weight"}
+    for name in wanted:
+        assert relative_error({name: found[name]}, {name: wanted[name]}) < BOUNDS[dtype], name
 
 
 def test_nan_and_infinite_weights_have_the_input_kept() -> None:
@@ -131,7 +187,7 @@ def test_nan_and_infinite_weights_have_the_input_kept() -> None:
 def test_places_of_images_are_kept() -> None:
     """Norms over several dimensions."""
     torch.manual_seed(0)
-    norm, x = nn.LayerNorm((3, 4, 5)), torch.randn(6, 2, 3, 4, 5)
+    norm, x = nn.LayerNorm([3, 4, 5]), torch.randn(6, 2, 3, 4, 5)
     with torch.no_grad():
         norm.weight[1, 2, 3] = 0
     keeping = checked(norm)
