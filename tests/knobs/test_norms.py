@@ -19,6 +19,7 @@ from lowvram.knobs.ckpt import CompilerBudget
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
 from lowvram.knobs.norms.keep_output import MOST_KEPT, CheckingStepper, check
+from tests.core.test_layers import Rms
 from tests.laboratory import (
     CPU,
     LARGER,
@@ -121,35 +122,6 @@ def test_with_any_weight_gradients_are_the_same(
     found, wanted = (gradients_of_sums(each, x, slopes) for each in (keeping.norm, norm))
     for name in wanted:
         assert relative_error({name: found[name]}, {name: wanted[name]}) < BOUNDS[dtype], name
-
-
-class Rms(nn.Module):
-    """As most of transformers' models have it: computed in fp32, with a weight of the model's format."""
-
-    def __init__(self, width: int, added: float = 1e-6, offset: int = 0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.added, self.offset = added, offset
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float() if hidden.dtype != torch.float64 else hidden
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.added)
-        return (self.offset + self.weight) * wide.to(hidden.dtype)
-
-
-def test_rms_norms_are_found_by_what_they_compute() -> None:
-    class ByTheLargest(Rms):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return self.weight * hidden / (hidden.abs().amax(-1, keepdim=True) + self.added)
-
-    class Refusing(Rms):
-        def forward(self, hidden: Tensor) -> Tensor:
-            raise RuntimeError("only with two arguments")
-
-    theirs = nn.RMSNorm(8, eps=1e-5)
-    model = nn.ModuleList([Rms(8), Rms(8, 1e-3), Rms(8, offset=1), ByTheLargest(8), Refusing(8), theirs, nn.PReLU(8)])
-    model = model.to("meta")
-    assert rms_norms(model) == {model[0]: 1e-6, model[1]: 1e-3, theirs: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
