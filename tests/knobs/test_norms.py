@@ -19,6 +19,7 @@ from lowvram.knobs.ckpt import CompilerBudget
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
 from lowvram.knobs.norms.keep_output import MOST_KEPT, CheckingStepper, check
+from lowvram.tasks import Problem
 from tests.core.test_layers import Rms
 from tests.laboratory import (
     CPU,
@@ -31,6 +32,7 @@ from tests.laboratory import (
     saved_bytes,
     train,
 )
+from tests.test_laws_foreign import problem
 
 WIDTH = 32
 
@@ -216,6 +218,10 @@ def test_classes_derived_from_layer_norm_stay() -> None:
         {"stepping": "in_backward"},
         {"adapter": "lora"},
         {"accum": "x4"},
+        {"tile": "blocks"},
+        {"tile": "mlp"},
+        {"logits": "tiled"},
+        {"stepping": "cpu_offload"},
     ],
     ids=str,
 )
@@ -227,8 +233,7 @@ def test_with_other_knobs_gradients_are_the_same(others: dict[str, str | Knob]) 
     assert 0 < relative_error(found.gradients, wanted.gradients) < 2e-6
 
 
-def peak_of(**choices: str | Knob) -> Peak:
-    task = LARGER["transformer"]
+def peak_of(task: Problem, **choices: str | Knob) -> Peak:
     rig, batch = assemble(task, knobs_of(**choices), CPU), make_batch(task.spec, 32)
     step(rig, batch)
     with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
@@ -237,12 +242,13 @@ def peak_of(**choices: str | Knob) -> Peak:
 
 
 @pytest.mark.parametrize("others", [{}, {"ckpt": "every1"}, {"precision": "bf16_pure"}], ids=str)
-def test_the_plan_is_what_is_measured(others: dict[str, str | Knob]) -> None:
-    planned, found = (
-        peak_as_planned(LARGER["transformer"], knobs_of(norms="output", **others), 32),
-        peak_of(norms="output", **others),
-    )
+@pytest.mark.parametrize("kind", ["transformer", "llama"])
+def test_the_plan_is_what_is_measured(kind: str, others: dict[str, str | Knob]) -> None:
+    task = problem(kind) if kind == "llama" else LARGER[kind]
+    planned = peak_as_planned(task, knobs_of(norms="output", **others), 32)
+    found, usual = (peak_of(task, norms=norms, **others) for norms in ("output", "input"))
     assert found.by_kind_max[Kind.ACTIVATIONS] == planned.by_kind_max[Kind.ACTIVATIONS]
+    assert found.by_kind_max[Kind.ACTIVATIONS] < usual.by_kind_max[Kind.ACTIVATIONS]
 
 
 def test_without_compiled() -> None:
