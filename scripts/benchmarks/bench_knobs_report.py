@@ -28,7 +28,8 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     for option in options:
         yield row(option, seen["=".join(option)], error_text(errors.get("=".join(option))))
     yield ""
-    yield f"({'; '.join(dict.fromkeys(machine(line) for each in seen.values() for line in each))}; {rounds(seen)}.)"
+    ran = [line for each in seen.values() for line in each if line["found"]["status"] == Status.OK]
+    yield f"({'; '.join(dict.fromkeys(map(machine, ran)))}; {rounds(seen)}.)"
 
 
 def baseline(found: Line, error: str) -> str:

@@ -158,6 +158,16 @@ def test_nan_and_infinite_weights_have_the_input_kept() -> None:
     assert not checked(norm).is_sound
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(WIDTH), Rms(WIDTH)], ids=["layer norm", "RMS norm"])
+def test_weights_may_have_more_bits_than_what_they_multiply(norm: nn.Module) -> None:
+    """As where a model keeps its norms in fp32."""
+    torch.manual_seed(0)
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    found, wanted = (gradients_of_sums(each, x, x) for each in (checked(norm).norm, norm))
+    assert [found[name].dtype for name in wanted] == [each.dtype for each in wanted.values()]
+    assert relative_error(found, wanted) < BOUNDS[torch.bfloat16]
+
+
 def test_places_of_images_are_kept() -> None:
     """Norms over several dimensions."""
     torch.manual_seed(0)

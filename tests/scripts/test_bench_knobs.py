@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowvram.config.registry import Option
 from lowvram.results.row import Row, empty_row, merge
+from scripts.benchmarks import bench_knobs_report
 from scripts.benchmarks.bench_knobs import Bench, Book, name_of
 from scripts.benchmarks.runs import Runs
 
@@ -56,3 +58,16 @@ def test_models_are_kept_apart(tmp_path: Path, asked: list[str]) -> None:
         Bench(Runs(tmp_path), book, [model]).round([EVERY1], 1)
     assert asked == ["", "ckpt=every1", ""] * 2
     assert [line["option"] for line in book.lines("model=large")] == ["ckpt=every1"]
+
+
+def test_an_option_that_the_model_cannot_have_says_nothing_of_the_machine() -> None:
+    """Its point didn't start, so nobody has counted its threads."""
+    found: dict[str, Any] = {"status": "ok", "step_ms": 10.0, "peak_bytes": 1, "process_peak_bytes": 1}
+    found |= {"by_kind": {"other": 0}, "by_kind_max": {"activations": 1}}
+    refused = {"status": "incompatible", "reason": "there are none"}
+    line = {"model": "tiny", "round": 1, "plain": [found, found]}
+    where = {"device_name": "a CPU", "torch": "2"}
+    every1 = {"option": "ckpt=every1", "words": "ckpt=every1", "found": found, "machine": {**where, "threads": 1}}
+    tiled = {"option": "tile=mlp", "words": "tile=mlp", "found": refused, "machine": {**where, "threads": None}}
+    *_, machine = bench_knobs_report.table([line | every1, line | tiled])
+    assert machine == "(a CPU, torch 2, 1 thread; 1 round.)"

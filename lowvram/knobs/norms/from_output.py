@@ -118,7 +118,7 @@ class LayerNormFromOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, rstd, weight, bias, kept = ctx.saved_tensors
-        n = normalised_from(y, weight, bias)
+        n = normalised_from(y, weight, bias).to(y.dtype)
         if kept is not None:
             n.flatten(-len(ctx.shape)).index_copy_(-1, ctx.places, kept)
         # PyTorch's formula, of an input that has mean 0 and standard deviation 1 already.
