@@ -18,7 +18,8 @@ MODELS = 2
 
 
 def measured_rows(page: str, name: str) -> list[str]:
-    return re.findall(rf"^\| `{name}(?: [^`]+)?` \| .*%", page, re.MULTILINE)
+    """Of models that can't have it the reason stands there instead of figures."""
+    return re.findall(rf"^\| `{name}(?: [^`]+)?` \| (?:.*%|incompatible: )", page, re.MULTILINE)
 
 
 def needs_a_card(page: str, name: str) -> bool:

@@ -86,11 +86,6 @@ class KeepingRmsNorm(KeepingNorm):
         return RmsNormFromOutput.apply(input, self.weight, self.plain, self.eps, self.places)  # pyright: ignore[reportReturnType]
 
 
-def normalised_from(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    n = y.clone() if bias is None else y - bias
-    return n if weight is None else n.div_(weight)
-
-
 @final
 class LayerNormFromOutput(torch.autograd.Function):
     """Saves the output and the reciprocal standard deviations."""
@@ -118,7 +113,10 @@ class LayerNormFromOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, rstd, weight, bias, kept = ctx.saved_tensors
-        n = normalised_from(y, weight, bias).to(y.dtype)
+        n = y.clone() if bias is None else y - bias
+        if weight is not None:
+            n.div_(weight)
+        n = n.to(y.dtype)  # the weights may have more bits
         if kept is not None:
             n.flatten(-len(ctx.shape)).index_copy_(-1, ctx.places, kept)
         # PyTorch's formula, of an input that has mean 0 and standard deviation 1 already.
@@ -160,7 +158,7 @@ class RmsNormFromOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, rrms, weight, kept = ctx.saved_tensors
-        n = normalised_from(y.to(rrms.dtype), weight, None)
+        n = y.to(rrms.dtype) / weight
         if kept is not None:
             n.index_copy_(-1, ctx.places, kept.to(n.dtype))
         of_weight = (gradient * n).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
