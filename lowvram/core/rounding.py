@@ -8,7 +8,7 @@ A correction beside the weight keeps it exactly: FlashOptim (2026), arXiv 2602.2
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from lowvram.core.seeds import default_generator, seed_of
 from lowvram.core.shards import local
 
+NUMEL_AT_A_TIME = 2**22  # of a weight that are rounded at a time: 16 MiB for each temporary of 32 bits
 LOW_BITS = 16  # the bits of an fp32 number that bf16 drops
 CORRECTION = "correction"  # in the optimizer's state of a parameter, where its rounding keeps one
 MOST_SEEDS = 2**30  # of `bits_at_random`, so that a seed and a place together fit into an int32
@@ -89,13 +90,21 @@ def forget(states: MutableMapping[Tensor, dict[str, Any]], parameter: Tensor) ->
 def stochastically(target: Tensor, exact: Tensor) -> None:
     """Write `exact` into the bf16 tensor `target`, each number rounded to one of its two neighbours.
 
-    The noise comes from the default generator of the device of `exact`. Numbers that bf16 holds exactly, infinities and
-    nan stay as they are.
+    The noise comes from the default generator of the device of `exact`, for some rows at a time. Numbers that bf16
+    holds exactly, infinities and nan stay as they are.
     """
-    exact = local(exact).float()
-    noise = torch.randint_like(exact, 2**LOW_BITS, dtype=torch.int32).mul_(exact.isfinite())
-    bits = noise.add_(exact.view(torch.int32)).bitwise_and_(-(2**LOW_BITS))
-    local(target).copy_(bits.view(torch.float32))
+    for target_rows, exact_rows in zip(*(rows_of(local(tensor)) for tensor in (target, exact)), strict=True):
+        wide_rows = exact_rows.float()
+        noise = torch.randint_like(wide_rows, 2**LOW_BITS, dtype=torch.int32).mul_(wide_rows.isfinite())
+        bits = noise.add_(wide_rows.view(torch.int32)).bitwise_and_(-(2**LOW_BITS))
+        target_rows.copy_(bits.view(torch.float32))
+
+
+def rows_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor in runs of rows, of about `NUMEL_AT_A_TIME` elements."""
+    if not tensor.ndim:
+        return [tensor]
+    return tensor.split(max(1, NUMEL_AT_A_TIME * len(tensor) // max(1, tensor.numel())))
 
 
 @contextmanager

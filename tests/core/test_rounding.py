@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowvram.core.ledger import ledger
 from lowvram.core.rounding import CORRECTION, Split, bits_at_random, forget, noise_of, stochastically
 from tests.laboratory import DEVICES
 
@@ -47,6 +48,16 @@ def test_strides_may_differ() -> None:
     target = torch.empty(8, 6, 5, 5, dtype=torch.bfloat16)
     stochastically(target, exact)
     assert float((target.float() - exact).abs().max()) < 2.0**-6
+
+
+@pytest.mark.parametrize("shape", [(), (1000, 64), (3, 2**14), (2**16,)])
+def test_temporaries_are_as_small_as_some_rows(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowvram.core.rounding.NUMEL_AT_A_TIME", 2**12)
+    exact, target = torch.randn(shape), torch.empty(shape, dtype=torch.bfloat16)
+    with ledger(inputs=[exact, target]) as peak:
+        stochastically(target, exact)
+    assert ((target.float() - exact).abs() <= exact.abs() * 2.0**-7).all()
+    assert peak.peak_bytes - exact.nbytes - target.nbytes <= 4 * 4 * max(2**12, shape[-1] if len(shape) > 1 else 1)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
