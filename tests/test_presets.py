@@ -42,6 +42,7 @@ CARDS: dict[str, tuple[Llm, int, list[str]]] = {
     "qlora_3b_6gb": (QWEN_3B, 1024, ["plan.device=rtx3060", "vram=6GiB"]),
     "lora_4b_12gb": (QWEN_4B, 1024, ["plan.device=rtx3060"]),
     "lora_8b_24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
+    "qlora_8b_8gb": (QWEN_8B, 512, ["plan.device=rtx3070"]),
 }
 NAMES = ["gpt2_in_parts", "gpt2_scratch_8gb", "resnet50_8gb", "finetune_bert_8gb", *CARDS]
 

@@ -25,18 +25,37 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 @torch.no_grad()
 def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
     """Give every meta tensor of the model memory on the device and its initial value. Tied tensors stay tied, and
-    strides are kept."""
-    real: dict[Tensor, Tensor] = {}
-    for prefix, module in model.named_modules():
+    strides are kept. The order doesn't change the values, as each tensor is filled by its first name."""
+    names, real = first_names(model), dict[Tensor, Tensor]()
+    for module in largest_first(model):
         for name, tensor in own_tensors(module):
             if not tensor.is_meta:
                 continue
             if tensor not in real:
-                real[tensor] = initial(f"{prefix}.{name}" if prefix else name, tensor, fill, device)
+                real[tensor] = initial(names[tensor], tensor, fill, device)
             setattr(module, name, real[tensor])
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != device.type for tensor in here):
         model.to(device)  # a task's model may have come with memory, on another device
+
+
+def first_names(model: nn.Module) -> dict[Tensor, str]:
+    """The dotted name of each parameter and buffer; of a tied one, the first."""
+    names: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in own_tensors(module):
+            names.setdefault(tensor, f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def largest_first(model: nn.Module) -> list[nn.Module]:
+    """The model's modules, those of the largest tensors first: while a tensor of 16 bits is filled, it exists in fp32,
+    too, and so that of an embedding is gone before the other tensors have memory."""
+
+    def largest_numel(module: nn.Module) -> int:
+        return max((tensor.numel() for _, tensor in own_tensors(module)), default=0)
+
+    return sorted(model.modules(), key=largest_numel, reverse=True)
 
 
 def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tensor:

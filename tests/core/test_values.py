@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowvram.core.values import own_tensors
+from lowvram.core.ledger import ledger
+from lowvram.core.values import materialise, own_tensors
 
 
 def test_a_modules_own_tensors_are_reported_by_all_of_their_names() -> None:
@@ -22,3 +23,24 @@ def test_what_replaces_them_is_what_the_module_computes_with() -> None:
     for name, tensor in own_tensors(model):
         setattr(model, name, nn.Parameter(torch.zeros_like(tensor)))
     assert not model(inputs)[0].any()
+
+
+def test_of_narrow_tensors_the_largest_is_filled_before_the_others_have_memory() -> None:
+    """Each exists in fp32, too, while it is filled."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, size, bias=False, dtype=torch.bfloat16) for size in (64, 64, 64, 512)))
+    narrow_bytes = sum(weight.nbytes for weight in model.parameters())
+    with ledger() as peak:
+        materialise(model, lambda name, tensor: tensor.fill_(float(name[0])), torch.device("cpu"))
+    assert [weight.detach().max().item() for weight in model.parameters()] == [0, 1, 2, 3]
+    assert peak.peak_bytes == model[3].weight.numel() * (4 + 2)
+    assert peak.peak_bytes < narrow_bytes + model[3].weight.numel() * 4
+
+
+def test_a_tied_tensor_is_filled_once_by_its_first_name() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"small": nn.Linear(2, 2), "large": nn.Linear(9, 2)})
+    model["large"].bias, filled = model["small"].bias, list[str]()
+    materialise(model, lambda name, tensor: filled.append(name), torch.device("cpu"))
+    assert filled == ["large.weight", "small.bias", "small.weight"]
+    assert model["large"].bias is model["small"].bias

@@ -159,6 +159,7 @@ def test_an_update_of_a_large_weight_takes_what_torchs_allocator_was_asked_for(o
 
 
 NORMS_BYTES = 2048  # partial sums of the gradients' norms, which a card takes, too
+BATCH_BYTES = 512  # which waits in the host's memory if there is a card
 
 
 @pytest.mark.parametrize(("option", "each_bytes"), [("8bit", 0), ("4bit", 24)])
@@ -169,7 +170,7 @@ def test_a_plan_for_a_card_has_what_updates_take(option: str, each_bytes: int) -
         for card in (None, Card("H100", (9, 0)))
     ]
     most_bytes = each_bytes * 20_000 * 64
-    assert most_bytes <= peaks[1] - peaks[0] <= 1.1 * most_bytes + NORMS_BYTES
+    assert most_bytes <= peaks[1] - peaks[0] + BATCH_BYTES <= 1.1 * most_bytes + NORMS_BYTES
 
 
 @pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=needs_gpu)], ids=str)
