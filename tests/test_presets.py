@@ -22,7 +22,7 @@ Llm = tuple[str, dict[str, Any]]  # the kind of model, and its sizes
 def llm(kind: str, width: int, mlp: int, layers: int, heads: tuple[int, int], vocab: int, **more: Any) -> Llm:
     sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocab}
     sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": 32_768}
-    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
     return kind, {"architectures": [architecture], **sizes, **more}
 
 
@@ -31,6 +31,7 @@ QWEN_15B = llm("qwen2", 1536, 8960, 28, (12, 2), 151_936, tie_word_embeddings=Tr
 QWEN_3B = llm("qwen2", 2048, 11_008, 36, (16, 2), 151_936, tie_word_embeddings=True)
 QWEN_4B = llm("qwen3", 2560, 9728, 36, (32, 8), 151_936, tie_word_embeddings=True, head_dim=128)
 QWEN_8B = llm("qwen3", 4096, 12_288, 36, (32, 8), 151_936, tie_word_embeddings=False, head_dim=128)
+LLAMA_8B = llm("llama", 4096, 14_336, 32, (32, 8), 128_256, tie_word_embeddings=False)
 # By preset: the model, the tokens of a sequence, and the card.
 CARDS: dict[str, tuple[Llm, int, list[str]]] = {
     "qlora_8gb": (QWEN_3B, 1024, ["plan.device=rtx3070"]),
@@ -42,7 +43,7 @@ CARDS: dict[str, tuple[Llm, int, list[str]]] = {
     "qlora_3b_6gb": (QWEN_3B, 1024, ["plan.device=rtx3060", "vram=6GiB"]),
     "lora_4b_12gb": (QWEN_4B, 1024, ["plan.device=rtx3060"]),
     "lora_8b_24gb": (QWEN_8B, 1024, ["plan.device=rtx3090"]),
-    "qlora_8b_8gb": (QWEN_8B, 512, ["plan.device=rtx3070"]),
+    "qlora_8b_8gb": (LLAMA_8B, 512, ["plan.device=rtx3070"]),
 }
 NAMES = ["gpt2_in_parts", "gpt2_scratch_8gb", "resnet50_8gb", "finetune_bert_8gb", *CARDS]
 
