@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.layers import rms_norms
-from lowvram.core.ledger import Peak, ledger
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
 from lowvram.knobs.norms.keep_output import MOST_KEPT, CheckingStepper, check
-from lowvram.tasks import Problem
 from tests.core.test_layers import Rms
 from tests.laboratory import (
     CPU,
@@ -27,6 +25,7 @@ from tests.laboratory import (
     PROBLEMS,
     knobs_of,
     make_batch,
+    peak_as_measured,
     peak_as_planned,
     relative_error,
     saved_bytes,
@@ -47,8 +46,17 @@ def norm_of(affine: bool = True, bias: bool = True, seed: int = 0) -> nn.LayerNo
 
 
 def gradients(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return gradients_of(lambda y: (y * torch.linspace(-1, 1, y.numel()).view_as(y)).exp().sum(), norm, x)
+
+
+def gradients_of_sums(norm: nn.Module, x: Tensor, slopes: Tensor) -> dict[str, Tensor]:
+    """The loss is a sum of linear terms, so that huge outputs have no huge gradients."""
+    return gradients_of(lambda y: (y * slopes).sum(), norm, x)
+
+
+def gradients_of(loss: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
-    (norm(x) * torch.linspace(-1, 1, x.numel()).view_as(x)).exp().sum().backward()
+    loss(norm(x)).backward()
     assert x.grad is not None
     return {"x": x.grad, **{name: each.grad for name, each in norm.named_parameters() if each.grad is not None}}
 
@@ -61,14 +69,6 @@ def checked(norm: nn.Module) -> KeepingNorm:
     copied.forward = keeping
     check([keeping])
     return keeping
-
-
-def gradients_of_sums(norm: nn.Module, x: Tensor, slopes: Tensor) -> dict[str, Tensor]:
-    """The loss is a sum of linear terms, so that huge outputs have no huge gradients."""
-    x = x.clone().requires_grad_()
-    (norm(x) * slopes).sum().backward()
-    assert x.grad is not None
-    return {"x": x.grad, **{name: each.grad for name, each in norm.named_parameters() if each.grad is not None}}
 
 
 @pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, False)])
@@ -243,20 +243,12 @@ def test_with_other_knobs_gradients_are_the_same(others: dict[str, str | Knob]) 
     assert 0 < relative_error(found.gradients, wanted.gradients) < 2e-6
 
 
-def peak_of(task: Problem, **choices: str | Knob) -> Peak:
-    rig, batch = assemble(task, knobs_of(**choices), CPU), make_batch(task.spec, 32)
-    step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
-        step(rig, batch)
-    return peak
-
-
 @pytest.mark.parametrize("others", [{}, {"ckpt": "every1"}, {"precision": "bf16_pure"}], ids=str)
 @pytest.mark.parametrize("kind", ["transformer", "llama"])
 def test_the_plan_is_what_is_measured(kind: str, others: dict[str, str | Knob]) -> None:
     task = problem(kind) if kind == "llama" else LARGER[kind]
     planned = peak_as_planned(task, knobs_of(norms="output", **others), 32)
-    found, usual = (peak_of(task, norms=norms, **others) for norms in ("output", "input"))
+    found, usual = (peak_as_measured(task, knobs_of(norms=norms, **others), 32) for norms in ("output", "input"))
     assert found.by_kind_max[Kind.ACTIVATIONS] == planned.by_kind_max[Kind.ACTIVATIONS]
     assert found.by_kind_max[Kind.ACTIVATIONS] < usual.by_kind_max[Kind.ACTIVATIONS]
 
