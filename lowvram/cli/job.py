@@ -157,7 +157,7 @@ def row_of(point: Point) -> Result:
             raise Refused("mode=search under torchrun: search without it, on one device")
         words = container(HydraConfig.get().overrides.task, resolve=False)
         return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
-    point = replace(point, plan=plan_for_row(here.plans.of(point)))
+    point = here.plans.with_plan(point, plan_for_row(here.plans.of(point)))
     skipped = here.plans.skipped(point)
     return skipped or run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
 

@@ -64,6 +64,13 @@ def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
     return apply_stage(Stage.BUILD, knobs, bare_rig(task, torch.device("meta"))).model
 
 
+def block_names(task: Task, knobs: Mapping[str, Knob]) -> list[str]:
+    """The names of the blocks in the model of `skeleton`, in the order of the forward pass."""
+    rig = apply_stage(Stage.BUILD, knobs, bare_rig(task, torch.device("meta")))
+    names = {module: name for name, module in rig.model.named_modules()}
+    return [names[block] for block in rig.task.blocks(rig.model)]
+
+
 def bare_rig(task: Task, device: torch.device) -> Rig:
     """The rig before any knob is applied; its model has no memory."""
     model = bare_model(task)

@@ -154,6 +154,12 @@ class Knob(ABC):
         del num_samples
         return None
 
+    def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
+        """If a plan is to choose the blocks that this knob treats: the knob that treats those with these numbers, and
+        takes the less time the fewer they are. None: there is nothing to choose."""
+        del blocks
+        return None
+
     @abstractmethod
     def apply(self, rig: Rig) -> Rig:
         """The next rig. May write only the fields of its stage (`WRITES`)."""

@@ -7,9 +7,9 @@ Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware" (2023): the com
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,38 @@ class RecomputeEvery(Knob):
     def improves_on(self, in_use: Knob) -> bool:
         """Not on `CompilerBudget`, which chooses with more knowledge."""
         return in_use != self and not isinstance(in_use, CompilerBudget)
+
+
+@dataclass(frozen=True)
+class RecomputeChosen(Knob):
+    """The blocks with these numbers are recomputed. None: a plan is to choose them; where nothing is planned, as in a
+    loop of one's own, every block is."""
+
+    blocks: list[int] | None = None
+
+    stage = Stage.CHECKPOINT
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        numbers = self.blocks or []
+        allowed = "null (a plan chooses) or a list of different numbers of blocks, counted from 0"
+        is_list = all(number >= 0 for number in numbers) and len(set(numbers)) == len(numbers)
+        require(is_list, "ckpt.blocks", self.blocks, allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
+
+    def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
+        return replace(self, blocks=list(blocks)) if self.blocks is None else None
+
+    def apply(self, rig: Rig) -> Rig:
+        blocks = rig.task.blocks(rig.model)
+        numbers = range(len(blocks)) if self.blocks is None else self.blocks
+        allowed = f"numbers from 0 to {len(blocks) - 1}, as this model has {len(blocks)} blocks"
+        require(all(number < len(blocks) for number in numbers), "ckpt.blocks", self.blocks, allowed)
+        for number in numbers:
+            recompute(blocks[number])
+        return rig
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,18 @@ class Point:
         }
 
 
+def with_chosen(config: Config, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same configuration with the values that its plan has chosen, such as ckpt.blocks."""
+    chosen = (plan or {}).get("chosen", {})
+    return {**config, **{group: {**config[group], **values} for group, values in chosen.items()}}
+
+
+def without_chosen(config: Config, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The configuration that another plan can choose for."""
+    chosen = (plan or {}).get("chosen", {})
+    return {**config, **{group: {**config[group], **dict.fromkeys(values)} for group, values in chosen.items()}}
+
+
 def with_parts(config: Config, parts: int) -> dict[str, Any]:
     """The same configuration with another number of parts."""
     return {**config, "accum": {**config["accum"], "parts": parts}}

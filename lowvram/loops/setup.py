@@ -69,6 +69,18 @@ def open_data(settings: Settings) -> Data:
     return settings.groups["loader"].fit(resolve_source(settings.groups["data"], model).open(settings.root.seed), model)
 
 
+def undecided(settings: Settings) -> str | None:
+    """The group whose knob leaves a choice of blocks to a plan that hasn't been made; None if there is none."""
+    return next((group for group in KNOB_GROUPS if settings.groups[group].with_blocks(()) is not None), None)
+
+
+def check_decided(settings: Settings) -> None:
+    """Raises BadInput if no plan has chosen what a knob leaves to it."""
+    if group := undecided(settings):
+        allowed = "a list of numbers of blocks, such as [0, 1], where no plan chooses them"
+        raise BadInput(f"{group}.blocks", None, f"{allowed} (that takes vram or a card, and process=child)")
+
+
 def with_steps(settings: Settings, data: Data) -> Settings:
     """The settings, with `train.steps` computed from `train.epochs` if that is given. All batches are full: the last
     may hold the first samples of the next epoch."""

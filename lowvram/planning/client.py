@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 from omegaconf import DictConfig
@@ -14,7 +14,7 @@ from lowvram.config.compose import MISTAKES, chosen, plain
 from lowvram.config.settings import CHILDS_OWN, check_root, is_plan
 from lowvram.launch.client import Event, Server
 from lowvram.launch.in_process import Inline
-from lowvram.launch.point import Point
+from lowvram.launch.point import Point, with_chosen
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch, as_request
 from lowvram.results import row as rows
@@ -67,10 +67,20 @@ class Plans:
         planned = self.of(point)
         if planned is None:
             return None
+        point = self.with_plan(point, planned.get("plan"))
         row = rows.merge(point.first_row(), {key: value for key, value in planned.items() if key != "advice"})
         if point.sweep or row["status"] != Status.INCOMPATIBLE:
             rows.write(point.folder, row)
         return row
+
+    def with_plan(self, point: Point, plan: Mapping[str, Any] | None) -> Point:
+        """The point with its plan and with what the plan has chosen, which is also shown."""
+        chosen = (plan or {}).get("chosen", {})
+        for group, values in chosen.items():
+            words = [f"{group}.{name}={str(value).replace(' ', '')}" for name, value in values.items()]
+            name = f"{point.name}: " if point.sweep else ""
+            self.progress.say(f"{name}{group}={point.choices[group]}: the plan has chosen {' '.join(words)}")
+        return replace(point, plan=plan, config=with_chosen(point.config, plan))
 
     def skipped(self, point: Point) -> Row | None:
         """The row of a point that `plan.skip=true` skips, written unless the run that it would continue has left one.
@@ -107,11 +117,11 @@ class Plans:
         self.num_ahead = min(2 * self.num_ahead, MOST_AHEAD)
         return asked
 
-    def again(self, point: Point) -> Mapping[str, Any] | None:
-        """Plan a point anew, after its configuration has changed."""
+    def again(self, point: Point) -> Point:
+        """The point, planned anew after its configuration has changed."""
         self.planned.pop(point.index, None)
         self.ask({point.index: request_for(point.config, point.choices, point.launch)})
-        return plan_for_row(self.planned.get(point.index))
+        return self.with_plan(point, plan_for_row(self.planned.get(point.index)))
 
     def ask(self, points: Mapping[int, Request], is_again: bool = False) -> None:
         """Have the child plan these points, given by index, and keep the results in `self.planned`. If the child was

@@ -13,17 +13,18 @@ from torch import nn
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
-from lowvram.core.assemble import BY_TRIAL, skeleton
+from lowvram.core.assemble import BY_TRIAL, block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
-from lowvram.loops.setup import acting_allocator, can_replace, open_data, wanted_ranks
+from lowvram.loops.setup import acting_allocator, can_replace, open_data, undecided, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
+from lowvram.planning.choice import Attempt, choose_blocks, decide, require_budget
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
-from lowvram.planning.scaling import TraceScaler
+from lowvram.planning.scaling import ScaledTrace, TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.trace.fake import CantPlan
@@ -78,19 +79,36 @@ class Planner:
             return {"status": "incompatible", "reason": str(error)}
 
     def planned(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
-        """The fields about the model and its plan.
+        """The fields about the model and its plan; where the plan is to choose something, of what it has chosen.
 
         Raises:
             BadInput: a value out of range.
             Incompatible: the knobs conflict, with each other or with the device that the plan is for.
             CantPlan: the model can't be traced.
         """
-        target, parts = plan_device.target, settings.groups["accum"].parts
-        check_batch_size(settings.train.batch_size, parts, target.num_ranks)
-        knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
-        problem, num_rows = self.problem(settings), self.most_rows(settings, target.num_ranks * parts)
-        scaler = self.scaler(problem, target)
-        scaled = scaler.trace(without_parts(knobs), parts, num_rows)
+        group = undecided(settings)
+        if group is None:
+            return self.planned_as_is(settings, choices, plan_device)
+        budget = settings.vram_bytes or (plan_device.device.is_cuda and plan_device.device.memory_bytes)
+        require_budget(group, choices[group], budget)
+        attempts: dict[tuple[int, ...], Attempt] = {}
+
+        def attempt(blocks: tuple[int, ...]) -> Attempt:
+            if blocks not in attempts:
+                decided = decide(settings, group, blocks)
+                fields = self.planned_as_is(decided, choices, plan_device)
+                fields["plan"]["chosen"] = {group: {"blocks": list(blocks)}}
+                attempts[blocks] = Attempt(fields, self.traced(decided, choices, plan_device.target).trace)
+            return attempts[blocks]
+
+        names = block_names(self.problem(settings), named_knobs(settings, choices))
+        return choose_blocks(names, attempt)
+
+    def planned_as_is(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
+        """As `planned`, where nothing is left to choose."""
+        target = plan_device.target
+        scaled, problem = self.traced(settings, choices, target), self.problem(settings)
+        knobs, scaler = named_knobs(settings, choices), self.scaler(problem, target)
         plan_device = self.with_rates(plan_device, settings, choices)
         is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.model(problem, knobs).modules())
         plan = needs(scaled.trace, plan_device, settings.groups["allocator"].expandable_segments, is_recurrent)
@@ -102,6 +120,14 @@ class Planner:
             **self.about_model(problem, knobs),
             "plan": {**about, **plan, "error": plan_device.device.error, **fit, "advice": advice},
         }
+
+    def traced(self, settings: Settings, choices: Mapping[str, str], target: Target) -> ScaledTrace:
+        """The trace of a point."""
+        parts = settings.groups["accum"].parts
+        check_batch_size(settings.train.batch_size, parts, target.num_ranks)
+        num_rows = self.most_rows(settings, target.num_ranks * parts)
+        knobs = without_parts(named_knobs(settings, choices))
+        return self.scaler(self.problem(settings), target).trace(knobs, parts, num_rows)
 
     def with_rates(self, plan_device: PlanDevice, settings: Settings, choices: Mapping[str, str]) -> PlanDevice:
         """The device with its measured rates, if there are any on disk. Measures nothing."""
@@ -169,6 +195,11 @@ def advice_for(
 
     in_use = {group: settings.groups[group] for group in KNOB_GROUPS}
     return out_of_memory_advice(by_kind, in_use, is_possible, settings.vram_bytes)
+
+
+def named_knobs(settings: Settings, choices: Mapping[str, str]) -> dict[str, Knob]:
+    """The knobs by the names that messages use."""
+    return {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
 
 
 def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:

@@ -48,4 +48,6 @@ def row_inline(point: Point, stop_signals: Callable[[], int]) -> tuple[Row | Non
     if is_plan(point.choices):
         return Plans(here, progress, stop_signals).row(point), here.error
     point = replace(point, plan=NOTHING_PLANNED)
-    return run_point(point, here, progress, stop_signals, lambda _: NOTHING_PLANNED), here.error
+    return run_point(
+        point, here, progress, stop_signals, lambda again: replace(again, plan=NOTHING_PLANNED)
+    ), here.error

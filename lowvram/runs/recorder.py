@@ -130,6 +130,11 @@ class Recording:
         self.progress.say(f"out of memory with accum.parts={fewer}: again with {parts}")
         return True
 
+    def plan_anew(self, plan_again: Callable[[Point], Point]) -> None:
+        """Before another attempt: plan it."""
+        self.point = plan_again(self.point)
+        self.add({"plan": self.point.plan, "config": self.point.config})
+
     def measures_again(self, stop_conditions: StopConditions) -> bool:
         """After a measurement: whether it was disturbed and is repeated; if so, prepare that. If a repetition failed,
         restore the row of the measurement before it."""

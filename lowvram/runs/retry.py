@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowvram.launch.point import Attempts, Config, Measurement, Point, with_parts
+from lowvram.launch.point import Attempts, Config, Measurement, Point, with_parts, without_chosen
 from lowvram.results import metrics_file
 from lowvram.results import row as rows
 from lowvram.results.columns import value_at
@@ -28,12 +28,15 @@ MODE = "measure"  # conf/mode/measure.yaml
 def continued(point: Point) -> Point:
     """The point, if it continues an earlier run with the number of parts that this run had reached."""
     config, attempts = as_left(point.config, rows.read(point.folder) if point.is_resumed else None)
-    return point if attempts is None else replace(point, config=dict(config), attempts=attempts, plan=None)
+    if attempts is None:
+        return point
+    return replace(point, config=without_chosen(config, point.plan), attempts=attempts, plan=None)
 
 
 def in_parts(point: Point, parts: int, row: Row) -> Point:
     """The next attempt, after one with `row` that ran out of memory."""
-    config, is_resumed = with_parts(point.config, parts), has_snapshots(point.folder)
+    config = with_parts(without_chosen(point.config, point.plan), parts)
+    is_resumed = has_snapshots(point.folder)
     return replace(point, config=config, is_resumed=is_resumed, attempts=attempts_with(row), plan=None)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lowvram.fidelity.client import Comparison
 from lowvram.launch.client import Server
@@ -36,13 +35,13 @@ def run_point(
     server: Server | Inline,
     progress: Progress,
     stop_signals: Callable[[], int],
-    plan_again: Callable[[Point], Mapping[str, Any] | None],
+    plan_again: Callable[[Point], Point],
 ) -> Row:
     """Run one point and write its row; returns the row.
 
     Args:
         stop_signals: returns how often somebody has asked to stop.
-        plan_again: returns the plan of the point after its number of parts has changed.
+        plan_again: plans the point anew after its number of parts has changed.
     """
     server.wait_until_ready(StopConditions(None, stop_signals))
     recording = Recording(continued(point), progress, server.disturbs, server.is_fresh and point.launch is None)
@@ -50,7 +49,7 @@ def run_point(
     try:
         while True:
             if recording.point.attempts:
-                recording.add({"plan": plan_again(recording.point)})
+                recording.plan_anew(plan_again)
             around = Circumstances(point.folder, stop_conditions, num_oom_kills(), point.config["vram"])
             watch = ServerPoll(stop_conditions, NativeLogs(point.folder))
             ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)

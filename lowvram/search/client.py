@@ -17,7 +17,7 @@ from lowvram.config.secret import words_without_secrets
 from lowvram.config.settings import CHILDS_OWN, KNOB_GROUPS
 from lowvram.config.words import key
 from lowvram.launch.client import Event, Server
-from lowvram.launch.point import Logged, Point
+from lowvram.launch.point import Logged, Point, with_chosen
 from lowvram.launch.stop import StopConditions
 from lowvram.results import row as rows
 from lowvram.results import table
@@ -52,7 +52,7 @@ class Searches:
     server: Server
     progress: Progress
     stop_signals: Callable[[], int]
-    plan_again: Callable[[Point], Mapping[str, Any] | None]
+    plan_again: Callable[[Point], Point]
 
     def row(self, point: Point, words: Sequence[str]) -> Row | None:
         """Search, and write the rows of the measured candidates below the point's folder.
@@ -179,7 +179,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
         name="-".join(changes.values()) or "as typed",
         index=number,
         folder=folder,
-        config=plain(config),
+        config=with_chosen(plain(config), candidate),
         choices=chosen(config.hydra.runtime.choices),
         sweep=point.folder.name,
         provenance=identity.provenance(point.config["seed"], command),

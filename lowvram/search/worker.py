@@ -145,6 +145,8 @@ def unwanted(cache: PlanCache, group: str, knob: Knob) -> str | None:
         return "lossy: search.lossy=true tries it"
     if knob.chosen_by_user:
         return "it decides what is learnt: choose it yourself"
+    if knob.with_blocks(()) is not None:
+        return "it takes several plans: choose it yourself"
     groups: dict[str, Any] = cache.settings.groups | {group: knob}
     parts, num_samples = groups["accum"].parts, cache.settings.train.batch_size // cache.plan_device.num_ranks
     if knob.more_parts(num_samples) is not None:

@@ -24,7 +24,7 @@ from lowvram.loops.fields import status_bytes
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
-from lowvram.loops.setup import acting_allocator, check_metrics, open_data, with_steps
+from lowvram.loops.setup import acting_allocator, check_decided, check_metrics, open_data, with_steps
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s
@@ -50,6 +50,7 @@ def run(
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
     num_ranks = rendezvous.count(sharding, device, settings.root.names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
+    check_decided(settings)
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)

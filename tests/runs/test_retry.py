@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.launch.point import with_parts
+from lowvram.launch.point import with_chosen, with_parts, without_chosen
 from lowvram.results.row import Row
 from lowvram.runs.retry import as_left
 from scripts.benchmarks.runs import Runs
@@ -218,3 +218,13 @@ def test_parts_that_do_not_divide_are_refused(call: Call) -> None:
     sentence = call(*TINY, AUTO, "accum.parts=3", "train.batch_size=32").sentence
     assert sentence == "train.batch_size=32: must be a multiple of accum.parts=3: 32 = 10 x 3 + 2"
     assert call(*TINY, AUTO, "accum.parts=0").sentence == "accum.parts=0: must be at least 1"
+
+
+def test_more_parts_get_a_plan_with_a_choice_of_its_own() -> None:
+    """ckpt=auto: blocks that a plan has chosen for one number of parts aren't those of another. Typed ones stay."""
+    config, plan = {"ckpt": {"blocks": None, "other": 1}, "seed": 0}, {"chosen": {"ckpt": {"blocks": [0, 1]}}}
+    chosen = with_chosen(config, plan)
+    assert chosen == {"ckpt": {"blocks": [0, 1], "other": 1}, "seed": 0}
+    assert without_chosen(chosen, plan) == config
+    for nothing in (None, {}, {"reason": "no plan"}):
+        assert without_chosen(chosen, nothing) == with_chosen(chosen, nothing) == chosen

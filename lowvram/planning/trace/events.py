@@ -18,6 +18,7 @@ from lowvram.planning.memory.replay import FREE
 
 KINDS = list(Kind)
 BATCH = "logical batch"  # the maker of its tensors, in `Trace.makers`
+MADE_IN, BACKWARD_OF = " in ", " in the backward pass of "  # in the names of makers, before that of a module or node
 
 
 class Phase(Enum):
@@ -80,7 +81,7 @@ class Trace:
         second step only."""
         first = self.second_step if is_steady else 0
         growth = self._growth
-        on_device, live = growth * ~self._is_host, torch.zeros(len(KINDS), len(growth) + 1, dtype=torch.int64)
+        on_device, live = self.device_growth, torch.zeros(len(KINDS), len(growth) + 1, dtype=torch.int64)
         live[self.kinds[self.storages], torch.arange(1, len(growth) + 1)] = growth
         live = live.cumsum(1)[:, first:]
         total = torch.cat([torch.zeros(1, dtype=torch.int64), on_device]).cumsum(0)[first:]
@@ -141,6 +142,27 @@ class Trace:
         for event, allocation, size in more:
             requests.insert(int(num_asked[event]), (allocation, size, 0))
         return requests
+
+    def module_of(self, storage: int) -> str:
+        """The name of the module whose forward pass made a storage, as `makers` tells it; empty if none did."""
+        maker = self.makers[storage]
+        return maker.partition(MADE_IN)[2] if BACKWARD_OF not in maker else ""
+
+    @property
+    def device_growth(self) -> Tensor:
+        """(events,) int64: by how many bytes the event changes the device's sum, in multiples of 512."""
+        return self._growth * ~self._is_host
+
+    @property
+    def lifetimes(self) -> tuple[Tensor, Tensor]:
+        """Two tensors (storages,): each storage's first event, and that of its death; the number of all events if it
+        doesn't die."""
+        events, num_storages = torch.arange(len(self.storages)), len(self.kinds)
+        births = torch.full((num_storages,), len(events)).scatter_reduce(0, self.storages, events, "amin")
+        is_death = (self.num_bytes == 0) & (self.before >= 0)
+        deaths = torch.full((num_storages,), len(events))
+        deaths[self.storages[is_death]] = events[is_death]
+        return births, deaths
 
     @cached_property
     def before(self) -> Tensor:

@@ -33,7 +33,7 @@ from lowvram.core.step import step
 from lowvram.planning.target import Target
 from lowvram.planning.time.op_cost import OpCounter
 from lowvram.planning.trace.allocations import Allocations, Kept, Result, names_result
-from lowvram.planning.trace.events import BATCH, KINDS, PHASES, Phase, Trace
+from lowvram.planning.trace.events import BACKWARD_OF, BATCH, KINDS, MADE_IN, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
 from lowvram.planning.trace.reductions import Reduction, buffers_of
 from lowvram.planning.trace.scratch import CUBLAS_OPS, scratch_of
@@ -270,9 +270,9 @@ class TraceRecorder:
         """What makes a tensor: an operator, and the module or the node of the backward pass that runs it."""
         maker = "" if operator is None else operator.overloadpacket.__name__
         if self.running:
-            return f"{maker} in {self.running[-1]}" if self.running[-1] else maker
+            return f"{maker}{MADE_IN}{self.running[-1]}" if self.running[-1] else maker
         node = current_node()
-        return maker if node is None else f"{maker} in the backward pass of {node.name().removesuffix('Backward0')}"
+        return maker if node is None else f"{maker}{BACKWARD_OF}{node.name().removesuffix('Backward0')}"
 
     def trace(self) -> Trace:
         lines = torch.tensor(deaths_in_order(self.ledger.lines), dtype=torch.int64).view(-1, 2)
