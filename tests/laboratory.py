@@ -104,6 +104,10 @@ LARGER: dict[str, Problem] = {
     "resnet": Auto().pose(replace(RESNET, width=24), replace(IMAGES, num_classes=509)),
     "transformer": Auto().pose(replace(TRANSFORMER, width=64), replace(TOKENS, num_classes=509)),
 }
+FIVE_BLOCKS: dict[str, Problem] = {
+    "transformer": Auto().pose(TransformerConfig(num_layers=5, width=8, num_heads=1, context=8), TOKENS),
+    "resnet": Auto().pose(ResNetConfig(layers=[5], width=8, image_size=8), IMAGES),
+}
 MODELS = list(LARGER)
 WITH_DROPOUT = [f"{model}_dropout" if f"{model}_dropout" in PROBLEMS else model for model in MODELS]  # if there is such
 

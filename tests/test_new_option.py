@@ -22,6 +22,7 @@ from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import settings
 from lowvram.core.knob import Fact, Knob
 from lowvram.knobs import ckpt
+from lowvram.knobs.ckpt import every
 from scripts.pages.pairs import all_pairs, covering_rows
 from tests import laboratory
 from tests.laboratory import KNOBS, MODELS, OPTIONS, PROBLEMS, WITH_DROPOUT
@@ -44,8 +45,8 @@ READ_ONCE = (
 
 
 def written(source: str) -> type[Knob]:
-    """The page's class, as if it stood at the end of knobs/ckpt.py."""
-    names: dict[str, Any] = dict(vars(ckpt))
+    """The page's class, as if it stood at the end of knobs/ckpt/every.py."""
+    names: dict[str, Any] = dict(vars(every))
     exec(source, names)
     return names["RecomputeFirst"]
 

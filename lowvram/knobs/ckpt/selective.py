@@ -1,0 +1,109 @@
+"""Costly operators keep their results, cheap ones are recomputed."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_ops import AttentionOps, schema_of
+from lowvram.config.errors import require
+from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.recomputed import has_backward, is_recomputed_later
+from lowvram.core.rig import Rig
+from lowvram.knobs.ckpt.block import RunningStatsFrozen
+
+
+@dataclass(frozen=True)
+class Selective(Knob):
+    """A share of the blocks, evenly spread, keeps the results of matrix products with weights, of attention and of
+    convolutions, and recomputes the cheap operators between them."""
+
+    fraction: float = 1.0
+
+    stage = Stage.CHECKPOINT
+    saves = Kind.ACTIVATIONS
+
+    def __post_init__(self) -> None:
+        allowed = "between 0 (no block) and 1 (every block)"
+        require(0 <= self.fraction <= 1, "ckpt.fraction", self.fraction, allowed)
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.RETAINABLE_GRAPH})  # torch drops kept results once the backward pass has used them
+
+    def apply(self, rig: Rig) -> Rig:
+        blocks = rig.task.blocks(rig.model)
+        num_treated = math.ceil(self.fraction * len(blocks))
+        for index in range(num_treated):
+            keep_products(blocks[index * len(blocks) // num_treated])
+        return rig
+
+
+ATEN = torch.ops.aten
+PRODUCTS = {
+    ATEN.mm.default,
+    ATEN.addmm.default,
+    ATEN.convolution.default,
+}  # not bmm: attention's (t, t) matrix
+ATTENTION = {packet.default for packet in AttentionOps.FUSED}
+
+
+def keep_products(block: nn.Module) -> None:
+    """Make one block keep the results of its costly operators, and recompute the others bit for bit."""
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
+    forward = block.forward
+
+    def recomputed(*inputs: Any, **named: Any) -> Any:
+        if not has_backward(block, (inputs, named)):
+            return forward(*inputs, **named)
+        kept = partial(create_selective_checkpoint_contexts, policy)
+        context_fn = kept if torch.compiler.is_compiling() else partial(_selective_contexts, norms)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
+
+    block.forward = recomputed
+
+
+def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether one operator's results are kept. Attention with dropout is recomputed: if its result were kept, the
+    recomputation wouldn't draw its random numbers, and later dropouts would draw other ones than in the forward pass.
+    """
+    del context
+    is_costly = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
+    is_kept = is_costly and not is_recomputed_later()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The dropout probability of a call of an attention operator."""
+    arguments = dict(zip([argument.name for argument in schema_of(operator).arguments], args, strict=False))
+    return {"dropout_p": 0.0, **arguments, **kwargs}["dropout_p"]
+
+
+def _selective_contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    keeping, using = create_selective_checkpoint_contexts(policy)
+    return keeping, Nested(RunningStatsFrozen(norms), using)
+
+
+class Nested(AbstractContextManager[None]):
+    """Two nested contexts as one. Can be entered again if both can."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
