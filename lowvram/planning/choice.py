@@ -1,4 +1,5 @@
-"""Chooses the blocks that a knob treats, where it leaves that to the plan (`Knob.with_blocks`): the fewest that fit."""
+"""Chooses the blocks that a knob treats, where it leaves that to the plan (`Knob.with_blocks`): those that fit at the
+least cost of time."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Any, NamedTuple
 
 from lowvram.config.errors import require
 from lowvram.config.settings import Settings
+from lowvram.planning.block_memory import step_memory
 from lowvram.planning.estimate import Fields
-from lowvram.planning.recomputation import best_blocks, step_memory
+from lowvram.planning.recomputation import StepMemory, peak_with, proposals
+from lowvram.planning.time.roofline import Rates
 from lowvram.planning.trace.events import Trace
 
 
@@ -24,19 +27,52 @@ class Attempt(NamedTuple):
     def fits(self) -> bool:
         return self.fields["plan"]["fits"]
 
+    @property
+    def needed_bytes(self) -> float:
+        """With the margin."""
+        plan = self.fields["plan"]
+        return plan["least_vram_bytes"] * (1 + plan["margin"])
 
-def choose_blocks(names: Sequence[str], attempt: Callable[[tuple[int, ...]], Attempt]) -> Fields:
-    """The fields of the attempt with the fewest blocks that fits; if none fits, of the one with all.
 
-    Dynamic programming proposes the best blocks of each number, by the sum of their tensors. Which number it takes is
-    found by bisection over plans of these, as what an allocator needs for tensors isn't their sum.
+Plan = Callable[[tuple[int, ...]], Attempt]  # plans the point with these blocks, once
+
+
+def choose_blocks(names: Sequence[str], attempt: Plan, rates: Rates) -> Fields:
+    """The fields of the attempt that fits at the least cost; if none fits, of the one with all blocks.
+
+    Dynamic programming proposes the cheapest blocks for ever lower peaks, by the sum of their tensors. Which proposal
+    it takes is found by plans of a few of these, as what an allocator needs for tensors isn't their sum.
+
+    Args:
+        names: of the blocks, in the order of the forward pass.
     """
-    none, every = (), tuple(range(len(names)))
-    if attempt(none).fits or not attempt(every).fits:
-        return attempt(none if attempt(none).fits else every).fields
-    proposals = [*best_blocks(step_memory(attempt(none).trace, attempt(every).trace, names)), every]
-    first = bisect_left(proposals, True, 0, len(proposals) - 1, key=lambda blocks: attempt(blocks).fits)
-    return attempt(proposals[first]).fields
+    every = tuple(range(len(names)))
+    if attempt(()).fits or not attempt(every).fits:
+        return attempt(() if attempt(()).fits else every).fields
+    memory = step_memory(attempt(()).trace, attempt(every).trace, names, rates)
+    sets = [*proposals(memory), every]
+    guess = first_expected_to_fit(memory, sets, attempt)
+    return attempt(sets[first_fitting(lambda number: attempt(sets[number]).fits, guess, len(sets) - 1)]).fields
+
+
+def first_expected_to_fit(memory: StepMemory, sets: Sequence[tuple[int, ...]], attempt: Plan) -> int:
+    """The first of some sets of blocks that fits if what is needed beside the tensors changes evenly with their sum,
+    between what was planned for the first and for the last set."""
+    most, least = attempt(sets[0]), attempt(sets[-1])
+    highest, lowest = peak_with(memory, sets[0]), peak_with(memory, sets[-1])
+    slope = (most.needed_bytes - least.needed_bytes) / max(1, highest - lowest)
+    budget = lowest + (most.fields["plan"]["budget_bytes"] - least.needed_bytes) / slope if slope else lowest
+    return next((number for number, blocks in enumerate(sets) if peak_with(memory, blocks) <= budget), len(sets) - 1)
+
+
+def first_fitting(fits: Callable[[int], bool], guess: int, last: int) -> int:
+    """The first number from 1 on that fits; 0 doesn't, and `last` does. Beside the guess it takes two or three calls,
+    elsewhere a bisection."""
+    low, high = 0, last
+    for probe in (guess, guess - 1, guess + 1):
+        if low < probe < high:
+            low, high = (low, probe) if fits(probe) else (probe, high)
+    return bisect_left(range(last), True, low + 1, high, key=fits)
 
 
 def decide(settings: Settings, group: str, blocks: Sequence[int]) -> Settings:

@@ -27,6 +27,7 @@ from lowvram.planning.estimate import Fields, PlanDevice, needs
 from lowvram.planning.scaling import ScaledTrace, TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
+from lowvram.planning.time.roofline import DataSheet
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.tasks import Problem
 
@@ -102,7 +103,8 @@ class Planner:
             return attempts[blocks]
 
         names = block_names(self.problem(settings), named_knobs(settings, choices))
-        return choose_blocks(names, attempt)
+        rates = self.with_rates(plan_device, settings, choices).rates or DataSheet(plan_device.device)
+        return choose_blocks(names, attempt, rates)
 
     def planned_as_is(self, settings: Settings, choices: Mapping[str, str], plan_device: PlanDevice) -> Fields:
         """As `planned`, where nothing is left to choose."""

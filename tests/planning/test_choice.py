@@ -6,11 +6,28 @@ from collections.abc import Callable
 
 import pytest
 
+from lowvram.planning.choice import first_fitting
 from lowvram.planning.worker import Planner
 from tests.calls import TINY, Outcome
 from tests.planning.test_worker import CARD, composed, planned
 
 Call = Callable[..., Outcome]
+
+
+@pytest.mark.parametrize("guess", range(10))
+@pytest.mark.parametrize("first", range(1, 10))
+def test_the_first_that_fits_is_found_from_any_guess(first: int, guess: int) -> None:
+    asked = list[int]()
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number >= first
+
+    assert first_fitting(fits, guess, 9) == first
+    assert len(set(asked)) == len(asked) <= (2 if abs(first - guess) == 0 else 5)
+    assert {0, 9}.isdisjoint(asked)
+
+
 THREE = (*TINY, "model.num_layers=3", "train.batch_size=64", "data.sequence_length=64", "logits=chunked")
 FIRST = [(), (0,), (0, 1), (0, 1, 2)]  # of equal blocks the first ones are the best: they wait the longest
 

@@ -37,9 +37,10 @@ class Column(IntEnum):
     FAMILY = 3  # index into `FAMILIES`
     FORMAT = 4  # the narrowest floating-point format among the arguments; index into `FORMATS`
     TIMES = 5  # how often the operator runs
-    FLOPS = 6  # 0 for operators that are bound by memory
-    BYTES = 7  # read and written; for a copy between host and device, those copied
-    NEW = 8  # bytes of the tensors that it makes
+    MODULE = 6  # index into `Trace.modules` of the innermost one in its forward pass; -1: none
+    FLOPS = 7  # 0 for operators that are bound by memory
+    BYTES = 8  # read and written; for a copy between host and device, those copied
+    NEW = 9  # bytes of the tensors that it makes
 
 
 class Stream(Enum):
@@ -53,6 +54,7 @@ class Stream(Enum):
 
 STREAMS = list(Stream)
 NO_PRODUCT, UNKNOWN = "none", "other"
+NO_MODULE = -1
 FORMATS = [NO_PRODUCT, "fp32", "tf32", "bf16", "fp16", "fp8", UNKNOWN]
 FORMAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8_BYTES = 1
@@ -162,6 +164,7 @@ class OpCounter:
     def __init__(self) -> None:
         self.lines: list[tuple[int, ...]] = []  # by `Column`
         self.part_and_phase = (0, PHASES.index(Phase.BETWEEN))
+        self.module = NO_MODULE  # whose forward pass runs
         self.times = 1  # how often what is recorded is done
         self.num_before_update = 0  # lines before the optimizer's update
         self.traffic = (0, 0)  # bytes copied between host and device that are recorded already
@@ -219,7 +222,7 @@ class OpCounter:
         new_bytes: int = 0,
     ) -> None:
         codes = (STREAMS.index(stream), FAMILIES.index(family), FORMATS.index(number_format))
-        self.lines.append((*self.part_and_phase, *codes, self.times, flops, num_bytes, new_bytes))
+        self.lines.append((*self.part_and_phase, *codes, self.times, self.module, flops, num_bytes, new_bytes))
 
     def begin_update(self, *_: Any) -> None:
         self.num_before_update = len(self.lines)

@@ -95,6 +95,14 @@ class DataSheet(Rates):
         return arithmetic_s, work[:, Column.BYTES] / self.bandwidths[work[:, Column.STREAM]]
 
 
+def operators_s(work: Tensor, rates: Rates) -> Tensor:
+    """(operators,): how long each line of `Trace.work` takes on the device; NaN where a rate isn't known."""
+    arithmetic_s, moving_s = rates.taken_s(work)
+    return (torch.maximum(arithmetic_s, moving_s) + rates.allocation_s(work) + rates.extra.launch_s) * work[
+        :, Column.TIMES
+    ]
+
+
 def step_time(work: Tensor, rates: Rates) -> StepTime | None:
     """The time of `Trace.work` on one device; None if a rate that it needs isn't known."""
     stream, times, extra = work[:, Column.STREAM], work[:, Column.TIMES], rates.extra

@@ -68,6 +68,7 @@ class Trace:
     second_step: int  # the first event of the second step: by then the optimizer's state exists
     first_matmuls: list[int]  # births of the first matrix product in each thread; cuBLAS then allocates a workspace
     reductions: Tensor  # (reductions, 1 + columns) int64: the birth of the first of its two buffers, then a `Reduction`
+    modules: list[str]  # names of the model's modules
     work: Tensor  # (operators, columns) int64: of the second step, by lowvram.planning.time.op_cost.Column
 
     def sized(self, num_bytes: Tensor, work: Tensor) -> Trace:

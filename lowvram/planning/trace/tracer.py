@@ -31,7 +31,7 @@ from lowvram.core.rounds import three_followed
 from lowvram.core.scratch import CompiledUpdate
 from lowvram.core.step import step
 from lowvram.planning.target import Target
-from lowvram.planning.time.op_cost import OpCounter
+from lowvram.planning.time.op_cost import NO_MODULE, OpCounter
 from lowvram.planning.trace.allocations import Allocations, Kept, Result, names_result
 from lowvram.planning.trace.events import BACKWARD_OF, BATCH, KINDS, MADE_IN, PHASES, Phase, Trace
 from lowvram.planning.trace.fake import example, fake_tensors
@@ -140,6 +140,7 @@ class TraceRecorder:
         self.marks: list[tuple[int, Phase]] = [(0, Phase.BUILD)]  # the first event of each phase
         self.steps: list[int] = []  # the first event of each step
         self.modules: dict[nn.Module, str] = {}
+        self.numbers: dict[str, int] = {}  # of the model's modules, by name
         self.running: list[str] = []  # modules in their forward pass, the innermost last
 
     @contextmanager
@@ -162,6 +163,7 @@ class TraceRecorder:
         self.ledger.set_model_kinds(rig.model)
         self.ledger.born = Kind.ACTIVATIONS
         self.modules = {module: name for name, module in rig.model.named_modules()}
+        self.numbers = {name: number for number, name in enumerate(self.modules.values())}
         for name, tensor in [*rig.model.named_parameters(), *rig.model.named_buffers()]:
             for serial in self.ledger.note(tensor, Kind.PARAMETERS):
                 self.ledger.origins[serial] = name
@@ -185,6 +187,7 @@ class TraceRecorder:
         if self.card is not None:
             self.note_scratch(self.card, operator, args, named, num_before)
         if self.is_steady:
+            self.op_counter.module = self.numbers.get(self.running[-1], NO_MODULE) if self.running else NO_MODULE
             self.op_counter.note(operator, args, named, out)
 
     def note_scratch(
@@ -288,6 +291,7 @@ class TraceRecorder:
             self.steps[1],
             sorted(self.first_matmuls.values()),
             torch.tensor(self.reductions, dtype=torch.int64).view(-1, 1 + len(Reduction._fields)),
+            list(self.numbers),
             self.op_counter.work(),
         )
 
