@@ -133,6 +133,23 @@ class Recurrent(nn.Module):
         return self.head(self.layers(self.embedding(tokens))[0])
 
 
+class Stack(nn.Module):
+    """Three blocks in a list."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab_size, 32), nn.Linear(32, vocab_size)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.GELU()) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+
 class Regression:
     """Squares of differences, twice as many targets as samples."""
 

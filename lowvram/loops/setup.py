@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Fact, conflicts
@@ -74,11 +74,20 @@ def undecided(settings: Settings) -> str | None:
     return next((group for group in KNOB_GROUPS if settings.groups[group].with_blocks(()) is not None), None)
 
 
-def check_decided(settings: Settings) -> None:
+def check_decided(settings: Settings, device: torch.device) -> None:
     """Raises BadInput if no plan has chosen what a knob leaves to it."""
     if group := undecided(settings):
-        allowed = "a list of numbers of blocks, such as [0, 1], where no plan chooses them"
-        raise BadInput(f"{group}.blocks", None, f"{allowed} (that takes vram or a card, and process=child)")
+        require_budget(group, settings.vram_bytes or device.type == "cuda")
+        allowed = "a list of numbers of blocks, such as [0, 1], as no plan has chosen them"
+        raise BadInput(f"{group}.blocks", None, f"{allowed} (process=child plans; mode=plan says why it can't)")
+
+
+def require_budget(group: str, is_known: int | bool | None) -> None:
+    """Raises BadInput if there is no budget for which a plan could choose the blocks of a group's knob."""
+    allowed = (
+        f"a budget, such as 8GiB, for a plan to choose {group}.blocks, unless it is for a card whose memory is known"
+    )
+    require(bool(is_known), "vram", None, allowed)
 
 
 def with_steps(settings: Settings, data: Data) -> Settings:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lowvram.config.errors import require
 from lowvram.config.settings import Settings
 from lowvram.planning.block_memory import step_memory
 from lowvram.planning.estimate import Fields
@@ -24,21 +23,22 @@ class Attempt(NamedTuple):
     trace: Trace
 
     @property
-    def fits(self) -> bool:
-        return self.fields["plan"]["fits"]
-
-    @property
     def needed_bytes(self) -> float:
         """With the margin."""
         plan = self.fields["plan"]
         return plan["least_vram_bytes"] * (1 + plan["margin"])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory. Its host may not: recomputation doesn't help there."""
+        return self.needed_bytes <= self.fields["plan"]["budget_bytes"]
 
 
 Plan = Callable[[tuple[int, ...]], Attempt]  # plans the point with these blocks, once
 
 
 def choose_blocks(names: Sequence[str], attempt: Plan, rates: Rates) -> Fields:
-    """The fields of the attempt that fits at the least cost; if none fits, of the one with all blocks.
+    """The fields of the attempt that fits at the least cost; if none fits, of the smallest one.
 
     Dynamic programming proposes the cheapest blocks for ever lower peaks, by the sum of their tensors. Which proposal
     it takes is found by plans of a few of these, as what an allocator needs for tensors isn't their sum.
@@ -47,10 +47,14 @@ def choose_blocks(names: Sequence[str], attempt: Plan, rates: Rates) -> Fields:
         names: of the blocks, in the order of the forward pass.
     """
     every = tuple(range(len(names)))
-    if attempt(()).fits or not attempt(every).fits:
-        return attempt(() if attempt(()).fits else every).fields
+    if attempt(()).fits:
+        return attempt(()).fields
     memory = step_memory(attempt(()).trace, attempt(every).trace, names, rates)
     sets = [*proposals(memory), every]
+    if not attempt(every).fits:  # it makes the most allocations, so fragments may need more than it frees
+        sets.pop()
+    if not attempt(sets[-1]).fits:
+        return min(attempt(every), attempt(sets[-1]), key=lambda each: each.needed_bytes).fields
     guess = first_expected_to_fit(memory, sets, attempt)
     return attempt(sets[first_fitting(lambda number: attempt(sets[number]).fits, guess, len(sets) - 1)]).fields
 
@@ -79,9 +83,3 @@ def decide(settings: Settings, group: str, blocks: Sequence[int]) -> Settings:
     """The settings, with these blocks chosen for the knob of a group."""
     knob: Any = settings.groups[group].with_blocks(blocks)
     return replace(settings, groups={**settings.groups, group: knob})
-
-
-def require_budget(group: str, option: str, budget_bytes: int | None) -> None:
-    """Raises BadInput if there is no budget that the choice could be made for."""
-    allowed = f"a budget, such as 8GiB, with {group}={option}, unless it is for a card whose memory is known"
-    require(bool(budget_bytes), "vram", None, allowed)

@@ -75,11 +75,9 @@ class Plans:
 
     def with_plan(self, point: Point, plan: Mapping[str, Any] | None) -> Point:
         """The point with its plan and with what the plan has chosen, which is also shown."""
-        chosen = (plan or {}).get("chosen", {})
-        for group, values in chosen.items():
-            words = [f"{group}.{name}={str(value).replace(' ', '')}" for name, value in values.items()]
-            name = f"{point.name}: " if point.sweep else ""
-            self.progress.say(f"{name}{group}={point.choices[group]}: the plan has chosen {' '.join(words)}")
+        name = f"{point.name}: " if point.sweep else ""
+        for text in choice_texts(plan or {}, point.choices):
+            self.progress.say(f"{name}{text}")
         return replace(point, plan=plan, config=with_chosen(point.config, plan))
 
     def skipped(self, point: Point) -> Row | None:
@@ -179,6 +177,18 @@ def plan_for_row(planned: Planned | None) -> Mapping[str, Any] | None:
     if planned["status"] == Status.OK:
         return planned["plan"]
     return {key: planned[key] for key in ("reason", "advice") if key in planned}
+
+
+def choice_texts(plan: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[str]:
+    """For each group for which the plan has chosen values, a sentence that says which, as they are typed."""
+    for group, values in plan.get("chosen", {}).items():
+        words = " ".join(f"{group}.{name}={str(value).replace(' ', '')}" for name, value in values.items())
+        if plan["least_vram_bytes"] * (1 + plan["margin"]) <= plan["budget_bytes"]:
+            yield f"{group}={choices[group]}: the plan has chosen {words}"
+        else:
+            needed = f"{size_text(plan['least_vram_bytes'])} plus a margin of {plan['margin']:.0%}"
+            budget = size_text(plan["budget_bytes"])
+            yield f"{group}={choices[group]}: no choice fits {budget}, as the smallest needs {needed}: {words}"
 
 
 def is_far_off(plan: Mapping[str, Any] | None) -> bool:

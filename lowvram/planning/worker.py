@@ -18,10 +18,10 @@ from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.fields import about_model
-from lowvram.loops.setup import acting_allocator, can_replace, open_data, undecided, wanted_ranks
+from lowvram.loops.setup import acting_allocator, can_replace, open_data, require_budget, undecided, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
-from lowvram.planning.choice import Attempt, choose_blocks, decide, require_budget
+from lowvram.planning.choice import Attempt, choose_blocks, decide
 from lowvram.planning.devices import DeviceSpec, find_device, load_device
 from lowvram.planning.estimate import Fields, PlanDevice, needs
 from lowvram.planning.scaling import ScaledTrace, TraceScaler
@@ -91,7 +91,7 @@ class Planner:
         if group is None:
             return self.planned_as_is(settings, choices, plan_device)
         budget = settings.vram_bytes or (plan_device.device.is_cuda and plan_device.device.memory_bytes)
-        require_budget(group, choices[group], budget)
+        require_budget(group, budget)
         attempts: dict[tuple[int, ...], Attempt] = {}
 
         def attempt(blocks: tuple[int, ...]) -> Attempt:

@@ -50,7 +50,7 @@ def run(
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
     num_ranks = rendezvous.count(sharding, device, settings.root.names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
-    check_decided(settings)
+    check_decided(settings, device)
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)

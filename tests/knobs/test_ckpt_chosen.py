@@ -31,6 +31,11 @@ def test_a_plan_chooses_only_what_was_not_typed() -> None:
     assert RecomputeEvery().with_blocks(()) is None
 
 
+def test_every_block_is_no_advice_to_who_leaves_the_choice_to_a_plan() -> None:
+    assert RecomputeEvery().improves_on(RecomputeEvery(2))
+    assert not RecomputeEvery().improves_on(RecomputeChosen([0]))
+
+
 @pytest.mark.parametrize("blocks", [[0, 0], [-1]])
 def test_blocks_are_different_numbers(blocks: list[int]) -> None:
     with pytest.raises(BadInput, match=r"ckpt\.blocks=.*: must be null \(a plan chooses\) or a list of different"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from lowvram.planning.choice import first_fitting
+from lowvram.planning.estimate import Fields
 from lowvram.planning.worker import Planner
-from tests.calls import TINY, Outcome
-from tests.planning.test_worker import CARD, composed, planned
+from tests.calls import TINY, TINY_RESNET, Outcome, history
+from tests.hugging import tiny
+from tests.planning.test_worker import CARD, MIB, composed, planned
 
 Call = Callable[..., Outcome]
 
@@ -52,6 +55,59 @@ def test_the_fewest_blocks_that_fit_are_chosen(device: str) -> None:
         assert plan["least_vram_bytes"] == least[wanted]
 
 
+BLOCKS = {
+    "resnet": (*TINY_RESNET, "model.layers=[2,2]", "train.batch_size=64"),
+    "external": (
+        "model=external",
+        "model.target=tests.yours.Stack",
+        "model.args={vocab_size: 16}",
+        "model.reads=TOKENS",
+        "data=synthetic",
+        "data.vocab_size=16",
+        "data.sequence_length=32",
+        "train.batch_size=64",
+    ),
+    "hf": ("model=hf", "data=synthetic", "data.sequence_length=32", "train.batch_size=64"),
+}
+
+
+@pytest.mark.parametrize("model", BLOCKS)
+def test_one_block_fewer_does_not_fit(model: str) -> None:
+    """With all sets of one block less: without rates, all blocks cost the same."""
+    folder = (f"model.name={tiny('llama')}",) if model == "hf" else ()
+    words, planner = (*BLOCKS[model], *folder, "plan.device=cpu", "ckpt=auto", "plan.margin=0"), Planner()
+
+    def least(blocks: tuple[int, ...]) -> int:
+        word = f"ckpt.blocks=[{','.join(map(str, blocks))}]"
+        return planned(*words, word, planner=planner)["least_vram_bytes"]
+
+    none, one = least(()), least((0,))
+    vram = f"vram={(none + one) // 2 / MIB}MiB"
+    plan = planned(*words, vram, planner=planner)
+    blocks = plan["chosen"]["ckpt"]["blocks"]
+    assert plan["fits"]
+    assert len(blocks) == 1
+    fewer = [tuple(b for b in blocks if b != left) for left in blocks]
+    assert all(least(each) > plan["budget_bytes"] for each in fewer)
+
+
+def test_where_rates_are_known_the_cheapest_block_that_fits_is_chosen() -> None:
+    """The first block of a ResNet frees the most, and takes the longest."""
+    words = ("model=resnet18", "data=synthetic", "data.image_size=32", "train.batch_size=256", CARD, "ckpt=auto")
+    planner = Planner()
+
+    def with_block(*blocks: int) -> Fields:
+        return planned(*words, f"ckpt.blocks={list(blocks)}", "plan.margin=0", planner=planner)
+
+    vram = (with_block()["least_vram_bytes"] + with_block(0)["least_vram_bytes"]) // 2
+    plan = planned(*words, "plan.margin=0", f"vram={vram / MIB}MiB", planner=planner)
+    assert plan["fits"]
+    assert len(plan["chosen"]["ckpt"]["blocks"]) == 1
+    assert plan["step_ms"] < with_block(0)["step_ms"]
+    others = [with_block(number) for number in range(8)]
+    assert all(each["least_vram_bytes"] > vram for each in others if each["step_ms"] < plan["step_ms"])
+
+
 def test_if_nothing_fits_all_blocks_are_recomputed() -> None:
     plan = planned(*THREE, CARD, "ckpt=auto", "vram=400MiB")
     assert not plan["fits"]
@@ -66,12 +122,12 @@ def test_a_cards_own_memory_is_the_budget_if_there_is_no_other() -> None:
     assert planned(*THREE, CARD, "ckpt=auto")["chosen"] == {"ckpt": {"blocks": []}}
     fields = Planner().fields(*composed(*THREE, "plan.device=cpu", "ckpt=auto"))
     assert fields["status"] == "incompatible"
-    assert fields["reason"].startswith("vram=null: must be a budget, such as 8GiB, with ckpt=auto")
+    assert fields["reason"].startswith("vram=null: must be a budget, such as 8GiB, for a plan to choose ckpt.blocks")
 
 
 # From the command line
 
-LARGE = (*TINY, "model.num_layers=4", "train.batch_size=64", "data.sequence_length=128", "device=cpu", "vram=60MiB")
+LARGE = (*TINY, "model.num_layers=4", "train.batch_size=64", "data.sequence_length=64", "device=cpu", "vram=32MiB")
 
 
 def test_a_run_computes_what_its_plan_has_chosen(call: Call) -> None:
@@ -91,8 +147,33 @@ def test_a_run_computes_what_its_plan_has_chosen(call: Call) -> None:
     assert typed.row["loss"] == outcome.row["loss"]
 
 
-@pytest.mark.parametrize("words", [("device=cpu",), ("device=cpu", "vram=60MiB", "process=inline")], ids=str)
-def test_without_a_plan_it_is_refused(call: Call, words: tuple[str, ...]) -> None:
-    outcome = call(*TINY, "ckpt=auto", *words)
-    assert outcome.code == 3
-    assert "ckpt.blocks=null: must be a list of numbers of blocks, such as [0, 1], where no plan" in outcome.said()
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "vram=null: must be a budget, such as 8GiB, for a plan to choose ckpt.blocks"),
+        (("vram=60MiB", "process=inline"), "ckpt.blocks=null: must be a list of numbers of blocks, such as [0, 1]"),
+        (("vram=60MiB", "ckpt.blocks=[0,7]"), "ckpt.blocks=[0, 7]: must be numbers from 0 to 0, as this model has 1"),
+    ],
+    ids=str,
+)
+def test_what_cant_be_chosen_is_refused_in_a_sentence(call: Call, words: tuple[str, ...], sentence: str) -> None:
+    assert call(*TINY, "ckpt=auto", "device=cpu", *words).sentence.startswith(sentence)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_recomputes_the_same_blocks_and_ends_with_the_same_numbers(call: Call) -> None:
+    words = (*LARGE, "ckpt=auto", "plan.margin=0")
+    whole = call(*words, "hydra.run.dir=whole")
+    assert call(*words, "train.steps=2", "hydra.run.dir=parts").code == 0
+    resumed = call("resume=parts", "train.steps=3")
+    assert resumed.code == whole.code == 0, resumed.said()
+    assert resumed.row["config"]["ckpt"] == whole.row["config"]["ckpt"]
+    assert history(resumed.folder)[-1] == history(whole.folder)[-1]
+
+
+def test_a_run_for_which_nothing_fits_says_what_the_smallest_needs(call: Call) -> None:
+    outcome = call(*LARGE[:-1], "vram=4MiB", "mode=plan", "ckpt=auto", "plan.margin=0.1")
+    sentence = (
+        r"ckpt=auto: no choice fits 4\.00 MiB, as the smallest needs [\d.]+ .iB plus a margin of 10%: ckpt\.blocks="
+    )
+    assert re.search(sentence, outcome.out)

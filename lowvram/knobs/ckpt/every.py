@@ -12,6 +12,7 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.knobs.ckpt.block import recompute
+from lowvram.knobs.ckpt.chosen import RecomputeChosen
 from lowvram.knobs.ckpt.compiler import CompilerBudget
 
 
@@ -44,5 +45,5 @@ class RecomputeEvery(Knob):
         return {Kind.ACTIVATIONS: 10, Kind.OTHER: 30} if self.every == 1 else {}
 
     def improves_on(self, in_use: Knob) -> bool:
-        """Not on `CompilerBudget`, which chooses with more knowledge."""
-        return in_use != self and not isinstance(in_use, CompilerBudget)
+        """Not on options that choose with more knowledge."""
+        return in_use != self and not isinstance(in_use, CompilerBudget | RecomputeChosen)
