@@ -81,6 +81,18 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
     return mark(pinned(torch.empty(shape, dtype=dtype), device))
 
 
+def empty_like(tensor: Tensor, pin: bool) -> Tensor:
+    """A tensor in host memory with the shape and dtype of `tensor`, and laid out over the ranks as it is; pinned if
+    `pin`, unless that fails, as in `empty`."""
+    try:
+        return mark(torch.empty_like(tensor, device=DEVICE, pin_memory=pin, requires_grad=False))
+    except RuntimeError as error:
+        if not pin:
+            raise
+        _say_pageable(str(error).splitlines()[0])
+        return empty_like(tensor, pin=False)
+
+
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor from which copies to `device` need not be waited for: for CUDA it is pinned, as in `empty`."""
     return _pinned(tensor) if device.type == "cuda" else tensor
@@ -141,9 +153,14 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage()]
 
 
-def assign(tensor: Tensor) -> None:
-    """Have a tensor that has no memory yet get host memory, once `materialise` gives it some."""
-    _assigned[tensor] = True
+def assign(tensor: Tensor, pin: bool = False) -> None:
+    """Have a tensor that has no memory yet get host memory, pinned if `pin`, once `materialise` gives it some."""
+    _assigned[tensor] = pin
+
+
+def is_to_be_pinned(tensor: Tensor) -> bool:
+    """Whether `assign` was called for this tensor, with `pin`."""
+    return _assigned.get(tensor, False)
 
 
 def is_assigned(tensor: Tensor) -> bool:

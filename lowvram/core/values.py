@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
-from lowvram.core.shards import placed
+from lowvram.core.shards import local, placed
 
 # Called with the dotted name of a parameter or buffer and its tensor; writes the initial value into it. A fill that
 # needs temporary memory has a method `without_values`, with the same arguments, that only allocates it, for plans.
@@ -67,9 +67,16 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
         fill = getattr(fill, "without_values", fill_nothing)
     fill(name, whole)
     value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_assigned(tensor) else device)
-    if host.is_assigned(tensor):
+    if host.is_to_be_pinned(tensor):
+        value = local_copied(host.empty_like(value, pin=True), value)
+    elif host.is_assigned(tensor):
         host.mark(value)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def local_copied(into: Tensor, value: Tensor) -> Tensor:
+    local(into).copy_(local(value))
+    return into
 
 
 def fill_nothing(name: str, tensor: Tensor) -> None:

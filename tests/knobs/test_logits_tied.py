@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.core import lookup
 from lowvram.core.assemble import assemble
 from lowvram.core.ledger import Peak, ledger
-from lowvram.knobs.logits import ChunkedLogits, LazyLogits, tied
+from lowvram.knobs.logits import ChunkedLogits, LazyLogits
 from lowvram.knobs.logits.tied import Tie
 from tests.laboratory import CPU, PROBLEMS, knobs_of
 
@@ -56,7 +57,7 @@ def make_model(dtype: torch.dtype = torch.float32, between: Callable[[Tensor], T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [1, 50 * WIDTH, 2**22])
 def test_the_gradient_is_the_same_to_the_bit(dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tied, "NUMEL_AT_A_TIME", numel)
+    monkeypatch.setattr(lookup, "NUMEL_AT_A_TIME", numel)
     wanted, model = gradient(make_model(dtype), None), make_model(dtype)
     assert torch.equal(gradient(model, Tie(model, model.head)), wanted)
 

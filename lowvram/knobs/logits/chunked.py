@@ -21,13 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 from lowvram.compat.torch_autograd import keeps_graph
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import require
+from lowvram.core import host
+from lowvram.core.host_weights import visiting
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.lookup import Handover
 from lowvram.core.rig import IGNORE, Part, Rig
-from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME, Handover, Tie
+from lowvram.knobs.logits.streamed import StreamedCrossEntropy
+from lowvram.knobs.logits.tied import Tie
+from lowvram.knobs.logits.tile import FP16_SCALE, scaled
 from lowvram.knobs.logits.weight_gradient import SecondPass, SumOverChunks, WeightGradient
 
 SOFTMAX_ROWS = 128  # whose probabilities, which are in fp32, exist at a time
-FP16_SCALE = 64.0  # of probabilities: below 6e-5, as of one class among many thousands, fp16 loses precision
 
 
 @dataclass(frozen=True)
@@ -115,28 +119,43 @@ class LazyLogits:
     ) -> None:
         self.hidden, self.head, self.chunk_tokens, self.handover = hidden, head, chunk_tokens, handover
         self.sums_weights = sums_weights
-        self.dtype = dtype_of_products(head.weight)
+        self.dtype = dtype_of_products(head.weight, hidden.device)
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """The sum over targets (...), in nats (0-dim, fp32 or wider); targets `IGNORE` don't count."""
         weight, bias = self.head.weight, self.head.bias  # read only here: FSDP has gathered them by now
-        fixed = (self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.handover, self.sums_weights)
-        return ChunkedCrossEntropy.apply(self.hidden.flatten(0, -2), weight, bias, targets.flatten(), *fixed)  # pyright: ignore[reportReturnType]
+        hidden_nd, targets_n, handover = self.hidden.flatten(0, -2), targets.flatten(), self.handover
+        if host.holds(weight) and not self.sums_weights:
+            return self._streamed(hidden_nd, targets_n)
+        if host.holds(weight):
+            weight = visiting(weight, hidden_nd.device, None if handover is None else handover.leave)
+            handover = None
+        fixed = (self.chunk_tokens, self.dtype, torch.is_grad_enabled(), handover, self.sums_weights)
+        return ChunkedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, *fixed)  # pyright: ignore[reportReturnType]
+
+    def _streamed(self, hidden_nd: Tensor, targets_n: Tensor) -> Tensor:
+        """With a weight that stays in host memory, a tile of classes at a time: as many as need the memory of
+        `chunk_tokens` rows of all classes."""
+        weight, bias, num_targets = self.head.weight, self.head.bias, max(1, len(hidden_nd))
+        tile_classes = max(1, min(self.chunk_tokens, num_targets) * len(weight) // num_targets)
+        fixed = (tile_classes, self.dtype, self.handover)
+        return StreamedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, *fixed)  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def argmax(self, dim: int) -> Tensor:
         """The most likely class of each hidden state (...). `dim` must be -1; it is there because callers also pass
         ordinary logits."""
         assert dim == -1
-        weight, bias = in_dtype(self.head.weight, self.dtype), in_dtype(self.head.bias, self.dtype)
+        weight = in_dtype(visiting(self.head.weight, self.hidden.device), self.dtype)
+        bias = in_dtype(self.head.bias, self.dtype)
         chunks = self.hidden.flatten(0, -2).split(self.chunk_tokens)
         classes = [nn.functional.linear(chunk.to(self.dtype), weight, bias).argmax(-1) for chunk in chunks]
         return torch.cat(classes).view(self.hidden.shape[:-1])
 
 
-def dtype_of_products(weight: Tensor) -> torch.dtype:
-    """The dtype in which a layer with this weight multiplies here: autocast's, or its own."""
-    device_type = weight.device.type
+def dtype_of_products(weight: Tensor, device: torch.device) -> torch.dtype:
+    """The dtype in which a layer with this weight multiplies on the device: autocast's, or its own."""
+    device_type = device.type
     is_cast = torch.is_autocast_enabled(device_type) and weight.dtype is not torch.float64
     return torch.get_autocast_dtype(device_type) if is_cast else weight.dtype
 
@@ -198,20 +217,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.handover is not None:
             gradients[1] = ctx.handover.leave(gradients[1])
         return (*gradients, *[None] * 6)
-
-
-def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: torch.dtype) -> Tensor | None:
-    """`gradient` · `factor`, computed in the factor's dtype and rounded to `dtype` once; a few rows at a time if the
-    gradient has another dtype."""
-    if gradient is None:
-        return None
-    if gradient.dtype is factor.dtype:
-        return (gradient.mul_(factor) if may_overwrite else gradient * factor).to(dtype)
-    out = gradient if may_overwrite and gradient.dtype is dtype else torch.empty_like(gradient, dtype=dtype)
-    num_rows = max(1, NUMEL_AT_A_TIME // max(1, gradient[:1].numel()))
-    for rows, out_rows in zip(gradient.split(num_rows), out.split(num_rows), strict=True):
-        out_rows.copy_(rows.to(factor.dtype).mul_(factor))
-    return out
 
 
 @final

@@ -9,38 +9,14 @@ Shapes: v classes, d width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from lowvram.compat.torch_autograd import will_run
-
-NUMEL_AT_A_TIME = 2**22  # of a gradient: 16 MiB in fp32
-dense_backward: Any = torch.ops.aten.embedding_dense_backward
-
-
-@final
-@dataclass(eq=False)
-class Handover:
-    """Hands the gradient of the last layer's weight to the embeddings. One object per forward pass of the model."""
-
-    nodes: list[Callable[[], Any]] = field(default_factory=list)  # weak references to the embeddings' autograd nodes
-    gradient_vd: Tensor | None = None  # what the last layer has left for an embedding
-
-    def leave(self, gradient_vd: Tensor | None) -> Tensor | None:
-        """Leave a gradient for an embedding that this backward pass will still reach, and return None. Return the
-        gradient itself if there is no such embedding, or if another gradient waits already."""
-        is_awaited = any((node := weak()) is not None and will_run(node) for weak in self.nodes)
-        if self.gradient_vd is not None or not is_awaited:
-            return gradient_vd
-        self.gradient_vd = gradient_vd
-        return None
+from lowvram.core.lookup import Handover, HostTable, LookedUp, look_up, only_looks_up
 
 
 @final
@@ -51,14 +27,20 @@ class Tie:
         self.handover: Handover | None = None  # of the forward pass that is running
         self.is_connected: bool | None = None  # whether autograd gets from the last layer to them; None: not known yet
         for module in model.modules():
-            if isinstance(module, nn.Embedding) and module.weight is head.weight and is_plain(module):
-                module.forward = partial(self.look_up, module)
+            if only_looks_up(module) and module.weight is head.weight:
+                forward, own = partial(self.look_up, module), vars(module).get("forward")
+                if isinstance(own, HostTable):
+                    module.forward = torch.compiler.disable(forward)
+                elif own is None:
+                    module.forward = forward
 
     def look_up(self, embedding: nn.Embedding, input: Tensor) -> Tensor:
         """The forward pass of one of the embeddings."""
         weight_vd, padding = embedding.weight, embedding.padding_idx
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight_vd.requires_grad):
+        if torch.compiler.is_compiling():
             return nn.functional.embedding(input, weight_vd, padding)
+        if not (torch.is_grad_enabled() and weight_vd.requires_grad):
+            return look_up(input, weight_vd, padding)
         self.handover = self.handover or Handover()
         output: Any = LookedUp.apply(input, weight_vd, padding, self.handover)
         self.handover.nodes.append(ref(output.grad_fn))
@@ -76,12 +58,6 @@ class Tie:
         return handover if self.is_connected else None
 
 
-def is_plain(embedding: nn.Embedding) -> bool:
-    """Whether it is an nn.Embedding that only looks rows up, with its original forward pass."""
-    has_more = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
-    return type(embedding) is nn.Embedding and not has_more and "forward" not in vars(embedding)
-
-
 def comes_from(tensor: Tensor, handover: Handover) -> bool:
     """Whether the backward pass from `tensor` reaches an embedding of this handover."""
     seen, waiting = set[Any](), [tensor.grad_fn]
@@ -93,36 +69,3 @@ def comes_from(tensor: Tensor, handover: Handover) -> bool:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
     return False
-
-
-@final
-class LookedUp(torch.autograd.Function):
-    """An embedding look-up whose backward pass adds to the gradient that the last layer has left."""
-
-    @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight_vd: Tensor, padding: int | None, handover: Handover) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.num_rows, ctx.padding, ctx.handover = len(weight_vd), -1 if padding is None else padding, handover
-        return nn.functional.embedding(indices, weight_vd, padding)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (indices,) = ctx.saved_tensors
-        whole_vd, ctx.handover.gradient_vd = ctx.handover.gradient_vd, None
-        if whole_vd is None:  # another embedding has taken it
-            whole_vd = dense_backward(gradient, indices, ctx.num_rows, ctx.padding, False)
-        else:
-            add_rows(whole_vd, gradient, indices, ctx.padding)
-        return None, whole_vd, None, None
-
-
-def add_rows(whole_vd: Tensor, gradient: Tensor, indices: Tensor, padding: int) -> None:
-    """Add the gradient (..., d) of the rows `indices` (...) to `whole_vd`, except those of the index `padding`."""
-    first = 0
-    for rows in whole_vd.split(max(1, NUMEL_AT_A_TIME // whole_vd.shape[1])):
-        places = indices - first
-        is_here = (places >= 0) & (places < len(rows)) & (indices != padding)
-        places = places.where(is_here, len(rows))  # all others go to one more row, which is dropped
-        rows.add_(dense_backward(gradient, places, len(rows) + 1, len(rows), False)[:-1])
-        first += len(rows)

@@ -11,8 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lowvram.core.rig import IGNORE
-from lowvram.knobs.logits.tied import NUMEL_AT_A_TIME
+from lowvram.knobs.logits.tile import Tile
 
 
 class WeightGradient(ABC):
@@ -82,29 +81,9 @@ class SecondPass(WeightGradient):
         scaled_nd = hidden_nd if self.hidden_scale == 1.0 else hidden_nd * self.hidden_scale
         size = max(1, self.buffer.numel() // num_targets)
         for first in range(0, num_classes, size):
-            classes = slice(first, first + size)
-            probabilities_nt = self._gradient_of_logits(hidden_nd, classes)
-            torch.mm(probabilities_nt.T, scaled_nd, out=gradient_vd[classes])
+            weight_td = self.weight_vd[first : first + size]
+            bias_t = None if self.bias_v is None else self.bias_v[first : first + size]
+            tile = Tile.of(hidden_nd, weight_td, bias_t, self.targets_n1, first, self.buffer)
+            of_logits_nt = tile.gradient_of_logits(self.log_sums_n1, self.logit_scale)
+            torch.mm(of_logits_nt.T, scaled_nd, out=gradient_vd[tile.classes])
         return gradient_vd
-
-    def _gradient_of_logits(self, hidden_nd: Tensor, classes: slice) -> Tensor:
-        """Those of a tile (n, t), in the buffer: p - 1 at the target, else p, from probabilities in fp32 or wider; 0
-        where nothing counts."""
-        weight_td = self.weight_vd[classes]
-        logits_nt = self.buffer[: len(hidden_nd) * len(weight_td)].view(len(hidden_nd), -1)
-        if self.bias_v is None:
-            torch.mm(hidden_nd, weight_td.T, out=logits_nt)
-        else:
-            torch.addmm(self.bias_v[classes], hidden_nd, weight_td.T, out=logits_nt)
-        places_n1 = self.targets_n1 - classes.start
-        is_here_n1 = (places_n1 >= 0) & (places_n1 < len(weight_td))
-        places_n1 = places_n1.clamp(0, len(weight_td) - 1)
-        num_rows = max(1, NUMEL_AT_A_TIME // len(weight_td))
-        columns = (logits_nt, self.log_sums_n1, places_n1, is_here_n1, self.targets_n1 == IGNORE)
-        for logits_st, log_sums_s1, places_s1, is_here_s1, is_ignored_s1 in zip(
-            *(column.split(num_rows) for column in columns), strict=True
-        ):
-            exact_st = logits_st.to(log_sums_s1.dtype).sub_(log_sums_s1).exp_()
-            exact_st.scatter_add_(1, places_s1, -is_here_s1.to(exact_st.dtype)).masked_fill_(is_ignored_s1, 0)
-            logits_st.copy_(exact_st.mul_(self.logit_scale) if self.logit_scale != 1.0 else exact_st)
-        return logits_nt

@@ -23,12 +23,14 @@ from lowvram.core import host
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, make_contiguous
+from lowvram.knobs.offload.tables import keep_tables_on_host
 
 
 @dataclass(frozen=True)
 class Parameters(Knob):
     """A block's weights are copied to the device for its forward pass and again for its backward pass, and freed after
-    each. Weights outside the blocks stay on the device from the forward to the end of the backward pass."""
+    each. Of embeddings only the rows that are looked up go there, and the last layer's weight is there while that layer
+    computes. Other weights outside the blocks stay from the forward to the end of the backward pass."""
 
     pin_memory: bool = True
 
@@ -50,13 +52,16 @@ class Parameters(Knob):
         mesh = mesh_of_one(rig.device)
         policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
         make_contiguous(rig.model)
-        for module in [*rig.task.blocks(rig.model), rig.model]:
+        blocks = rig.task.blocks(rig.model)
+        tables = keep_tables_on_host(rig.model, rig.task.head(rig.model), blocks, mesh, policy.pin_memory)
+        for module in [*blocks, rig.model]:
             arriving = [parameter for parameter in module.parameters() if not host.is_assigned(parameter)]
-            fully_shard(module, mesh=mesh, offload_policy=policy)
+            fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=tables)
             num_visits = 1 if module is rig.model else 2  # blocks are copied again for the backward pass
             module.register_forward_pre_hook(partial(count_arrival, bytes_of(arriving), num_visits))
             for parameter in module.parameters():
-                host.assign(parameter)
+                if parameter not in tables:
+                    host.assign(parameter)
         for module in rig.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
