@@ -66,7 +66,9 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     if is_fake(whole):  # in a plan there is no memory to write to
         fill = getattr(fill, "without_values", fill_nothing)
     fill(name, whole)
-    value = placed(whole.to(tensor.dtype), tensor, host.DEVICE if host.is_assigned(tensor) else device)
+    rounded = whole.to(tensor.dtype)
+    del whole  # what is in fp32 is free before a sharded tensor is copied
+    value = placed(rounded, tensor, host.DEVICE if host.is_assigned(tensor) else device)
     if host.is_to_be_pinned(tensor):
         value = local_copied(host.empty_like(value, pin=True), value)
     elif host.is_assigned(tensor):

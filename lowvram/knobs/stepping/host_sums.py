@@ -82,6 +82,12 @@ class HostSums(Sums):
     @torch.no_grad()
     def bring_back(self, parameter: nn.Parameter) -> None:
         values = self.wait_for(parameter)
+        if host.holds(parameter):  # offload=parameters: the weight is updated there
+            with host.computing():
+                gradient = torch.empty_like(parameter, dtype=parameter.dtype, requires_grad=False)
+                local(gradient).copy_(values)
+            parameter.grad = gradient
+            return
         gradient = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False)
         link = self.links[local(gradient).device]
         link.send(local(gradient), values)
