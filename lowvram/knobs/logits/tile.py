@@ -35,7 +35,7 @@ class Tile:
         cls, hidden_nd: Tensor, weight_td: Tensor, bias_t: Tensor | None, targets_n1: Tensor, first: int, buffer: Tensor
     ) -> Self:
         """Compute the logits into the buffer."""
-        logits_nt = buffer[: len(hidden_nd) * len(weight_td)].view(len(hidden_nd), -1)
+        logits_nt = buffer[: len(hidden_nd) * len(weight_td)].view(len(hidden_nd), len(weight_td))
         if bias_t is None:
             torch.mm(hidden_nd, weight_td.T, out=logits_nt)
         else:
