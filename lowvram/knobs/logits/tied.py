@@ -30,7 +30,7 @@ class Tie:
             if only_looks_up(module) and module.weight is head.weight:
                 forward, own = partial(self.look_up, module), vars(module).get("forward")
                 if isinstance(own, HostTable):
-                    module.forward = torch.compiler.disable(forward)
+                    module.forward = torch.compiler.disable(forward)  # pyright: ignore[reportAttributeAccessIssue]
                 elif own is None:
                     module.forward = forward
 

@@ -38,7 +38,7 @@ def keep_tables_on_host(
         host.assign(kept[-1], pin)
         for module in modules:
             module.weight = kept[-1]
-            module.forward = HostTable(module) if only_looks_up(module) else HostHead(head)
+            module.forward = HostTable(module) if only_looks_up(module) else HostHead(head)  # pyright: ignore[reportAttributeAccessIssue]
     return set(kept)
 
 
