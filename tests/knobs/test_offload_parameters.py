@@ -139,6 +139,15 @@ def test_neither_the_last_weight_nor_its_gradient_is_whole_on_the_device(device:
     assert local(head.weight).is_pinned() == (device.type == "cuda")
 
 
+def test_while_a_weight_gets_its_initial_values_fp32_is_gone_before_it_is_copied() -> None:
+    with ledger() as peak:
+        rig = assemble(WIDE, knobs_of(offload="parameters", precision="bf16_pure"), CPU)
+    head = rig.task.head(rig.model)
+    assert head is not None
+    numel = head.weight.numel()
+    assert peak.peak_bytes < numel * 9  # beside copies in 16 bits; on a CPU the one of the host counts, too
+
+
 @pytest.mark.parametrize("options", [("parameters", "none"), ("none", "parameters"), ("parameters", "parameters")])
 def test_a_run_goes_on_to_the_last_digit_with_it_or_without(tmp_path: Path, options: tuple[str, str]) -> None:
     def run(name: str, option: str, told: Told, **more: Any) -> None:

@@ -187,6 +187,12 @@ def test_gradients_that_leave_a_card_are_summed_by_way_of_pinned_memory(choices:
     assert of_cpu.host_bytes < of_card.host_bytes < 2 * of_cpu.host_bytes
 
 
+def test_sums_of_weights_that_stay_on_the_host_take_nothing_of_a_card() -> None:
+    wide = LanguageModel(TransformerConfig(num_layers=1, width=64, num_heads=2, context=1024, vocab_size=50257), TOKENS)
+    knobs = knobs_of(offload="parameters", stepping="in_backward", accum="x2")
+    assert trace(wide, knobs, 2, A100).sums(is_steady=True).by_phase[Phase.UPDATE] < 50257 * 64 * 4 / 2
+
+
 def test_a_plan_leaves_the_process_as_it_was() -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     for choices in ({"precision": "tf32"}, {"offload": "parameters"}, {"sharding": "fsdp"}):
