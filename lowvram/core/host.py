@@ -160,7 +160,7 @@ def assign(tensor: Tensor, pin: bool = False) -> None:
 
 def is_to_be_pinned(tensor: Tensor) -> bool:
     """Whether `assign` was called for this tensor, with `pin`."""
-    return _assigned.get(tensor, False)
+    return bool(_assigned.get(tensor, False))
 
 
 def is_assigned(tensor: Tensor) -> bool:
