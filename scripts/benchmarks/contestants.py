@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from lowvram.config.identity import ROOT
 
@@ -29,19 +29,27 @@ if TYPE_CHECKING:
     from lowvram.config.settings import Settings
 
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}  # what was freed, by malloc
-BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE = "bf16", "checkpointing", "8bit", "micro1"
-SAVINGS = {BF16: "precision=bf16", CHECKPOINTING: "ckpt=every1", EIGHT_BITS: "optimizer=adamw_8bit"}
+BF16, BF16_WEIGHTS, CHECKPOINTING, ONE_BY_ONE = "bf16", "bf16_weights", "checkpointing", "micro1"
+EIGHT_BITS, FOUR_BITS, ADAFACTOR = "8bit", "4bit", "adafactor"
+SAVINGS = {
+    BF16: "precision=bf16",
+    BF16_WEIGHTS: "precision=bf16_pure",
+    CHECKPOINTING: "ckpt=every1",
+    EIGHT_BITS: "optimizer=adamw_8bit",
+    FOUR_BITS: "optimizer=adamw_4bit",
+    ADAFACTOR: "optimizer=adafactor",
+}
+BETA2 = "optimizer.beta2=0.999"  # which Adafactor has none of
 COMMON = (
     "model=hf",
     "seed=1",
     "optimizer.lr=0.0005",
-    "optimizer.beta2=0.999",
     "optimizer.weight_decay=0.01",
     "data.eval_samples=4",
     "logger=none",
 )
 MEETING, PARTNERS = "LOWVRAM_BENCH_MEETING", "LOWVRAM_BENCH_PARTNERS"  # a folder, and how many meet there
-Told = dict[str, Any]  # times_s and losses of steps, peak_bytes
+Told = dict[str, Any]  # times_s and losses of steps, peak_bytes, and on a card reserved_bytes
 
 
 @final
@@ -62,6 +70,7 @@ class Case:
 
     def overrides(self, folder: Path) -> list[str]:
         saving = [word for name, word in SAVINGS.items() if name in self.savings]
+        saving += [] if ADAFACTOR in self.savings else [BETA2]
         accum = [f"accum=x{self.num_parts}"] if self.num_parts > 1 else []
         model = f"model.name={self.model_folder(folder)}"
         return [*COMMON, f"device={self.device}", model, *saving, *accum, *self.words]
@@ -72,7 +81,7 @@ class Case:
     @property
     def said(self) -> dict[str, str]:
         """Words of train.py by key."""
-        return dict(word.split("=", 1) for word in (*COMMON, *self.words))
+        return dict(word.split("=", 1) for word in (*COMMON, BETA2, *self.words))
 
     @property
     def batch_size(self) -> int:
@@ -164,7 +173,8 @@ def ours(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
         cli.main()
     memory = (read(run) or {"memory": {}})["memory"]
     name = "process_peak_bytes" if case.device == "cpu" else "peak_bytes"
-    return {"times_s": times_s, "losses": losses, "peak_bytes": memory.get(name)}
+    bytes_of = {"peak_bytes": memory.get(name), "reserved_bytes": memory.get("reserved_bytes")}
+    return {"times_s": times_s, "losses": losses, **bytes_of}
 
 
 def resident_bytes() -> int:
@@ -176,13 +186,15 @@ def resident_bytes() -> int:
     return status_bytes("VmRSS")
 
 
-def peak_bytes(case: Case, before: int) -> int:
-    """On a card its allocator's, as in our rows; else by how much the process has grown at its peak."""
+def memory_of(case: Case, before: int) -> Told:
+    """On a card its allocator's peaks, as in our rows; else by how much the process has grown at its peak."""
     import torch
 
     from lowvram.loops.fields import status_bytes
 
-    return status_bytes("VmHWM") - before if case.device == "cpu" else torch.cuda.max_memory_allocated()
+    if case.device == "cpu":
+        return {"peak_bytes": status_bytes("VmHWM") - before, "reserved_bytes": None}
+    return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
 
 
 def perform(contestants: Mapping[str, Contestant], cases: Sequence[Case], words: Sequence[str]) -> None:
@@ -231,17 +243,26 @@ def first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
     return next((index for index, code in enumerate(codes) if code), None)
 
 
+class Measured(NamedTuple):
+    """Samples per second of the second half of the steps, and the peaks of all in bytes."""
+
+    samples_per_s: float
+    peak_bytes: int
+    reserved_bytes: int | None  # None on a CPU
+
+
 def timed(
     program: str, contestants: Sequence[str], case: Case, folder: Path, words: Sequence[str] = ()
-) -> dict[str, tuple[float, int]]:
-    """Samples per second of the second half of the steps, and the peak of all in bytes, by contestant. On a CPU they
-    run side by side and share its cores in turns of milliseconds; each has a card for itself."""
-    found: dict[str, tuple[float, int]] = {}
+) -> dict[str, Measured]:
+    """What was measured, by contestant. On a CPU they run side by side and share its cores in turns of milliseconds;
+    each has a card for itself."""
+    found: dict[str, Measured] = {}
     for group in [contestants] if case.device == "cpu" else [[name] for name in contestants]:
         each = apart(program, group, case, folder, 2 * case.num_steps, case.num_steps, words)
         for name, told in zip(group, each, strict=True):
             *_, half, end = told["times_s"]
-            found[name] = case.num_steps * case.batch_size / (end - half), told["peak_bytes"]
+            speed = case.num_steps * case.batch_size / (end - half)
+            found[name] = Measured(speed, told["peak_bytes"], told["reserved_bytes"])
     return found
 
 

@@ -8,43 +8,54 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.contestants import (
+    ADAFACTOR,
     BF16,
+    BF16_WEIGHTS,
     CHECKPOINTING,
     EIGHT_BITS,
+    FOUR_BITS,
     Case,
     Contestant,
     Told,
+    memory_of,
     now_s,
     ours,
-    peak_bytes,
     resident_bytes,
     samples_of,
     settings_of,
 )
 
+PRECISIONS: dict[str, Any] = {BF16: "bf16-mixed", BF16_WEIGHTS: "bf16-true"}  # Lightning's
+OPTIMIZERS = {EIGHT_BITS: "adamw_torch_8bit", FOUR_BITS: "adamw_torch_4bit", ADAFACTOR: "adafactor"}  # a Trainer's
+
 
 def loaded(case: Case, folder: Path) -> Any:
-    """The model as transformers loads it, with checkpointing if that is asked for."""
+    """The model as transformers loads it, in bf16 and with checkpointing if that is asked for."""
+    import torch
+
     from lowvram.models.hf_heads import CLASSES as AUTO
     from lowvram.models.hf_heads import Head
 
-    model = AUTO[Head[case.head]].from_pretrained(case.model_folder(folder), trust_remote_code=False)
+    dtype = torch.bfloat16 if BF16_WEIGHTS in case.savings else torch.float32
+    model = AUTO[Head[case.head]].from_pretrained(case.model_folder(folder), dtype=dtype, trust_remote_code=False)
     if CHECKPOINTING in case.savings:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(case.device).train()
 
 
 def optimizer_of(case: Case, parameters: Any) -> Any:
-    """AdamW: torch's fused one, or torchao's of 8 bits."""
+    """AdamW: torch's fused one, or torchao's of few bits; or torch's Adafactor."""
     import torch
+    from torchao.optim import AdamW4bit, AdamW8bit
 
-    lr, decay = float(case.said["optimizer.lr"]), float(case.said["optimizer.weight_decay"])
-    about = {"lr": lr, "weight_decay": decay, "betas": (0.9, float(case.said["optimizer.beta2"]))}
-    if EIGHT_BITS not in case.savings:
-        return torch.optim.AdamW(parameters, fused=True, **about)
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(parameters, **about)
+    about = {"lr": float(case.said["optimizer.lr"]), "weight_decay": float(case.said["optimizer.weight_decay"])}
+    if ADAFACTOR in case.savings:
+        return torch.optim.Adafactor(parameters, foreach=False, **about)
+    about["betas"] = (0.9, float(case.said["optimizer.beta2"]))
+    for saving, kind in ((EIGHT_BITS, AdamW8bit), (FOUR_BITS, AdamW4bit)):
+        if saving in case.savings:
+            return kind(parameters, **about, bf16_stochastic_round=BF16_WEIGHTS in case.savings)
+    return torch.optim.AdamW(parameters, fused=True, **about)
 
 
 def trainer(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
@@ -67,7 +78,7 @@ def trainer(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
     before = resident_bytes()
     data: Any = samples_of(case, whole, num_steps)
     Kept(loaded(case, folder), TrainingArguments(**options), train_dataset=data, callbacks=[Watch()]).train()
-    told = {"times_s": times_s, "peak_bytes": peak_bytes(case, before)}
+    told = {"times_s": times_s, **memory_of(case, before)}
     return {**told, "losses": [loss.item() for loss in losses]}
 
 
@@ -86,7 +97,8 @@ def settings_of_trainer(case: Case, folder: Path, num_steps: int) -> dict[str, A
         "max_grad_norm": case.clip,
         "bf16": BF16 in case.savings or case.said.get("precision") == "bf16",
         "lr_scheduler_type": "constant",
-        "optim": "adamw_torch_8bit" if EIGHT_BITS in case.savings else "adamw_torch_fused",
+        "optim": next((name for saving, name in OPTIMIZERS.items() if saving in case.savings), "adamw_torch_fused"),
+        "optim_args": "bf16_stochastic_round=True" if {BF16_WEIGHTS, FOUR_BITS} <= case.savings else None,
         "train_sampling_strategy": "sequential",
         "remove_unused_columns": False,
         "logging_strategy": "no",
@@ -124,7 +136,7 @@ def by_hand(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
         losses.append(total)
         if number % log_every == 0 or number == 1:
             times_s.append(now_s(case))
-    told = {"times_s": times_s, "peak_bytes": peak_bytes(case, before)}
+    told = {"times_s": times_s, **memory_of(case, before)}
     return {**told, "losses": [loss.item() for loss in losses]}
 
 
@@ -160,11 +172,11 @@ def lightning(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
         max_steps=num_steps,
         accumulate_grad_batches=case.num_parts,
         gradient_clip_val=case.clip or None,
-        precision="bf16-mixed" if BF16 in case.savings else "32-true",
+        precision=next((name for saving, name in PRECISIONS.items() if saving in case.savings), "32-true"),
     )
     size = case.batch_size // case.num_parts
     host.fit(Module(), DataLoader(data, batch_size=size))  # pyright: ignore[reportArgumentType]
-    told = {"times_s": times_s, "peak_bytes": peak_bytes(case, before)}
+    told = {"times_s": times_s, **memory_of(case, before)}
     return {**told, "losses": [loss.item() for loss in losses]}
 
 
