@@ -14,9 +14,9 @@ Each measurement is a fresh process. On a CPU the four of a round run side by si
 they share in turns of milliseconds, so that what a shared machine does to one it does to all. On a card they run one
 after another, in every other round in the other order. Time is that of the second half of the steps: on a CPU what the
 process took of the processor, on a card the clock's. The peak is the card's allocator's, or by how much the process
-grew. An emulated card (tests/emulated_cuda) has memory and no speed: one round, two steps. What was measured is kept in
-outputs/bench_peers; the results go to docs/results/DEVICE/. Needs `pip install 'lowvram[bench]'`, which is in
-.venv-cuda already.
+grew. An emulated card (tests/emulated_cuda) has memory and no speed: one round of two steps, and nothing plain. What
+was measured is kept in outputs/bench_peers (or bench_peers_emulated); the results go to docs/results/DEVICE/. Needs
+`pip install 'lowvram[bench]'`, which is in .venv-cuda already.
 """
 
 from __future__ import annotations
@@ -58,11 +58,17 @@ OURS = "ours"
 NAMES = {OURS: "ours", "by_hand": "by hand", "trainer": "Hugging Face Trainer", "lightning": "Lightning"}
 ALL = (BF16, CHECKPOINTING, EIGHT_BITS, ONE_BY_ONE)
 SMALLEST = ((BF16_WEIGHTS, CHECKPOINTING, FOUR_BITS, ONE_BY_ONE), (BF16_WEIGHTS, CHECKPOINTING, ADAFACTOR, ONE_BY_ONE))
-# By a case's savings and the line's name: what only we have, for another line of ours.
+TILED = "logits=tiled logits.chunk_tokens=128"
+SUMS_IN_8_BITS = f"stepping=in_backward stepping.sums=int8 {TILED}"
+# By a case's savings: further lines of ours, with words that the others have nothing like.
 MORE: Mapping[Sequence[str], Mapping[str, str]] = {
     ALL: {
-        "+ exact knobs": "",
+        "gradients summed on the host": f"accum=x8 tile=blocks stepping=in_backward {TILED}",
+        "and inputs of blocks on the host": f"accum=x4 tile=blocks stepping=in_backward {TILED} "
+        "offload=activations offload.in_flight=1",
     },
+    SMALLEST[0]: {"sums in 8 bits": SUMS_IN_8_BITS},
+    SMALLEST[1]: {"sums in 8 bits": SUMS_IN_8_BITS},
 }
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 TEXT = ("data=python_source", "task=language_modelling", "stepping.clip=1.0")
@@ -82,7 +88,8 @@ Line = dict[str, Any]
 
 
 def cases_of(arguments: Sequence[str]) -> list[Case]:
-    """Plainly, with all savings, and on a card as small as it gets."""
+    """Plainly (which on an emulated card would take much of the host's memory), with all savings, and on a card as
+    small as it gets."""
     size = size_of(arguments)
     chosen = tuple(option(arguments, "savings", ",".join(ALL)).split(","))
     for name in chosen:
@@ -96,7 +103,7 @@ def cases_of(arguments: Sequence[str]) -> list[Case]:
             savings=frozenset(savings),
             **about,
         )
-        for savings in ((), chosen, *(SMALLEST if size == "full" else ()))
+        for savings in (*([] if EMULATED else [()]), chosen, *(SMALLEST if size == "full" else ()))
     ]
 
 
@@ -109,7 +116,7 @@ def option(arguments: Sequence[str], name: str, default: str) -> str:
 
 
 def lines_of_ours(case: Case, arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The words that each further line of ours has more than the first, by its name."""
+    """The words that each further line of ours adds to the first, by its name."""
     given = [word for word in arguments if word.partition("=")[0] not in ("rounds", "savings") and word not in SIZES]
     if not case.savings:
         return {}
@@ -153,7 +160,7 @@ def page(cases: Sequence[Case], lines: Sequence[Line], arguments: Sequence[str])
     command = shlex.join(["scripts/benchmarks/bench_peers.py", *arguments])
     yield f"Made by `{command}` on {'an emulated card' if EMULATED else device_name()}, {versions}."
     if EMULATED:
-        yield "It shows memory alone, as torch's own allocator counts it; it has no speed. Each line is a process of its"
+        yield "It shows memory alone, as torch's own allocator counts it. Each line is a process of its"
         yield "own and its peaks are those of two steps: the second one begins with all of the optimizer's state."
     else:
         yield "Medians over rounds (least to most); ratios are medians of those in a round. Each runs in a process of"

@@ -171,6 +171,8 @@ def ours(case: Case, folder: Path, num_steps: int, log_every: int) -> Told:
     sys.argv = [str(ROOT / "train.py"), *case.overrides(folder), *about]
     with suppress(SystemExit):
         cli.main()
+    if len(losses) < num_steps // log_every:
+        raise RuntimeError(f"train.py ended before its last step: {' '.join(sys.argv[1:])}")
     memory = (read(run) or {"memory": {}})["memory"]
     name = "process_peak_bytes" if case.device == "cpu" else "peak_bytes"
     bytes_of = {"peak_bytes": memory.get(name), "reserved_bytes": memory.get("reserved_bytes")}

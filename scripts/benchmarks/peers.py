@@ -48,7 +48,7 @@ def optimizer_of(case: Case, parameters: Any) -> Any:
     import torch
     from torchao.optim import AdamW4bit, AdamW8bit
 
-    about = {"lr": float(case.said["optimizer.lr"]), "weight_decay": float(case.said["optimizer.weight_decay"])}
+    about: dict[str, Any] = {name: float(case.said[f"optimizer.{name}"]) for name in ("lr", "weight_decay")}
     if ADAFACTOR in case.savings:
         return torch.optim.Adafactor(parameters, foreach=False, **about)
     about["betas"] = (0.9, float(case.said["optimizer.beta2"]))
