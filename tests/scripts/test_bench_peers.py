@@ -25,13 +25,19 @@ def test_a_word_for_ours_replaces_what_its_case_says() -> None:
     assert case.clip == 1.0  # as the others train it
 
 
-def test_each_case_of_full_size_trains_its_savings() -> None:
+def test_each_case_of_full_size_trains_its_savings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_peers, "EMULATED", False)
     plain, *others = cases_of(["full"])
     assert not plain.savings
     assert not lines_of_ours(plain, ["full"])
     for case in others:
         assert {SAVINGS[name] for name in case.savings if name in SAVINGS} <= set(case.overrides(bench_peers.FOLDER))
         assert all(name.startswith("ours, ") for name in lines_of_ours(case, ["full"]))
+
+
+def test_nothing_plain_is_trained_on_an_emulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_peers, "EMULATED", True)
+    assert all(case.savings for case in cases_of(["full"]))
 
 
 def test_adafactor_gets_no_word_of_adam() -> None:
