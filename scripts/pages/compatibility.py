@@ -209,10 +209,14 @@ def page(
         "\n## Trained / pairs that a CPU can have, by groups\n",
         *matrix(trained, tried | refused.keys()),
     ]
+    return "\n".join([*sections, *failures(grid)]) + "\n"
+
+
+def failures(grid: Grid) -> Iterator[str]:
     for title, found in {"Failed": grid.faults, "Failed, although each pair trains": grid.together}.items():
-        lines = [f"- {model}: `{varied(row)}`: {fault}" for (row, model), fault in found.items()]
-        sections += [f"\n## {title}\n", *lines] if lines else []
-    return "\n".join(sections) + "\n"
+        if found:
+            yield f"\n## {title}\n"
+            yield from (f"- {model}: `{varied(row)}`: {fault}" for (row, model), fault in found.items())
 
 
 def options_lines(options: Sequence[Option]) -> Iterator[str]:
@@ -260,7 +264,7 @@ def counted(num_rows: int, groups: dict[str, str]) -> str:
     """How many configurations the page speaks of."""
     if "only" not in groups:
         return str(num_rows)
-    (before,) = re.findall(r"CPU\. (.+) configurations hold", PAGE.read_text())
+    (before,) = re.findall(r"CPU\. (.+) configurations contain", PAGE.read_text())
     return f"{before} and, for the pairs of {groups['only']}'s options, later {num_rows}"
 
 

@@ -76,6 +76,11 @@ class Told:
         return [(fields["step"], fields["values"][name]) for fields in metrics if name in fields["values"]]
 
 
+MEASURE = MeasureSettings(
+    warmup_steps=1, steps=3, max_seconds=60.0, largest_tensors=False, fidelity=False, fidelity_steps=3, reruns=0
+)
+
+
 def session_in(
     folder: Path,
     problem: str = "transformer",
@@ -96,15 +101,7 @@ def session_in(
         root=RootSettings(0, "cpu", vram=None, timeout_s=None, resume=None, name=None, process="child", callbacks=None),
         train=TrainSettings(**{**TRAIN, **train}),
         eval=EvalSettings(metrics=metrics),
-        measure=MeasureSettings(
-            warmup_steps=1,
-            steps=3,
-            max_seconds=60.0,
-            largest_tensors=False,
-            fidelity=False,
-            fidelity_steps=3,
-            reruns=0,
-        ),
+        measure=MEASURE,
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
         search=SearchSettings(groups=None, lossy=False, probes=3),
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),

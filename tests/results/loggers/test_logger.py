@@ -5,6 +5,24 @@ from typing import Any
 from lowvram.results.loggers.logger import config_of, final_values
 from lowvram.results.row import GIB, Row, empty_row, merge
 
+MEASURED: dict[str, Any] = {
+    "memory": {
+        "peak_bytes": GIB,
+        "reserved_bytes": 2 * GIB,
+        "fragmentation_bytes": GIB,
+        "inactive_split_bytes": GIB // 2,
+        "alloc_retries": 0,
+        "by_kind_max": {"parameters": 0, "host": GIB},
+    },
+    "traffic": {"to_host_bytes": GIB, "to_device_bytes": 2 * GIB, "waited_ms": 3.0},
+    "plan": {"allocated_bytes": 3 * GIB},
+    "throughput": {"samples_per_s": 5.0, "tokens_per_s": 6.0},
+    "time": {"step_ms_p50": 7.0},
+    "loss": {"first": 9.0, "last": 1.0, "eval": 2.0},
+    "eval": {"accuracy": 0.5, "perplexity": 8.0},
+    "fidelity": {"gradient_error": 0.004, "gradient_cosine": 0.9, "loss_gap": 0.0, "losses": [1.0], "reason": None},
+}
+
 
 def ended(status: str, **fields: Any) -> Row:
     return merge(empty_row(), {"status": status, **fields})
@@ -20,24 +38,7 @@ def test_the_configuration_is_nested_and_holds_no_dotted_key():
 
 
 def test_final_values_use_the_names_of_the_metrics():
-    row = ended(
-        "ok",
-        memory={
-            "peak_bytes": GIB,
-            "reserved_bytes": 2 * GIB,
-            "fragmentation_bytes": GIB,
-            "inactive_split_bytes": GIB // 2,
-            "alloc_retries": 0,
-            "by_kind_max": {"parameters": 0, "host": GIB},
-        },
-        traffic={"to_host_bytes": GIB, "to_device_bytes": 2 * GIB, "waited_ms": 3.0},
-        plan={"allocated_bytes": 3 * GIB},
-        throughput={"samples_per_s": 5.0, "tokens_per_s": 6.0},
-        time={"step_ms_p50": 7.0},
-        loss={"first": 9.0, "last": 1.0, "eval": 2.0},
-        eval={"accuracy": 0.5, "perplexity": 8.0},
-        fidelity={"gradient_error": 0.004, "gradient_cosine": 0.9, "loss_gap": 0.0, "losses": [1.0], "reason": None},
-    )
+    row = ended("ok", **MEASURED)
     assert final_values(row) == {
         "status": "ok",
         "memory/peak_gib": 1.0,
