@@ -10,7 +10,7 @@ import torch
 from lowvram.config.registry import all_options, neutral_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
-from scripts.pages.compatibility import FLOOR, PAGE, Tried, fault, options_lines, options_on, tolerance
+from scripts.pages.compatibility import FLOOR, PAGE, Tried, counted, fault, options_lines, options_on, tolerance
 from scripts.pages.pairs import all_pairs, label, why_not
 
 ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
@@ -31,6 +31,12 @@ def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
     here = [option for option in THERE if not why_not([option], ABSENT)]
     refused = {label(pair) for pair in all_pairs(here) if why_not(pair, ABSENT)}
     assert set(re.findall(r"^\| `(\S+=\S+ \S+=\S+)` \|", PAGE.read_text(), re.MULTILINE)) == refused
+
+
+def test_pairs_of_one_group_are_added_to_those_that_the_page_has() -> None:
+    before = counted(7, {"only": "tile"}).removesuffix(" and, for the pairs of tile's options, later 7")
+    assert f"CPU. {before} configurations" in PAGE.read_text()
+    assert counted(7, {"without": "tile"}) == "7"
 
 
 def test_the_page_counts_its_options() -> None:
