@@ -2,14 +2,16 @@
 ResNet, from eager fp32 with AdamW down to all knobs together.
 
     scripts/python scripts/benchmarks/bench_headline.py [full|scaled]
-        [case=transformer,resnet,transformer_band,resnet_band,transformer_smallest,resnet_smallest]
+        [case=transformer,resnet,transformer_band,resnet_band,transformer_smallest,resnet_smallest,
+              transformer_losses,resnet_losses]
         [last=GROUP,...] [without=GROUP,...] [overrides...]
 
 full: gpt2_medium at 32 x 1,024 tokens and resnet50 at 224 px and 256 images, for one CUDA device. scaled: the same on a
 CPU, a Transformer of 8 layers, 512 features and 50,257 tokens at 16 x 256, resnet50 at 128 px and 32 images. A band
 trains the default model for 100 steps with all knobs, and holds its losses against three seeds of the reference
-(measure.fidelity). The smallest are the points of sweep=smallest and sweep=smallest_resnet. Overrides are words of
-train.py, for every point.
+(measure.fidelity). The smallest are the points of sweep=smallest and sweep=smallest_resnet; losses trains default
+models with the words of these points, on the CPU, for 100 steps from three seeds. Overrides are words of train.py, for
+every point.
 
 last and without: where a processor has no products in bf16, `last=precision` shows that step after all others, and
 `without=precision` leaves it out.
@@ -36,12 +38,14 @@ from lowvram.config.identity import ROOT, device_name
 from lowvram.results import table
 from lowvram.results.files.durable import write_text
 from lowvram.results.row import Row, Status, size_text, to_json
+from scripts.benchmarks import headline_losses
 
 EMULATED = "EMULATED_CARD" in os.environ  # tests/emulated_cuda
 FOLDER = Path("outputs/bench_headline")  # below the checkout, where the sweeps run
 SMALLEST = {"transformer_smallest": "smallest", "resnet_smallest": "smallest_resnet"}  # options of `sweep`
+LOSSES = {"transformer_losses": "smallest", "resnet_losses": "smallest_resnet"}
 WATERFALL = OmegaConf.load(CONF / "sweep" / "waterfall.yaml").hydra.sweeper.points
-MORE = ("offload=parameters",)  # beyond sweep=waterfall: weights wait on the host
+ALL = list(WATERFALL.values())[-1]  # words of all knobs together
 COMMON = ("mode=measure", "logger=none", "measure.warmup_steps=2", "measure.steps=2", "measure.max_seconds=600")
 BAND = ("mode=measure", "logger=none", "measure.fidelity=true", "measure.fidelity_steps=100", "measure.reruns=0")
 SIZES = {
@@ -68,6 +72,8 @@ TITLES = {
     "resnet_band": "All knobs beside three seeds without any: the default ResNet",
     "transformer_smallest": "The smallest peaks: a Transformer",
     "resnet_smallest": "The smallest peaks: ResNet-50",
+    "transformer_losses": "Losses of the smallest peaks: the default Transformer",
+    "resnet_losses": "Losses of the smallest peaks: the default ResNet",
 }
 BANDS = {"transformer_band": ("model=transformer",), "resnet_band": ("model=resnet", "model.norm=group")}
 
@@ -84,23 +90,38 @@ class Plan:
 
     def words(self, case: str) -> list[str]:
         """For train.py."""
-        own = (*BAND, *BANDS[case]) if case in BANDS else (*COMMON, *SIZES[self.size][case.partition("_")[0]])
+        own = self.common(case)
         if case in SMALLEST:
             without_norm = [word for word in own if group_of(word) != "model.norm"]  # the points name it
             sweep = f"sweep={SMALLEST[case]}"
             return [sweep, *without_norm, *self.overrides, f"hydra.sweep.dir={self.folder(case)}"]
-        batch = [word.partition("=")[2] for word in (*own, *self.overrides) if word.startswith("train.batch_size=")]
-        points = self.points(int(batch[-1]) if batch else 32)
+        points = self.points(batch_size([*own, *self.overrides]))
         if case in BANDS:
             points = dict([list(points.items())[-1]])
+        if case in LOSSES:
+            points = self.losses(case)
         listed = ", ".join(f"{name}: '{words}'" for name, words in points.items())
         about = f"hydra.sweeper.points={{{listed}}}"
         return ["-m", *own, *self.overrides, about, f"hydra.sweep.dir={self.folder(case)}"]
 
+    def common(self, case: str) -> tuple[str, ...]:
+        """The words of all points of a case."""
+        model = case.partition("_")[0]
+        if case in BANDS:
+            return *BAND, *BANDS[case]
+        if case in LOSSES:
+            return *headline_losses.COMMON, *headline_losses.SIZES[model]
+        return *COMMON, *SIZES[self.size][model]
+
+    def losses(self, case: str) -> dict[str, str]:
+        """Names and words of the preset's points, for a batch of this case."""
+        size = batch_size([*self.common(case), *self.overrides])
+        points = points_of(LOSSES[case]).items()
+        return {name.replace(",", ""): headline_losses.in_parts(words, size) for name, words in points}
+
     def points(self, batch_size: int) -> dict[str, str]:
         """Names and words of a waterfall's points, in parts of one sample where there are up to 32."""
-        added = [*list(WATERFALL.values())[-1].split(), *MORE]
-        kept = [word for word in added if group_of(word) not in self.without]
+        kept = [word for word in ALL.split() if group_of(word) not in self.without]
         kept.sort(key=lambda word: group_of(word) in self.last)
         kept = [f"accum=x{min(32, batch_size)}" if group_of(word) == "accum" else word for word in kept]
         named = {f"+{group_of(word)}": " ".join(kept[: number + 1]) for number, word in enumerate(kept)}
@@ -112,6 +133,17 @@ class Plan:
 
 def group_of(word: str) -> str:
     return word.partition("=")[0]
+
+
+def batch_size(words: Sequence[str]) -> int:
+    """As the last of them says."""
+    typed = [word.partition("=")[2] for word in words if word.startswith("train.batch_size=")]
+    return int(typed[-1]) if typed else 32
+
+
+def points_of(sweep: str) -> dict[str, str]:
+    """Names and words of a preset's points."""
+    return dict(OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.points)
 
 
 def measure(words: Sequence[str]) -> None:
@@ -129,6 +161,8 @@ def page(plan: Plan, case: str, rows: Sequence[Row]) -> Iterator[str]:
     yield f"`{shlex.join(['python', 'train.py', *plan.words(case)])}`\n"
     if case in SMALLEST:
         yield from smallest_lines(rows, SMALLEST[case])
+    elif case in LOSSES:
+        yield from headline_losses.lines(rows, plan.losses(case))
     else:
         yield from (band_lines if case in BANDS else waterfall_lines)(rows)
 
@@ -166,8 +200,7 @@ def smallest_lines(rows: Sequence[Row], sweep: str) -> Iterator[str]:
         yield f"| {' | '.join([table.label(row), *cells, format(plan['step_ms'] or 0, '.0f')])} |"
     yield "\nEach point is a process of its own. Peaks are what tensors take of torch's caching allocator; *host* is"
     yield "what is kept outside the device. The words of each point:\n"
-    points = OmegaConf.load(CONF / "sweep" / f"{sweep}.yaml").hydra.sweeper.points
-    yield from (f"- {name}: `{words or 'none'}`" for name, words in points.items())
+    yield from (f"- {name}: `{words or 'none'}`" for name, words in points_of(sweep).items())
     if EMULATED:
         yield "\nThe card is [emulated](README.md): the allocator is torch's own, memory is counted, nothing is timed."
 
@@ -205,7 +238,7 @@ def band_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def groups_of(row: Row) -> list[str]:
-    added = {group_of(word) for word in (*list(WATERFALL.values())[-1].split(), *MORE)}
+    added = {group_of(word) for word in ALL.split()}
     return [group for group in row["choices"] if group in added]
 
 

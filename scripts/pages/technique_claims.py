@@ -77,7 +77,8 @@ def each(*measured: Measured) -> Measured:
 
 
 def in_all(found: Found) -> str | None:
-    """The smallest peak of the waterfall, what of it is not plain accumulation, and its price."""
+    """The smallest peak of the waterfall, what of it is not plain accumulation, and its price; its speed where others
+    took no part of the processor."""
     sweep = found.get("waterfall")
     fitting = [row for row in sweep.rows if row["status"] == Status.OK] if sweep else []
     if not sweep or len(fitting) < 2:
@@ -89,7 +90,8 @@ def in_all(found: Found) -> str | None:
     if accumulated:
         beyond = accumulated["memory"]["peak_bytes"] / last["memory"]["peak_bytes"]
         words.append(f"{beyond:.1f} times beyond plain accumulation")
-    words.append(f"at {times(last, sweep.baseline, 'throughput.samples_per_s') or 0:.2f} of the speed")
+    if not (last["disturbed"] or sweep.baseline["disturbed"]):
+        words.append(f"at {times(last, sweep.baseline, 'throughput.samples_per_s') or 0:.2f} of the speed")
     error = value_at(last, "fidelity.gradient_error")
     return ", ".join([*words, *([f"gradient error {error:.1e}"] if error is not None else [])])
 

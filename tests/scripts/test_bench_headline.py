@@ -27,7 +27,7 @@ def test_each_point_adds_one_knob() -> None:
     points = list(asked(["scaled"]).points(16).items())
     assert points[0] == ("baseline", "")
     assert points[1] == ("+accum", "accum=x16")
-    assert [name for name, _ in points[:-1]] == list(WATERFALL)
+    assert [name for name, _ in points] == list(WATERFALL)
     assert points[-1][0] == "+offload"
     for (_, fewer), (name, more) in pairwise(points):
         (added,) = set(more.split()) - set(fewer.split())

@@ -96,6 +96,9 @@ def test_what_all_do_together_is_reported_beside_plain_accumulation() -> None:
     text = page_of(of("waterfall", *points, last))
     wanted = "5.0 times less, 2.5 times beyond plain accumulation, at 0.50 of the speed, gradient error 0.0e+00"
     assert wanted in line(text, "All together")
+    disturbed = merge(last, {"disturbed": "others"})
+    wanted = "5.0 times less, 2.5 times beyond plain accumulation, gradient error 0.0e+00"
+    assert wanted in line(page_of(of("waterfall", *points, disturbed)), "All together")
 
 
 def test_what_ranks_hold_is_over_what_one_process_holds() -> None:
