@@ -70,15 +70,11 @@ def initial(name: str, tensor: Tensor, fill: Fill, device: torch.device) -> Tens
     del whole  # what is in fp32 is free before a sharded tensor is copied
     value = placed(rounded, tensor, host.DEVICE if host.is_assigned(tensor) else device)
     if host.is_to_be_pinned(tensor):
-        value = local_copied(host.empty_like(value, pin=True), value)
+        in_pageable, value = value, host.empty_like(value, pin=True)
+        local(value).copy_(local(in_pageable))
     elif host.is_assigned(tensor):
         host.mark(value)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-
-
-def local_copied(into: Tensor, value: Tensor) -> Tensor:
-    local(into).copy_(local(value))
-    return into
 
 
 def fill_nothing(name: str, tensor: Tensor) -> None:

@@ -39,11 +39,8 @@ def run(
     rendezvous: Rendezvous,
     more: Mapping[str, Knob],
 ) -> dict[str, Any]:
-    """Meet the other ranks, assemble the point, run its mode, return the fields of its row.
-
-    Args:
-        more: further knobs, by name, that belong to no group; each acts last in its stage.
-    """
+    """Meet the other ranks, assemble the point, run its mode, return the fields of its row. `more` are further knobs,
+    by name, that belong to no group; each acts last in its stage."""
     started = time.monotonic()
     import_libraries(settings)
     resident_bytes = status_bytes("VmRSS")

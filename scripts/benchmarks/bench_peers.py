@@ -147,10 +147,9 @@ def measured(case: Case, lines: list[Line], rounds: int, arguments: Sequence[str
     for number in range(rounds):
         names = list(contestants_of(case, arguments))[:: -1 if number % 2 else 1]
         missing = [name for name in names if (case.name, number, name) not in known]
-        for group in [missing] if case.device == "cpu" else [[name] for name in missing]:
-            for name, found in timed(__file__, group, case, FOLDER, arguments).items():
-                about = {"case": case.name, "round": number, "contestant": name}
-                yield {**about, **found._asdict()} | ({"samples_per_s": None} if EMULATED else {})
+        for name, found in timed(__file__, missing, case, FOLDER, arguments):
+            about = {"case": case.name, "round": number, "contestant": name}
+            yield {**about, **found._asdict()} | ({"samples_per_s": None} if EMULATED else {})
 
 
 def page(cases: Sequence[Case], lines: Sequence[Line], arguments: Sequence[str]) -> Iterator[str]:

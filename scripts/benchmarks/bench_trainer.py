@@ -62,7 +62,7 @@ def measured(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     make_model(case, folder)
     line: dict[str, Any] = {"case": case.name, "ours": [], "trainer": []}
     for _ in range(rounds):
-        for contestant, found in timed(__file__, BOTH, case, folder).items():
+        for contestant, found in timed(__file__, BOTH, case, folder):
             line[contestant].append(found.samples_per_s)
     return {**line, "loss_difference": largest_difference(case, folder), "loss_steps": case.history_steps}
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -255,17 +255,15 @@ class Measured(NamedTuple):
 
 def timed(
     program: str, contestants: Sequence[str], case: Case, folder: Path, words: Sequence[str] = ()
-) -> dict[str, Measured]:
-    """What was measured, by contestant. On a CPU they run side by side and share its cores in turns of milliseconds;
-    each has a card for itself."""
-    found: dict[str, Measured] = {}
+) -> Iterator[tuple[str, Measured]]:
+    """Each contestant and what was measured. On a CPU they run side by side and share its cores in turns of
+    milliseconds; each has a card for itself."""
     for group in [contestants] if case.device == "cpu" else [[name] for name in contestants]:
         each = apart(program, group, case, folder, 2 * case.num_steps, case.num_steps, words)
         for name, told in zip(group, each, strict=True):
             *_, half, end = told["times_s"]
             speed = case.num_steps * case.batch_size / (end - half)
-            found[name] = Measured(speed, told["peak_bytes"], told["reserved_bytes"])
-    return found
+            yield name, Measured(speed, told["peak_bytes"], told["reserved_bytes"])
 
 
 def shown(values: Sequence[float], num_digits: int = 1) -> str:

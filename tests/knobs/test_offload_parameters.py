@@ -148,16 +148,25 @@ def test_while_a_weight_gets_its_initial_values_fp32_is_gone_before_it_is_copied
     assert peak.peak_bytes < numel * 9  # beside copies in 16 bits; on a CPU the one of the host counts, too
 
 
-@pytest.mark.parametrize("options", [("parameters", "none"), ("none", "parameters"), ("parameters", "parameters")])
-def test_a_run_goes_on_to_the_last_digit_with_it_or_without(tmp_path: Path, options: tuple[str, str]) -> None:
-    def run(name: str, option: str, told: Told, **more: Any) -> None:
-        Train().run(session_in(tmp_path / name, choices={"offload": option}, told=told, **more))
+ELSEWHERE: Choices = {"offload": "parameters"}
+IN_TILES: Choices = {**ELSEWHERE, "logits": TILES}
+
+
+@pytest.mark.parametrize(
+    ("whole", "stopped", "resumed"),
+    [({}, ELSEWHERE, {}), ({}, {}, ELSEWHERE), ({}, ELSEWHERE, ELSEWHERE), (IN_TILES, IN_TILES, IN_TILES)],
+)
+def test_a_run_goes_on_to_the_last_digit_with_it_or_without(
+    tmp_path: Path, whole: Choices, stopped: Choices, resumed: Choices
+) -> None:
+    def run(name: str, choices: Choices, told: Told, **more: Any) -> None:
+        Train().run(session_in(tmp_path / name, choices=choices, told=told, **more))
 
     wanted, first, second = Told(), Told(stop_at=3), Told()
-    run("whole", "none", wanted)
+    run("whole", whole, wanted)
     with pytest.raises(Interrupted):
-        run("stopped", options[0], first)
-    run("stopped", options[1], second, is_resumed=True)
+        run("stopped", stopped, first)
+    run("stopped", resumed, second, is_resumed=True)
     assert [*first.values("loss/train"), *second.values("loss/train")] == wanted.values("loss/train")
     weights = [load(tmp_path / name / "model").state_dict() for name in ("stopped", "whole")]
     assert relative_error(*weights) == 0
