@@ -104,7 +104,7 @@ def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable
 def _with_own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Keep weight decay and other settings as configured: torch would load those that were saved."""
     groups = [
-        {**saved, **{name: value for name, value in own.items() if name not in STATE_ENTRIES}}
+        {**own, **saved, **{name: value for name, value in own.items() if name not in STATE_ENTRIES}}
         for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     return {**state, "param_groups": groups}

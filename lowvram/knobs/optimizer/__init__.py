@@ -1,5 +1,6 @@
 """optimizer: how a gradient becomes an update."""
 
+from lowvram.knobs.optimizer.adafactor import Adafactor
 from lowvram.knobs.optimizer.adam_mini import AdamMini
 from lowvram.knobs.optimizer.apollo import Apollo, ApolloMini
 from lowvram.knobs.optimizer.companded import AdamWCompanded, MuonCompanded, SGDCompanded
@@ -8,7 +9,7 @@ from lowvram.knobs.optimizer.galore import GaLore
 from lowvram.knobs.optimizer.groups import decayed
 from lowvram.knobs.optimizer.low_bit import AdamW4bit, AdamW8bit
 from lowvram.knobs.optimizer.muon import Muon
-from lowvram.knobs.optimizer.plain import SGD, Adafactor, AdamW, Moments
+from lowvram.knobs.optimizer.plain import SGD, AdamW, Moments
 from lowvram.knobs.optimizer.sinkgd import SinkGD
 
 __all__ = [

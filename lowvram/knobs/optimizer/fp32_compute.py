@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -69,20 +71,18 @@ class Weight(NamedTuple):
     correction: Tensor | None  # what its rounding keeps beside it
 
 
-@final
-class FP32ComputeOptimizer(torch.optim.Optimizer):
-    """Converts one parameter after the other (a large one in pieces) and its states to fp32, has `inner` update them,
-    and rounds them back. So only a small part exists in fp32 at a time."""
+class RoundingOptimizer(torch.optim.Optimizer, ABC):
+    """Updates one parameter after the other in fp32, whatever the dtype in which its weight is kept."""
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
         policy: RoundingPolicy,
-        formats: Mapping[str, StateFormat],
-        piece_elements: int | None,
+        formats: Mapping[str, StateFormat] = MappingProxyType({}),
+        **fields: Any,
     ) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner, self.rounding, self.formats, self.piece_elements = inner, policy.rounding, formats, piece_elements
+        super().__init__(groups, fields)
+        self.rounding, self.formats = policy.rounding, formats
         self.param_groups[0] |= {"noise_of": next(policy.numbers), "noise_step": 0, "kept_as": self.kept_as()}
 
     def kept_as(self) -> str:
@@ -97,6 +97,59 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self.update(parameter, group)
+
+    @abstractmethod
+    def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Update a parameter, which has a gradient, and its state."""
+
+    def weight_of(self, parameter: nn.Parameter, piece: Piece) -> Weight:
+        """A piece of a weight, which shares its memory."""
+        correction = self.correction_of(parameter)
+        return Weight(piece.of(parameter.detach()), None if correction is None else piece.of(correction))
+
+    def correction_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the rounding keeps beside a weight; zeros before the first update."""
+        kept, dtype = self.state[parameter], self.rounding and self.rounding.correction_dtype
+        if dtype is None or parameter.dtype.itemsize >= 4:
+            return None
+        if CORRECTION not in kept:
+            kept[CORRECTION] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return kept[CORRECTION]
+
+    def widened(self, weight: Weight) -> Tensor:
+        """A piece of a weight in the dtype in which it is updated; the piece itself if it is kept in this dtype."""
+        wide = in_compute_dtype(weight.values)
+        if weight.correction is not None:
+            assert self.rounding is not None
+            self.rounding.restore(wide, weight.correction)
+        return wide
+
+    def write(self, weight: Weight, exact: Tensor) -> None:
+        """Write a piece of a weight back, unless it was updated in place."""
+        if exact.dtype is not weight.values.dtype and self.rounding is not None:
+            self.rounding.write(weight.values, weight.correction, exact)
+        elif not share_memory(weight.values, exact):
+            local(weight.values).copy_(local(exact))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        keep_formats(self, state_dict)
+
+
+@final
+class FP32ComputeOptimizer(RoundingOptimizer):
+    """Converts one parameter after the other (a large one in pieces) and its states to fp32, has `inner` update them,
+    and rounds them back. So only a small part exists in fp32 at a time."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        policy: RoundingPolicy,
+        formats: Mapping[str, StateFormat],
+        piece_elements: int | None,
+    ) -> None:
+        super().__init__(inner.param_groups, policy, formats)
+        self.inner, self.piece_elements = inner, piece_elements
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         numbers, averages = numbers_and_averages(self.state[parameter], parameter)
@@ -118,10 +171,10 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
         Args:
             averages: the names of what the state held of the elements before this update.
         """
-        kept, correction, gradient = self.state[parameter], self.correction_of(parameter), parameter.grad
+        kept, weight, gradient = self.state[parameter], self.weight_of(parameter, piece), parameter.grad
         assert gradient is not None
-        weight = Weight(piece.of(parameter.detach()), None if correction is None else piece.of(correction))
-        stand_in = self.stand_in_for(weight, piece.of(gradient))
+        stand_in = nn.Parameter(self.widened(weight))
+        stand_in.grad = in_compute_dtype(piece.of(gradient))
         wide = {name: self.formats.get(name, AS_COMPUTED).read(kept, name, piece, stand_in) for name in averages}
         numbers, wide = numbers_and_averages(self.updated(stand_in, numbers | wide, group), parameter)
         stand_in.grad = None
@@ -140,25 +193,6 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
         seed = seed_of(f"{self.param_groups[0]['noise_step']}:{name}") % MOST_SEEDS + piece.elements.start
         format.write(kept, name, piece, exact, seed)
 
-    def correction_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """What the rounding keeps beside a weight; zeros before the first update."""
-        kept, dtype = self.state[parameter], self.rounding and self.rounding.correction_dtype
-        if dtype is None or parameter.dtype.itemsize >= 4:
-            return None
-        if CORRECTION not in kept:
-            kept[CORRECTION] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return kept[CORRECTION]
-
-    def stand_in_for(self, weight: Weight, gradient: Tensor) -> nn.Parameter:
-        """A piece of a weight, with its gradient, in the dtype in which it is updated."""
-        dtype = torch.promote_types(weight.values.dtype, torch.float32)
-        stand_in = nn.Parameter(on_mesh(weight.values).to(dtype))
-        if weight.correction is not None:
-            assert self.rounding is not None
-            self.rounding.restore(stand_in.detach(), weight.correction)
-        stand_in.grad = on_mesh(gradient).to(dtype)
-        return stand_in
-
     def updated(self, stand_in: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Update one piece of a weight in place; returns its new state in the dtype in which it was computed."""
         self.inner.param_groups = [{**group, "params": [stand_in]}]
@@ -167,17 +201,6 @@ class FP32ComputeOptimizer(torch.optim.Optimizer):
         new = {name: value for name, value in self.inner.state[stand_in].items() if value is not None}
         self.inner.param_groups, self.inner.state = [], defaultdict(dict)  # let go of the wide copies
         return new
-
-    def write(self, weight: Weight, exact: Tensor) -> None:
-        """Write a piece of a weight back, unless it was updated in place."""
-        if exact.dtype is not weight.values.dtype and self.rounding is not None:
-            self.rounding.write(weight.values, weight.correction, exact)
-        elif not share_memory(weight.values, exact):
-            local(weight.values).copy_(local(exact))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        keep_formats(self, state_dict)
 
 
 def numbers_and_averages(state: dict[str, Any], parameter: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -191,6 +214,15 @@ def numbers_and_averages(state: dict[str, Any], parameter: nn.Parameter) -> tupl
     }
     numbers = {name: value for name, value in own.items() if name not in averages}
     return numbers, averages
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def in_compute_dtype(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype in which it is updated, on the device of its mesh; itself if it is so already."""
+    return on_mesh(tensor).to(compute_dtype(tensor))
 
 
 def copied(numbers: dict[str, Any]) -> dict[str, Any]:

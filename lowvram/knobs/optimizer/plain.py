@@ -1,8 +1,7 @@
 """torch.optim's optimizers. Weights, gradients and states in fp32 take 16 bytes per parameter with AdamW, 12 with SGD
-with momentum, 8 with plain SGD and Adafactor.
+with momentum, 8 with plain SGD.
 
 AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
-Adafactor: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import require
-from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.shards import is_sharded
 from lowvram.knobs.optimizer.adam import AdamKnob
@@ -104,38 +103,3 @@ def begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for parameter, has in zip(trained, has_momentum, strict=True):
                 if not has:
                     optimizer.state[parameter][MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
-
-
-@dataclass(frozen=True)
-class Adafactor(Knob):
-    """Keeps the second moment of a matrix as the product of a row and a column: almost no state.
-
-    A step changes a weight matrix by at most `lr` times its own size (root mean square).
-    """
-
-    lr: float = 1e-2
-    beta2_decay: float = -0.8
-    max_update: float = 1.0
-    weight_decay: float = 0.1
-
-    stage = Stage.OPTIMIZER
-    saves = Kind.OPTIMIZER
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        require(self.beta2_decay <= 0, "optimizer.beta2_decay", self.beta2_decay, "at most 0")
-        require(self.max_update >= 1, "optimizer.max_update", self.max_update, "at least 1")
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.WHOLE_PARAMS})
-
-    def reference(self) -> Adafactor:
-        return self
-
-    def apply(self, rig: Rig) -> Rig:
-        return replace(rig, make_optimizer=partial(self.make, policy=RoundingPolicy(rig.rounding)))
-
-    def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy | None = None) -> torch.optim.Optimizer:
-        groups = decayed(parameters, self.weight_decay)
-        inner = torch.optim.Adafactor(groups, self.lr, self.beta2_decay, d=self.max_update)
-        return with_fp32_compute(inner, policy or RoundingPolicy())
