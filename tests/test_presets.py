@@ -62,7 +62,7 @@ def given(name: str, folder: Path) -> list[str]:
     return ["data=synthetic", f"data.sequence_length={length}", f"model.name={folder}", *card]
 
 
-@pytest.mark.parametrize("name", first_of(NAMES, 2))
+@pytest.mark.parametrize("name", first_of(NAMES))
 def test_a_preset_fits_its_card(name: str, tmp_path: Path) -> None:
     plan = planned(f"experiment={name}", *given(name, tmp_path))
     assert plan["fits"], plan["least_vram_bytes"]

@@ -12,6 +12,7 @@ import pytest
 from lowvram.cli import job
 from lowvram.results.files.run_folder import NAMES, Kind
 from tests.calls import TINY, Outcome, Running, history, read_row, wait_until
+from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
 Start = Callable[..., Running]
@@ -64,7 +65,7 @@ def test_a_refused_run_removes_the_folders_that_it_made_and_no_others(call: Call
     assert list(tree(tmp_path)) == ["empty"]
 
 
-@pytest.mark.parametrize("words", ["precision=fp61", "optimizer.lr=nan", "seed=0 train.batch_size=-1"])
+@pytest.mark.parametrize("words", first_of(["optimizer.lr=nan", "precision=fp61", "seed=0 train.batch_size=-1"]))
 def test_a_refused_sweep_leaves_a_folder_as_it_was(call: Call, tmp_path: Path, thesis: Path, words: str) -> None:
     before = tree(tmp_path)
     for folder in ("thesis", ".", "new/one"):
@@ -72,7 +73,7 @@ def test_a_refused_sweep_leaves_a_folder_as_it_was(call: Call, tmp_path: Path, t
         assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("moment", ["begin_run", "make_point", "check"])
+@pytest.mark.parametrize("moment", first_of(["make_point", "begin_run", "check"]))
 def test_an_interrupt_before_the_start_leaves_a_folder_as_it_was(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, thesis: Path, moment: str
 ) -> None:

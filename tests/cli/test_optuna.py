@@ -15,6 +15,7 @@ from lowvram.config.errors import BadInput, Refused
 from lowvram.results import row as rows
 from lowvram.results.row import Row
 from tests.calls import TINY, Outcome, read_row
+from tests.tiers import first_of
 
 optuna = pytest.importorskip("optuna")
 Call = Callable[..., Outcome]
@@ -94,7 +95,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("word", WRONG)
+@pytest.mark.parametrize("word", first_of(list(WRONG), 3))
 def test_mistakes_end_it(call: Call, word: str) -> None:
     outcome = call(*PLANNED, "accum=x2,x4", "hydra.sweeper.n_trials=2", word)
     assert outcome.code == 3, outcome.said()
@@ -132,6 +133,7 @@ def test_a_sweep_by_optuna_and_the_same_command_again(call: Call) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_point_that_runs_out_of_memory_does_not_end_it(call: Call) -> None:
     words = ("-m", "hydra/sweeper=optuna", *TINY, "mode=measure", "measure.warmup_steps=1", "measure.steps=1")
     outcome = call(

@@ -132,6 +132,7 @@ def test_what_a_snapshot_does_not_fit_is_refused(call: Call, interrupted: Path) 
     assert call("resume=last", "name=null", "precision=bf16", "ckpt=every1", "model.dropout=0.5").code == 0
 
 
+@pytest.mark.slow
 def test_nothing_but_damaged_snapshots(call: Call, interrupted: Path) -> None:
     """The run is not started again unasked; without resume= it is."""
     for path in interrupted.glob("snapshots/step_*.pt"):

@@ -56,6 +56,7 @@ def test_the_winner_runs_within_the_budget(call: Call) -> None:
     assert read_row(Path("from_file"))["config"]["ckpt"] == row["config"]["ckpt"]
 
 
+@pytest.mark.slow
 def test_for_another_device_it_only_plans(call: Call) -> None:
     outcome = call(*SEARCH, "plan.device=rtx3060", "vram=530MiB")
     assert outcome.code == 0, outcome.said()

@@ -188,6 +188,7 @@ def test_nothing_that_a_run_leaves_has_a_secret(call: Call, words: list[str]) ->
     assert isinstance(load(outcome.folder / "model", model=partial(Model, **names)), Model)
 
 
+@pytest.mark.slow
 def test_nothing_that_a_sweep_leaves_has_a_secret(call: Call, words: list[str]) -> None:
     """Neither the message of the user's own model."""
     outcome = call("-m", *words, "+model.args.fails=true", "++model.args.api_key=Pl4nted-1,Pl4nted-2")

@@ -29,6 +29,7 @@ from lowvram.knobs.precision import Bf16Split
 from tests.knobs.test_precision_bf16_pure import BAND, curve
 from tests.laboratory import CPU, DEVICES, PROBLEMS, batches, knobs_of, make_batch, peak_as_planned
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 NUM_STEPS = 20
 
@@ -173,8 +174,12 @@ def test_bytes_of_a_parameter(choices: dict[str, str | Knob], num_bytes: float) 
     assert num_bytes * numel <= found + gradients <= num_bytes * numel + slack
 
 
-@pytest.mark.parametrize("stepping", ["after_backward", "in_backward"])
-@pytest.mark.parametrize("problem", ["transformer", "resnet"])
+@pytest.mark.parametrize(
+    ("problem", "stepping"),
+    first_of(
+        [(model, stepping) for model in ("transformer", "resnet") for stepping in ("in_backward", "after_backward")]
+    ),
+)
 def test_a_plan_is_what_is_measured(problem: str, stepping: str) -> None:
     task = PROBLEMS[problem]
     for optimizer in ("adamw", "adamw_companded", "sgd_companded", "muon_companded"):
@@ -245,7 +250,7 @@ def gathered_everywhere(state: dict[str, Any]) -> dict[str, Any]:
     return tree_map_only(DTensor, whole, deepcopy(state))
 
 
-@pytest.mark.parametrize("precision", ["bf16_split", "bf16_pure"])
+@pytest.mark.parametrize("precision", first_of(["bf16_split", "bf16_pure"]))
 def test_shards_are_saved_and_loaded(precision: str) -> None:
     for found, wanted in on_ranks(resumed_on_ranks, precision):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -304,7 +304,8 @@ def test_compiled_blocks_keep_less() -> None:
     assert cut < 0.6 * whole
 
 
-@pytest.mark.parametrize("option", first_of(["fsdp", "ddp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["fsdp", "ddp"])
 def test_ranks_train_like_one_process(option: str) -> None:
     choices: dict[str, str | Knob] = {"optimizer": "sgd", "tile": TiledMLP(30), "ckpt": "every1"}
     task = InDouble(TASK)

@@ -299,7 +299,7 @@ SWEEPS = {  # name or words, and the swept ones -> statuses, exit code
 }
 
 
-@pytest.mark.parametrize("words", SWEEPS)
+@pytest.mark.parametrize("words", first_of(list(SWEEPS), 2))
 def test_the_exit_code_of_a_sweep(call: Call, words: str) -> None:
     statuses, code = SWEEPS[words]
     outcome = call("-m", *TINY, "device=cpu", "seed=1,2", *words.split())

@@ -13,6 +13,7 @@ from lowvram.planning.worker import Planner
 from tests.calls import TINY, TINY_RESNET, Outcome, history
 from tests.hugging import tiny
 from tests.planning.test_worker import CARD, MIB, composed, planned
+from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
 
@@ -41,7 +42,7 @@ def with_blocks(planner: Planner, device: str, blocks: tuple[int, ...]) -> int:
     return planned(*THREE, device, "ckpt=auto", word, planner=planner)["least_vram_bytes"]
 
 
-@pytest.mark.parametrize("device", ["plan.device=cpu", CARD])
+@pytest.mark.parametrize("device", first_of([CARD, "plan.device=cpu"]))
 def test_the_fewest_blocks_that_fit_are_chosen(device: str) -> None:
     planner = Planner()
     least = {blocks: with_blocks(planner, device, blocks) for blocks in FIRST}
@@ -71,7 +72,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("model", BLOCKS)
+@pytest.mark.parametrize("model", first_of(list(BLOCKS)))
 def test_one_block_fewer_does_not_fit(model: str) -> None:
     """With all sets of one block less: without rates, all blocks cost the same."""
     folder = (f"model.name={tiny('llama')}",) if model == "hf" else ()
@@ -91,6 +92,7 @@ def test_one_block_fewer_does_not_fit(model: str) -> None:
     assert all(least(each) > plan["budget_bytes"] for each in fewer)
 
 
+@pytest.mark.slow
 def test_where_rates_are_known_the_cheapest_block_that_fits_is_chosen() -> None:
     """The first block of a ResNet frees the most, and takes the longest."""
     words = ("model=resnet18", "data=synthetic", "data.image_size=112", "train.batch_size=256", CARD)

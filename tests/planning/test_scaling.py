@@ -20,6 +20,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.trace.events import Trace
 from lowvram.planning.trace.tracer import trace
 from tests.laboratory import PROBLEMS, knobs_of
+from tests.tiers import first_of
 
 H100 = Target(Card("H100", (9, 0), 132))
 
@@ -54,7 +55,7 @@ CHOICES: list[tuple[dict[str, str | Knob], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("choices", "problem"), CHOICES, ids=str)
+@pytest.mark.parametrize(("choices", "problem"), first_of(CHOICES), ids=str)
 def test_prices_are_those_of_direct_traces(
     choices: dict[str, str | Knob], problem: str, num_traced: Callable[[], int]
 ) -> None:

@@ -150,6 +150,7 @@ def test_no_signal_in_the_set_up_of_a_finished_run_changes_anything(
         assert files(tmp_path / name / RUN) == before, name
 
 
+@pytest.mark.slow
 def test_the_last_run_is_one_whose_program_was_killed_after_it_had_saved(
     start: Start, call: Call, finished: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_under_torchrun_the_row_says_what_to_type(tmp_path: Path) -> None:
     assert outcome.row["attempts"] is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_two_attempts(call: Call) -> None:
     """The run goes on in the parts that were due next."""
     outcome = call(*TINY, *STEPS, AUTO, "name=stop_and_out_of_memory@4")
@@ -174,6 +175,7 @@ def test_a_run_has_the_parts_that_it_had_grown_to() -> None:
         assert as_left(config, earlier) == (config, None)
 
 
+@pytest.mark.slow
 def test_time_is_that_of_all_attempts(call: Call) -> None:
     outcome = call(*TINY, "train.steps=900", AUTO, "name=out_of_memory@6+slow@1", "timeout_s=2")
     assert outcome.row["status"] == "timeout", outcome.row["reason"]
@@ -192,6 +194,7 @@ def test_a_sweep_and_its_table(call: Call) -> None:
     assert "started" not in call(*words).out
 
 
+@pytest.mark.slow
 def test_there_is_one_run_in_wandb(call: Call) -> None:
     """Of as many parts as processes. Its configuration has the number that fitted, and no step is there twice."""
     outcome = call(*TINY, *STEPS, AUTO, OUT_OF_MEMORY, "logger=wandb")

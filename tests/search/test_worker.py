@@ -226,6 +226,7 @@ def test_an_option_that_cannot_be_planned_is_ruled_out(monkeypatch: pytest.Monke
     assert "ruled out: ckpt=every1: can't plan this model: somewhere" in told["account"]
 
 
+@pytest.mark.slow
 def test_a_combination_that_cannot_be_planned_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leanest of all, which is looked at where nothing fits."""
     found = book("vram=1MiB", "search.groups=[ckpt,accum]")

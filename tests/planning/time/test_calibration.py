@@ -125,6 +125,7 @@ def test_attention_by_cudnn_has_the_work_of_any_other() -> None:
     assert backward_flops == forward_flops * 5 // 2
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_not_known_costs_its_own_rate_alone() -> None:
     def make(num: int, dtype: torch.dtype, device: torch.device) -> Run:
         numbers = torch.ones(num, dtype=dtype, device=device)

@@ -36,6 +36,7 @@ from lowvram.planning.worker import without_parts
 from lowvram.tasks import Classifier, LanguageModel
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 KIB, GIB = 2**10, 2**30
 A100, T4 = Target(Card("A100", (8, 0), 108)), Target(Card("T4", (7, 5), 40))
@@ -218,7 +219,7 @@ def peak_of_a_rank(choices: dict[str, str | Knob]) -> Peak:
     return peak
 
 
-@pytest.mark.parametrize("choices", SHARDED, ids=str)
+@pytest.mark.parametrize("choices", first_of(SHARDED), ids=str)
 def test_a_rank_alone_on_paper_is_one_among_real_ones(choices: dict[str, str | Knob]) -> None:
     (real, _) = on_ranks(peak_of_a_rank, choices)
     paper = trace(PROBLEMS["transformer"], knobs_of(**choices), 8, Target(num_ranks=2)).sums(is_steady=True)

@@ -118,6 +118,7 @@ def test_curves_have_an_axis_of_their_own(without_account: Path):
     assert [tuple(row[name] for name in names) for row in curve] == [(0, 1.0, 0.0), (1, 1.0, 2.0)]
 
 
+@pytest.mark.slow
 def test_the_system_metrics_are_those_of_the_process_that_computes(
     without_account: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -227,6 +228,7 @@ def test_ids_of_folders_of_one_name_differ(without_account: Path):
     assert len(ids) == 2
 
 
+@pytest.mark.slow
 def test_the_sync_command_works_as_typed(without_account: Path):
     recorder = start(without_account)
     recorder.finish(ended("ok"))
