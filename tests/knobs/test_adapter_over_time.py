@@ -38,6 +38,7 @@ from tests.laboratory import (
     train,
 )
 from tests.ranks import on_ranks
+from tests.tiers import first_of
 
 EACH_STEP = [Progressive(every=1), Lisa(blocks=1, every=1), BAdam(every=1)]  # other blocks in each step
 STEPPING: dict[str, dict[str, str | Knob]] = {
@@ -228,8 +229,10 @@ def test_the_row_says_what_rests() -> None:
 # Going on
 
 
-@pytest.mark.parametrize("problem", ["transformer", "resnet"])
-@pytest.mark.parametrize("stepping", STEPPING)
+@pytest.mark.parametrize(
+    ("problem", "stepping"),
+    first_of([(one, stepping) for stepping in STEPPING for one in ("transformer", "resnet")], 4),
+)
 @pytest.mark.parametrize("adapter", [Lisa(1, every=3), BAdam(every=3), Progressive(every=3)])
 @pytest.mark.parametrize("saved_after", [3, 4])  # at a switch, and in the middle of a period
 def test_a_run_goes_on_as_if_it_had_not_been_interrupted(

@@ -21,6 +21,7 @@ from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import CPU, IMAGES, LARGER, TOKENS, knobs_of, make_batch, peak_as_planned
+from tests.tiers import first_of
 
 DEEP = Auto().pose(TransformerConfig(num_layers=8, width=64, num_heads=2, context=8), TOKENS)
 
@@ -76,8 +77,7 @@ def possible(adapter: OverTime, num_blocks: int) -> Iterable[frozenset[int]]:
     return {adapter.active(step, num_blocks, seed=0) for step in range(0, 80 * 20, 20)}
 
 
-@pytest.mark.parametrize("batch_size", [2, 64])
-@pytest.mark.parametrize("problem", UNEVEN)
+@pytest.mark.parametrize(("problem", "batch_size"), first_of([(one, size) for size in (64, 2) for one in UNEVEN], 2))
 @pytest.mark.parametrize(
     "adapter", [Lisa(1), Lisa(2), BAdam(), BAdam(2), BAdam(ends=False), BAdam(2, order=Order.ascending), Progressive()]
 )
@@ -101,7 +101,7 @@ def test_no_step_takes_more_than_the_one_that_is_measured(adapter: OverTime, pro
 @pytest.mark.parametrize("adapter", [Lisa(1), BAdam(), Progressive(frozen=2)])
 @pytest.mark.parametrize(
     "others",
-    [{}, {"stepping": InBackward(clip=0.5), "accum": "x2"}, {"stepping": "cpu_offload", "ckpt": "every1"}],
+    first_of([{"stepping": InBackward(clip=0.5), "accum": "x2"}, {}, {"stepping": "cpu_offload", "ckpt": "every1"}]),
     ids=str,
 )
 def test_a_plan_is_what_is_measured(adapter: Knob, others: dict[str, str | Knob], problem: str) -> None:

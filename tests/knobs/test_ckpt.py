@@ -25,12 +25,15 @@ from tests.laboratory import (
     saved_bytes,
     train,
 )
+from tests.tiers import first_of
 
 NUM_STEPS = 20
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("problem", ["transformer_dropout", "resnet"])
+@pytest.mark.parametrize(
+    ("problem", "precision"),
+    first_of([(one, precision) for precision in ("bf16", "fp32") for one in ("transformer_dropout", "resnet")], 2),
+)
 @pytest.mark.parametrize("option", ["every1", "every2", "sqrt", "selective"])
 def test_twenty_steps_are_the_same_to_the_last_bit(option: str, problem: str, precision: str) -> None:
     """Losses, parameters, BatchNorm's statistics; with dropout."""
