@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -148,6 +149,31 @@ class ExportSettings:
     merge: bool
 
 
+class ImportanceKind(Enum):
+    """How `mode=prune` ranks the units of a width. The names are what a user types."""
+
+    magnitude = "the norm of the weights that write and read the unit"
+    wanda = "the weights that read it, times the norm of its activations (Sun et al., 2023)"
+    taylor = "by how much the loss changes without it, to first order (Molchanov et al., 2019)"
+
+
+@dataclass(frozen=True)
+class PruneSettings:
+    """`prune.*`"""
+
+    run: str | None
+    ratio: float
+    importance: ImportanceKind
+    batches: int
+    round_to: int
+
+    def __post_init__(self) -> None:
+        allowed = "at least 0 and less than 1: the share of each width that leaves"
+        require(0 <= self.ratio < 1, "prune.ratio", self.ratio, allowed)
+        require(self.batches >= 1, "prune.batches", self.batches, "at least 1")
+        require(self.round_to >= 1, "prune.round_to", self.round_to, "at least 1 (any width)")
+
+
 @dataclass(frozen=True)
 class RootSettings:
     """The root keys that are plain values."""
@@ -192,6 +218,7 @@ class Settings:
     measure: MeasureSettings
     plan: PlanSettings
     search: SearchSettings
+    prune: PruneSettings
     snapshot: SnapshotSettings
     export: ExportSettings
     groups: dict[str, Any]
@@ -213,6 +240,7 @@ SECTIONS = {
     "measure": MeasureSettings,
     "plan": PlanSettings,
     "search": SearchSettings,
+    "prune": PruneSettings,
     "snapshot": SnapshotSettings,
     "export": ExportSettings,
 }
@@ -329,3 +357,8 @@ def is_plan(choices: Mapping[str, str]) -> bool:
 def is_search(choices: Mapping[str, str]) -> bool:
     """Whether a point is a search, which runs further points."""
     return choices["mode"] == "search"
+
+
+def is_prune(choices: Mapping[str, str]) -> bool:
+    """Whether a point makes a trained model smaller, and trains nothing."""
+    return choices["mode"] == "prune"

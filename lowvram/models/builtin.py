@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import has_dropout
 from lowvram.core.seeds import generator_for
+from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
+from lowvram.models.widths import InnerWidth
 
 
 class OwnModule(nn.Module, ABC):
@@ -39,11 +41,36 @@ class OwnModule(nn.Module, ABC):
         """
 
 
+@dataclass(frozen=True)
 class OwnModel(ABC):
     """The configuration of an `OwnModule`: a frozen dataclass, whose fields are those of the model's YAML.
 
-    The model is made without values. Each tensor is filled later, from a random generator of its own.
+    The model is made without values. Each tensor is filled later: from `init`, the folder of an exported model, or if
+    that is None, from a random generator of its own.
     """
+
+    init: str | None = None
+
+    def check_paths(self) -> None:
+        """Raises BadInput if `init` isn't the folder of an exported model."""
+        if self.init is not None:
+            layout.weights_in(self.init)
+
+    def pruned(self, ratio: float, multiple: int) -> Self:
+        """The configuration of the same model with smaller widths inside its blocks, and without `init`.
+
+        Args:
+            ratio: the share of each of these widths that leaves.
+            multiple: of which those widths stay multiples that aren't counted in heads.
+
+        Raises:
+            BadInput: the model can't be pruned.
+        """
+        raise BadInput("model", type(self).__name__, "one that names its `inner_widths`, to be pruned")
+
+    def inner_widths(self) -> list[InnerWidth]:
+        """The widths inside the blocks, each with its places in the model's tensors."""
+        return []
 
     @property
     @abstractmethod
@@ -108,8 +135,8 @@ class OwnModel(ABC):
         """Write the files that belong to the model and hold no weights: there are none."""
         del folder
 
-    def values(self, model: Any, spec: DataSpec, seed: int) -> InitialValues:
-        return InitialValues(model, seed)
+    def values(self, model: Any, spec: DataSpec, seed: int) -> Fill:
+        return InitialValues(model, seed) if self.init is None else SavedValues(self.init)
 
 
 @final
@@ -124,3 +151,14 @@ class InitialValues:
         self.model.initialise(name, tensor, generator_for(self.seed, name, tensor.device))
 
     without_values = __call__  # a plan counts what this allocates
+
+
+@final
+@dataclass(frozen=True)
+class SavedValues:
+    """Fills the tensors with those of an exported model, one after another."""
+
+    folder: str  # `model.init`
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        tensor.copy_(layout.read_tensor(self.folder, name, tensor.shape))

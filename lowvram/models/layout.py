@@ -8,9 +8,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
-from torch import nn
+from torch import Size, Tensor, nn
 
+from lowvram.config.errors import BadInput, require
 from lowvram.config.secret import without_secrets
 from lowvram.data.spec import DataSpec
 
@@ -21,6 +23,33 @@ def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
     """Write `folder`/model.safetensors and `folder`/config.json."""
     save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
     write_json(folder / CONFIG, {"model": plain(config), "data": plain(spec)})
+
+
+def weights_in(folder: str) -> Path:
+    """The weights of an exported model. Raises BadInput, of `model.init`, if the folder has none."""
+    path = Path(folder).expanduser() / WEIGHTS
+    allowed = f"the folder of a model that lowvram has exported, such as a run's model: it has no {WEIGHTS}"
+    require(path.is_file(), "model.init", folder, allowed)
+    return path
+
+
+def read_tensor(folder: str, name: str, shape: Size) -> Tensor:
+    """One tensor of an exported model, on the CPU.
+
+    Raises:
+        BadInput: the weights, of `model.init`, can't be read, or belong to a model of other sizes.
+    """
+    try:
+        with safe_open(weights_in(folder), "pt") as file:
+            kept = (file.metadata() or {}).get(name, name)  # tied tensors are saved under one of their names
+            saved = file.get_tensor(kept) if kept in file.keys() else None  # noqa: SIM118  # it is no dictionary
+    except (OSError, SafetensorError) as error:
+        raise BadInput("model.init", folder, f"an exported model whose {WEIGHTS} can be read: {error}") from None
+    there = "missing" if saved is None else str(tuple(saved.shape))
+    allowed = f"the folder of a model of these sizes: {name} is {there} there, and {tuple(shape)} here"
+    if saved is None or saved.shape != shape:
+        raise BadInput("model.init", folder, f"{allowed}; its {CONFIG} tells its sizes")
+    return saved
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar, final
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from lowvram.config.errors import require
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.builtin import OwnModel, OwnModule
+from lowvram.models.widths import InnerWidth, num_kept, one_each
 
 GROUPS = 32  # of a group norm, or fewer where they would not divide the channels (Wu & He, 2018)
 EPSILON = 1e-5  # added to variances
+OF_NORMS = ("weight", "bias", "running_mean", "running_var")  # of a norm that isn't a group norm, one each per channel
 HEAD_STD = 0.01  # of the last layer's initial weights (Goyal et al., 2017)
 
 
@@ -75,11 +78,14 @@ class ResNetConfig(OwnModel):
     zero_init_last_gamma: bool = False
     initialisation: Initialisation = Initialisation.kaiming
     dropout: float = 0.0
+    inner_width: int | None = None
 
     def __post_init__(self) -> None:
         positive = min(self.layers, default=0) > 0
         require(positive, "model.layers", self.layers, "a list of positive numbers, one per stage")
         require(self.width > 0, "model.width", self.width, "a positive number")
+        inner = self.inner_width
+        require(inner is None or inner > 0, "model.inner_width", inner, "a positive number, or null")
         require(self.image_size > 0, "model.image_size", self.image_size, "a positive number")
         classes = self.num_classes
         require(classes is None or classes > 0, "model.num_classes", classes, "a positive number, or null")
@@ -91,6 +97,37 @@ class ResNetConfig(OwnModel):
     @property
     def modality(self) -> Modality:
         return Modality.IMAGES
+
+    @property
+    def inner_channels(self) -> int:
+        """Channels inside the blocks of the first stage."""
+        return self.inner_width or self.width
+
+    def pruned(self, ratio: float, multiple: int) -> ResNetConfig:
+        """Channels inside the blocks leave, between their convolutions.
+
+        Raises:
+            BadInput: group norms follow these convolutions.
+        """
+        allowed = "batch or frozen where channels are pruned: in a group of a norm, those that stay would change"
+        require(self.norm is not NormKind.group, "model.norm", self.norm.name, allowed)
+        return replace(self, inner_width=num_kept(self.inner_channels, ratio, multiple), init=None)
+
+    def inner_widths(self) -> list[InnerWidth]:
+        """Of each block the channels between its convolutions, in their order."""
+        stages = [stage for stage, num_blocks in enumerate(self.layers) for _ in range(num_blocks)]
+        return [
+            InnerWidth(
+                (
+                    f"blocks.{index}.{writer}.conv.weight",
+                    *(f"blocks.{index}.{writer}.norm.{name}" for name in OF_NORMS),
+                ),
+                f"blocks.{index}.{reader}.conv",
+                *2 * [one_each(self.inner_channels * 2**stage)],
+            )
+            for index, stage in enumerate(stages)
+            for writer, reader in pairwise(BLOCKS[self.block].convolutions)
+        ]
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""
@@ -171,11 +208,12 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut: (n, c, h, w) to (n, c', h / stride, w / stride)."""
 
     expansion: ClassVar[int] = 1  # channels that it returns per `width`
+    convolutions: ClassVar[tuple[str, ...]] = ("first", "last")
 
-    def __init__(self, config: ResNetConfig, width_in: int, width: int, stride: int) -> None:
+    def __init__(self, config: ResNetConfig, width_in: int, inner: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first = ConvNorm(config, width_in, width, 3, stride)
-        self.last = ConvNorm(config, width, width, 3)
+        self.first = ConvNorm(config, width_in, inner, 3, stride)
+        self.last = ConvNorm(config, inner, width, 3)
         self.shortcut = make_shortcut(config, width_in, width, stride)
         self.activation = nn.ReLU(config.in_place)
 
@@ -190,13 +228,14 @@ class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions beside a shortcut: (n, c, h, w) to (n, c', h / stride, w / stride)."""
 
     expansion: ClassVar[int] = 4  # channels that it returns per `width`
+    convolutions: ClassVar[tuple[str, ...]] = ("first", "middle", "last")
 
-    def __init__(self, config: ResNetConfig, width_in: int, width: int, stride: int) -> None:
+    def __init__(self, config: ResNetConfig, width_in: int, inner: int, width: int, stride: int) -> None:
         super().__init__()
         width_out = width * self.expansion
-        self.first = ConvNorm(config, width_in, width, 1)
-        self.middle = ConvNorm(config, width, width, 3, stride)
-        self.last = ConvNorm(config, width, width_out, 1)
+        self.first = ConvNorm(config, width_in, inner, 1)
+        self.middle = ConvNorm(config, inner, inner, 3, stride)
+        self.last = ConvNorm(config, inner, width_out, 1)
         self.shortcut = make_shortcut(config, width_in, width_out, stride)
         self.activation = nn.ReLU(config.in_place)
 
@@ -262,10 +301,10 @@ def make_blocks(config: ResNetConfig) -> nn.ModuleList:
     blocks = nn.ModuleList()
     width_in = config.width
     for stage, num_blocks in enumerate(config.layers):
-        width = config.width * 2**stage
+        width, inner = config.width * 2**stage, config.inner_channels * 2**stage
         for index in range(num_blocks):
             stride = 2 if stage > 0 and index == 0 else 1
-            blocks.append(BLOCKS[config.block](config, width_in, width, stride))
+            blocks.append(BLOCKS[config.block](config, width_in, inner, width, stride))
             width_in = width * BLOCKS[config.block].expansion
     return blocks
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import final
 
 import torch
@@ -21,6 +21,7 @@ from lowvram.config.errors import require
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
+from lowvram.models.widths import InnerWidth, num_kept, one_each
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
 
@@ -52,23 +53,26 @@ class TransformerConfig(OwnModel):
     num_kv_heads: int | None = None
     num_distinct_layers: int | None = None
     embedding_width: int | None = None
+    mlp_width: int | None = None
+    head_width: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "num_heads", "context"):
             size = getattr(self, name)
             require(size > 0, f"model.{name}", size, "a positive number")
-        for name in ("vocab_size", "num_kv_heads", "num_distinct_layers", "embedding_width"):
+        for name in ("vocab_size", "num_kv_heads", "num_distinct_layers", "embedding_width", "mlp_width", "head_width"):
             size = getattr(self, name)
             require(size is None or size > 0, f"model.{name}", size, "a positive number, or null")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and less than 1")
-        divides = self.width % self.num_heads == 0
-        require(divides, "model.num_heads", self.num_heads, f"a divisor of model.width={self.width}")
+        divides = self.head_width is not None or self.width % self.num_heads == 0
+        allowed = f"a divisor of model.width={self.width}, unless model.head_width is given"
+        require(divides, "model.num_heads", self.num_heads, allowed)
         divides = self.num_heads % self.kv_heads == 0
         require(divides, "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
         most = f"at most model.num_layers={self.num_layers}"
         require(self.distinct_layers <= self.num_layers, "model.num_distinct_layers", self.num_distinct_layers, most)
-        turns = self.positions is Positions.learned or self.width // self.num_heads % 2 == 0
-        why = "learned where model.width / model.num_heads is odd: rotary turns pairs of features"
+        turns = self.positions is Positions.learned or self.head_features % 2 == 0
+        why = "learned where model.width / model.num_heads, or model.head_width, is odd: rotary turns pairs of features"
         require(turns, "model.positions", self.positions.name, why)
 
     @property
@@ -79,6 +83,16 @@ class TransformerConfig(OwnModel):
     def kv_heads(self) -> int:
         """Heads of keys and of values."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_features(self) -> int:
+        """Features of one head."""
+        return self.head_width or self.width // self.num_heads
+
+    @property
+    def mlp_features(self) -> int:
+        """Features between the two layers of the feed-forward network."""
+        return self.mlp_width or 4 * self.width
 
     @property
     def distinct_layers(self) -> int:
@@ -104,6 +118,46 @@ class TransformerConfig(OwnModel):
         holds = f"at least {spec.num_classes}, the data's vocabulary (see data.tokenizer): null follows the data"
         require(vocab_size >= spec.num_classes, "model.vocab_size", vocab_size, holds)
         return Transformer(self, vocab_size)
+
+    def pruned(self, ratio: float, multiple: int) -> TransformerConfig:
+        """Whole heads leave, heads of keys and values with the queries that they serve, and features of the MLP."""
+        kv_heads = num_kept(self.kv_heads, ratio)
+        return replace(
+            self,
+            num_heads=self.num_heads // self.kv_heads * kv_heads,
+            num_kv_heads=self.num_kv_heads and kv_heads,
+            head_width=self.head_features,
+            mlp_width=num_kept(self.mlp_features, ratio, multiple),
+            init=None,
+        )
+
+    def inner_widths(self) -> list[InnerWidth]:
+        """Of each block the heads, then the features of its MLP."""
+        rows, columns = self.places_of_heads()
+        one = one_each(self.mlp_features)
+        of_blocks = [
+            (
+                InnerWidth(
+                    (f"{block}.attention.qkv.weight", f"{block}.attention.qkv.bias"),
+                    f"{block}.attention.merge",
+                    rows,
+                    columns,
+                ),
+                InnerWidth((f"{block}.mlp.up.weight", f"{block}.mlp.up.bias"), f"{block}.mlp.down", one, one),
+            )
+            for block in (f"blocks.{index}" for index in range(self.distinct_layers))
+        ]
+        return list(chain(*of_blocks))
+
+    def places_of_heads(self) -> tuple[Tensor, Tensor]:
+        """Of each head of keys and values, with its queries and values: the rows of `Attention.qkv` that make them, and
+        the columns of `Attention.merge` that read them."""
+        kv_1 = torch.arange(self.kv_heads)[:, None]
+        queries = torch.arange(self.num_heads).view(self.kv_heads, -1)
+        heads = torch.cat([queries, self.num_heads + kv_1, self.num_heads + self.kv_heads + kv_1], 1)
+        features = torch.arange(self.head_features)
+        rows, columns = (each[:, :, None] * self.head_features + features for each in (heads, queries))
+        return rows.flatten(1), columns.flatten(1)
 
     def check_packed(self) -> None:
         """Raises nothing: positions and an attention mask keep the sequences of a row apart."""
@@ -246,8 +300,8 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else NoPositions()
         # One projection for all three: under autocast its input is then cast, and saved for backward, once.
-        self.qkv = nn.Linear(config.width, config.width // config.num_heads * sum(self.heads))
-        self.merge = nn.Linear(config.width, config.width)
+        self.qkv = nn.Linear(config.width, config.head_features * sum(self.heads))
+        self.merge = nn.Linear(config.num_heads * config.head_features, config.width)
 
     def forward(self, x_btd: Tensor, positions_bt: Tensor | None = None, mask_b1tt: Tensor | None = None) -> Tensor:
         qkv_btnc = self.qkv(x_btd).unflatten(-1, (sum(self.heads), -1))
@@ -258,12 +312,12 @@ class Attention(nn.Module):
 
 @final
 class MLP(nn.Module):
-    """The feed-forward network: out to four times the width and back."""
+    """The feed-forward network: out to a larger width and back."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
+        self.up = nn.Linear(config.width, config.mlp_features)
+        self.down = nn.Linear(config.mlp_features, config.width)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_btd), approximate="tanh"))

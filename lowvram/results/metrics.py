@@ -64,6 +64,18 @@ class Digits(Format):
 
 @final
 @dataclass(frozen=True)
+class Count(Format):
+    """For whole numbers, such as 124,439,808."""
+
+    def column(self, values: Sequence[float | None]) -> tuple[str, ...]:
+        return tuple("" if value is None else f"{value:,.0f}" for value in values)
+
+    def alone(self, value: float) -> str:
+        return f"{value:,.0f}"
+
+
+@final
+@dataclass(frozen=True)
 class PowersOfTen(Format):
     """For figures that span powers of ten, such as 1.2e-03."""
 
@@ -230,6 +242,33 @@ METRICS: tuple[Metric, ...] = (
         logger_name="eval/perplexity",
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
+    ),
+    *(
+        metric
+        for when, shown in (("before", Shown.SUMMARY), ("after", Shown.TABLE | Shown.SUMMARY))
+        for metric in (
+            Metric(
+                f"pruning.parameters_{when}",
+                f"parameters {when} pruning",
+                format=Count(),
+                logger_name=f"pruning/parameters_{when}",
+                shown_in=shown,
+            ),
+            Metric(
+                f"pruning.file_{when}_bytes",
+                f"file {when} pruning {{unit}}",
+                BYTES,
+                logger_name=f"pruning/file_{when}_gib",
+                shown_in=shown,
+            ),
+            Metric(
+                f"pruning.loss_{when}",
+                f"eval loss {when} pruning",
+                format=Digits(4),
+                logger_name=f"pruning/loss_{when}",
+                shown_in=Shown.SUMMARY,  # afterwards it is `loss.eval` too
+            ),
+        )
     ),
     # No best value is marked: below some size they are all noise.
     Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), logger_name="fidelity/gradient_error"),

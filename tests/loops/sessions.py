@@ -15,8 +15,10 @@ from torch import Tensor
 from lowvram.config.settings import (
     EvalSettings,
     ExportSettings,
+    ImportanceKind,
     MeasureSettings,
     PlanSettings,
+    PruneSettings,
     RootSettings,
     SearchSettings,
     Settings,
@@ -31,6 +33,7 @@ from lowvram.data.spec import DataSpec
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.schedule import Constant, Schedule
 from lowvram.loops.session import Session
+from lowvram.tasks import Auto
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 BATCH_SIZE = 4
@@ -80,6 +83,8 @@ MEASURE = MeasureSettings(
     warmup_steps=1, steps=3, max_seconds=60.0, largest_tensors=False, fidelity=False, fidelity_steps=3, reruns=0
 )
 
+PRUNE = PruneSettings(run=None, ratio=0.5, importance=ImportanceKind.magnitude, batches=2, round_to=4)
+
 
 def session_in(
     folder: Path,
@@ -92,6 +97,7 @@ def session_in(
     snapshot_every: int | None = None,
     merge: bool = False,
     metrics: list[str] | None = None,
+    prune: PruneSettings = PRUNE,
     **train: Any,
 ) -> Session:
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
@@ -104,9 +110,10 @@ def session_in(
         measure=MEASURE,
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
         search=SearchSettings(groups=None, lossy=False, probes=3),
+        prune=prune,
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
         export=ExportSettings(merge=merge),
-        groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model},
+        groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},
     )
     rig = assemble(task, knobs, CPU)
     torch.manual_seed(0)

@@ -1,0 +1,177 @@
+"""model.init=FOLDER and prune.run=FOLDER: adds to the command line what the folder says, but for what was typed.
+Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lowvram.config.errors import BadInput, require
+from lowvram.config.registry import node_of, options_of
+from lowvram.config.secret import REFUSED
+from lowvram.config.words import key
+from lowvram.results import row as rows
+from lowvram.results.files import manifest
+from lowvram.results.row import Row
+from lowvram.results.terminal import hydra_quoted, shown_path
+from lowvram.runs.hydra_notes import FOLDER as NOTES
+from lowvram.runs.hydra_notes import OVERRIDES, words_of
+
+EXPORTED, CONFIG, APART = "model", "config.json", "lowvram.json"  # in a run's folder, and files in it
+OF_THE_DATA = ("task", "data", "loader", "accum")  # groups of a run's configuration that its pruned model needs, too
+OF_ONE_CALL = ("mode", "resume", "name", "sweep", "debug", "optimized_metric", "callbacks")  # what isn't passed on
+SECTIONS_OF_ONE_CALL = ("prune", "model", "hydra")
+
+
+def with_initial(words: list[str]) -> list[str]:
+    """The words; before them those for the sizes of the model in the folder `model.init`, so that it is the model that
+    trains on.
+
+    Raises:
+        BadInput: the folder holds no model that lowvram could start from.
+        HydraException: a word that can't be read.
+    """
+    folder = typed_folder(words, "model.init")
+    return words if folder is None else [*sizes_in(folder, "model.init", words), *words]
+
+
+def with_pruned(words: list[str]) -> list[str]:
+    """With mode=prune the words; before them those for the model of the folder `prune.run`, and for the data on which
+    it was trained.
+
+    Raises:
+        BadInput, HydraException: as `with_initial`.
+    """
+    folder = typed_folder(words, "prune.run")
+    if folder is None or "mode=prune" not in words:
+        return words
+    model = exported_in(folder)
+    sizes_in(model, "prune.run", words)  # before anything else is said about it
+    row = rows.read(model.parent)
+    data = {} if row is None else data_of(row, words, folder)
+    return [*untyped({"model.init": shown_path(model), **data}, words), *words]
+
+
+def words_to_train_on(folder: Path, words: Sequence[str]) -> list[str]:
+    """The words with which the pruned model of a run's folder trains on, as the model did that was pruned.
+
+    Args:
+        words: what was typed to prune it.
+    """
+    source = typed_folder(words, "prune.run")
+    run = folder if source is None else exported_in(source).parent
+    before = words_of(run) if source is not None and (run / NOTES / OVERRIDES).is_file() else []
+    typed = {key(word) for word in words}
+    passed_on = [word for word in [*(word for word in before if key(word) not in typed), *words] if is_passed_on(word)]
+    return [*passed_on, word_for("model.init", shown_path(folder / EXPORTED))]
+
+
+def is_passed_on(word: str) -> bool:
+    section, dot, _ = key(word).partition(".")
+    is_of_one_call = section in SECTIONS_OF_ONE_CALL if dot else section in OF_ONE_CALL
+    return not (is_of_one_call or word.startswith("-"))
+
+
+def exported_in(folder: Path) -> Path:
+    """The exported model in a run's folder, or the folder itself if it is one.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    places = (folder / EXPORTED, folder)
+    found = next((place for place in places if (place / CONFIG).is_file()), None)
+    if found is None:
+        is_apart = any((place / APART).is_file() for place in places)
+        what = "it holds an adapter alone: train with export.merge=true" if is_apart else "it holds no trained model"
+        raise BadInput("prune.run", str(folder), f"the folder of a finished run, or of an exported model: {what}")
+    return found
+
+
+def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
+    """The words for the configuration of an exported model, but for those that were typed.
+
+    Args:
+        name: the key under which the folder was typed.
+
+    Raises:
+        BadInput: it holds no model of lowvram's, or is damaged.
+    """
+    described: Any = None
+    with suppress(OSError, ValueError):
+        described = json.loads((folder / CONFIG).read_bytes())
+    target = described["model"].get("_target_") if is_export(described) else None
+    nodes = {option: node_of("model", option) for option in options_of("model")}
+    options = [option for option, node in nodes.items() if node["_target_"] == target and "init" in node]
+    allowed = "the folder of a trained model of lowvram's own (transformer, resnet), such as a run's model"
+    require(bool(options), name, str(folder), f"{allowed}: {CONFIG} there is none's")
+    manifest.check(folder)
+    row = rows.read(folder.parent)
+    known = [str(target).split(".")[-2], row and row["choices"].get("model")]  # of equal ones the run's own
+    option = max(options, key=lambda option: known.index(option) if option in known else -1)
+    fields = {f"model.{field}": described["model"].get(field) for field in nodes[option]}
+    return untyped({"model": option, **{field: value for field, value in fields.items() if is_size(field)}}, words)
+
+
+def is_export(described: Any) -> bool:
+    return isinstance(described, dict) and isinstance(described.get("model"), dict) and "data" in described
+
+
+def is_size(field: str) -> bool:
+    return field not in ("model._target_", "model.init")
+
+
+def data_of(row: Row, words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The values of a run that say which data it was trained on, by their keys; without groups whose option was typed.
+
+    Raises:
+        BadInput: one of them was a secret, which wasn't saved.
+    """
+    typed, config = {key(word) for word in words}, row["config"]
+    values: dict[str, Any] = {"seed": config["seed"], "train.batch_size": config["train"]["batch_size"]}
+    for group in (group for group in OF_THE_DATA if group not in typed):
+        fields = {name: value for name, value in config[group].items() if name != "_target_"}
+        values |= {group: row["choices"][group], **{f"{group}.{name}": value for name, value in fields.items()}}
+    for name, value in values.items():
+        allowed = f"typed again beside prune.run={folder}: it held a secret, which is kept nowhere"
+        require(name in typed or REFUSED not in str(value), name, REFUSED, allowed)
+    return values
+
+
+def typed_folder(words: Sequence[str], name: str) -> Path | None:
+    """What was typed for a key whose value is a folder; None for null, for several of a sweep, and if it was not."""
+    typed = [word for word in words if key(word) == name]
+    override = OverridesParser.create().parse_overrides(typed[-1:])[0] if typed else None
+    if override is None or override.is_sweep_override() or override.value() is None:
+        return None
+    return Path(str(override.value())).expanduser()
+
+
+def untyped(values: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """Words for those of the values, by key, whose keys weren't typed."""
+    typed = {key(word) for word in words}
+    return [word_for(name, value) for name, value in values.items() if name not in typed]
+
+
+def word_for(name: str, value: Any) -> str:
+    return f"{name}={as_hydra(value)}"
+
+
+def as_hydra(value: Any) -> str:
+    """A plain value as Hydra's command line reads it."""
+    match value:
+        case str():
+            return (
+                value
+                if value.isidentifier() and value not in ("null", "true", "false", "nan", "inf")
+                else hydra_quoted(value)
+            )
+        case Mapping():
+            return f"{{{','.join(f'{name}:{as_hydra(each)}' for name, each in value.items())}}}"
+        case list():
+            return f"[{','.join(map(as_hydra, value))}]"
+    return json.dumps(value)  # null, true, numbers
