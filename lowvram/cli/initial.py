@@ -29,15 +29,19 @@ SECTIONS_OF_ONE_CALL = ("prune", "model", "hydra")
 
 
 def with_initial(words: list[str]) -> list[str]:
-    """The words; before them those for the sizes of the model in the folder `model.init`, so that it is the model that
-    trains on.
+    """The words; before them those for the sizes of the model in the folder `model.init`, so that it is this model that
+    trains on. The folder becomes an absolute path: a run may be resumed from elsewhere.
 
     Raises:
         BadInput: the folder holds no model that lowvram could start from.
         HydraException: a word that can't be read.
     """
     folder = typed_folder(words, "model.init")
-    return words if folder is None else [*sizes_in(folder, "model.init", words), *words]
+    if folder is None:
+        return words
+    sizes = sizes_in(exported_in(folder, "model.init"), "model.init", words)
+    others = [word for word in words if key(word) != "model.init"]
+    return [*sizes, *others, word_for("model.init", str(folder.absolute()))]
 
 
 def with_pruned(words: list[str]) -> list[str]:
@@ -50,11 +54,11 @@ def with_pruned(words: list[str]) -> list[str]:
     folder = typed_folder(words, "prune.run")
     if folder is None or "mode=prune" not in words:
         return words
-    model = exported_in(folder)
+    model = exported_in(folder, "prune.run")
     sizes_in(model, "prune.run", words)  # before anything else is said about it
     row = rows.read(model.parent)
     data = {} if row is None else data_of(row, words, folder)
-    return [*untyped({"model.init": shown_path(model), **data}, words), *words]
+    return [*untyped({"model.init": str(model), **data}, words), *words]
 
 
 def words_to_train_on(folder: Path, words: Sequence[str]) -> list[str]:
@@ -64,7 +68,7 @@ def words_to_train_on(folder: Path, words: Sequence[str]) -> list[str]:
         words: what was typed to prune it.
     """
     source = typed_folder(words, "prune.run")
-    run = folder if source is None else exported_in(source).parent
+    run = folder if source is None else exported_in(source, "prune.run").parent
     before = words_of(run) if source is not None and (run / NOTES / OVERRIDES).is_file() else []
     typed = {key(word) for word in words}
     passed_on = [word for word in [*(word for word in before if key(word) not in typed), *words] if is_passed_on(word)]
@@ -77,8 +81,11 @@ def is_passed_on(word: str) -> bool:
     return not (is_of_one_call or word.startswith("-"))
 
 
-def exported_in(folder: Path) -> Path:
+def exported_in(folder: Path, name: str) -> Path:
     """The exported model in a run's folder, or the folder itself if it is one.
+
+    Args:
+        name: the key under which the folder was typed.
 
     Raises:
         BadInput: it is neither.
@@ -88,15 +95,12 @@ def exported_in(folder: Path) -> Path:
     if found is None:
         is_apart = any((place / APART).is_file() for place in places)
         what = "it holds an adapter alone: train with export.merge=true" if is_apart else "it holds no trained model"
-        raise BadInput("prune.run", str(folder), f"the folder of a finished run, or of an exported model: {what}")
+        raise BadInput(name, str(folder), f"the folder of a finished run, or of an exported model: {what}")
     return found
 
 
 def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     """The words for the configuration of an exported model, but for those that were typed.
-
-    Args:
-        name: the key under which the folder was typed.
 
     Raises:
         BadInput: it holds no model of lowvram's, or is damaged.

@@ -27,7 +27,6 @@ from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.tasks import Auto, ModelConfig
 
-EXPORTED = "model"  # the folder
 APART = "lowvram.json"  # beside an adapter's files: describes the model that it belongs to
 USUAL = (CONFIG, WEIGHTS, APART, "adapter_config.json", "adapter_model.safetensors")
 

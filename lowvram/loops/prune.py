@@ -19,12 +19,12 @@ from lowvram.data.loader import TimedBatches
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.loops import fields
 from lowvram.loops.evaluate import Evaluation, evaluate
-from lowvram.loops.export import EXPORTED, Origin, check_free, export
+from lowvram.loops.export import Origin, check_free, export
 from lowvram.loops.importance import IMPORTANCES
 from lowvram.loops.profiling.post_run import run_peaks
 from lowvram.loops.session import Session
 from lowvram.models.builtin import OwnModel
-from lowvram.models.layout import plain, weights_in
+from lowvram.models.layout import EXPORTED, plain, weights_in
 from lowvram.models.widths import sliced
 
 

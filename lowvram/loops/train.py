@@ -17,13 +17,14 @@ from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields
 from lowvram.loops.evaluate import Evaluation, evaluate
-from lowvram.loops.export import EXPORTED, Origin, check_free, export
+from lowvram.loops.export import Origin, check_free, export
 from lowvram.loops.journal import Journal
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
 from lowvram.loops.profiling.post_run import post_run
 from lowvram.loops.session import Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
+from lowvram.models.layout import EXPORTED
 from lowvram.results.files.run_folder import SNAPSHOTS
 
 FIRST_HELD, HELD_EVERY = 2, 10  # logged steps at which the memory held is read: the first ones, and every tenth

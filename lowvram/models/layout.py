@@ -12,10 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import Size, Tensor, nn
 
-from lowvram.config.errors import BadInput, require
+from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
 from lowvram.data.spec import DataSpec
 
+EXPORTED = "model"  # in the folder of a run: the folder of its exported model
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
@@ -26,11 +27,14 @@ def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
 
 
 def weights_in(folder: str) -> Path:
-    """The weights of an exported model. Raises BadInput, of `model.init`, if the folder has none."""
-    path = Path(folder).expanduser() / WEIGHTS
-    allowed = f"the folder of a model that lowvram has exported, such as a run's model: it has no {WEIGHTS}"
-    require(path.is_file(), "model.init", folder, allowed)
-    return path
+    """The weights of an exported model, given its folder or that of its run. Raises BadInput, of `model.init`, if there
+    are none."""
+    places = [Path(folder).expanduser() / inner / WEIGHTS for inner in (EXPORTED, "")]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        allowed = f"the folder of a finished run, or of an exported model: it has no {WEIGHTS}"
+        raise BadInput("model.init", folder, allowed)
+    return found
 
 
 def read_tensor(folder: str, name: str, shape: Size) -> Tensor:

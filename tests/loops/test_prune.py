@@ -1,0 +1,110 @@
+"""mode=prune as a loop: what it keeps, writes and tells; and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.config.settings import ImportanceKind, PruneSettings
+from lowvram.core.assemble import assemble
+from lowvram.knobs.adapter import NoAdapter
+from lowvram.loops.export import Origin, export, load
+from lowvram.loops.prune import Prune
+from lowvram.loops.session import Session
+from lowvram.models.builtin import OwnModel
+from lowvram.models.external import ExternalConfig
+from lowvram.tasks import Auto, Problem
+from tests.laboratory import CPU, PROBLEMS, knobs_of
+from tests.loops.sessions import PRUNE, session_in
+
+MODELS = ("transformer", "resnet")
+
+
+def of_problem(session: Session, problem: Problem) -> Session:
+    groups = {**session.settings.groups, "model": problem.model}
+    rig = assemble(problem, session.knobs, CPU)
+    return replace(session, problem=problem, rig=rig, settings=replace(session.settings, groups=groups))
+
+
+def trained(folder: Path, name: str, **options: Any) -> Session:
+    """A session that starts with the weights of an exported model, whose values are all random."""
+    session = session_in(folder, name, **options)
+    config = session.problem.model
+    assert isinstance(config, OwnModel)
+    with torch.no_grad():
+        for tensor in session.rig.model.parameters():
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    export(folder / "before", session.rig.model, Origin(config, session.data.spec, NoAdapter(), 0), merge=True)
+    return of_problem(session, Auto().pose(replace(config, init=str(folder / "before")), session.data.spec))
+
+
+def settings(**changes: Any) -> PruneSettings:
+    return replace(PRUNE, **changes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ImportanceKind)
+def test_a_smaller_model_is_written(tmp_path: Path, name: str, kind: ImportanceKind) -> None:
+    session = trained(tmp_path, name, prune=settings(importance=kind))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "before").iterdir()}
+    fields = Prune().run(session)
+    figures, model = fields["pruning"], load(tmp_path / "model")
+    assert figures["parameters_before"] == sum(each.numel() for each in session.rig.model.parameters())
+    assert figures["parameters_after"] == sum(each.numel() for each in model.parameters())
+    assert figures["parameters_after"] == fields["model"]["parameters"] < figures["parameters_before"]
+    for when, folder in (("before", "before"), ("after", "model")):
+        size = (tmp_path / folder / "model.safetensors").stat().st_size
+        assert figures[f"file_{when}_bytes"] == size
+    assert figures["file_after_bytes"] < figures["file_before_bytes"]
+    assert figures["loss_after"] == fields["loss"]["eval"] != figures["loss_before"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "before").iterdir()} == before
+    assert not list(tmp_path.glob(".*"))  # what is written beside is gone
+
+
+def test_nothing_leaves_at_a_ratio_of_0(tmp_path: Path) -> None:
+    session = trained(tmp_path, "transformer", prune=settings(ratio=0.0))
+    figures = Prune().run(session)["pruning"]
+    assert figures["loss_after"] == figures["loss_before"]
+    assert figures["parameters_after"] == figures["parameters_before"]
+    whole, kept = (load(tmp_path / folder).state_dict() for folder in ("before", "model"))
+    assert all(torch.equal(whole[name], kept[name]) for name in whole)
+
+
+def test_the_seed_and_the_run_alone_decide_what_leaves(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        Prune().run(trained(tmp_path / folder, "transformer", prune=settings(importance=ImportanceKind.taylor)))
+    one, two = (load(tmp_path / folder / "model").state_dict() for folder in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^prune\.run=null: must be the folder of a finished run"):
+        Prune().run(session_in(tmp_path, "transformer"))
+    with pytest.raises(BadInput, match=r"^model\.norm='group': must be batch or frozen"):
+        Prune().run(trained(tmp_path, "resnet_group"))
+    with pytest.raises(BadInput, match=r"^prune\.ratio=0\.1: must be larger, or prune\.round_to=64 smaller"):
+        Prune().run(trained(tmp_path, "transformer", prune=settings(ratio=0.1, round_to=64)))
+    foreign = Auto().pose(ExternalConfig("torch.nn.Identity"), PROBLEMS["resnet"].spec)
+    with pytest.raises(BadInput, match=r"^model='ExternalConfig': must be transformer or resnet with mode=prune"):
+        Prune().run(replace(session_in(tmp_path, "resnet"), problem=foreign))
+    plain = trained(tmp_path, "transformer")
+    adapted = replace(plain, rig=assemble(plain.problem, knobs_of(adapter="lora"), CPU))
+    with pytest.raises(BadInput, match=r"^adapter=.*: must be none with mode=prune"):
+        Prune().run(adapted)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("ratio", [1.0, -0.1, float("nan")])
+def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
+    with pytest.raises(BadInput, match=r"^prune\.ratio=.*: must be at least 0 and less than 1"):
+        settings(ratio=ratio)
+    with pytest.raises(BadInput, match=r"^prune\.batches=0"):
+        settings(batches=0)
+    with pytest.raises(BadInput, match=r"^prune\.round_to=0"):
+        settings(round_to=0)
