@@ -65,6 +65,8 @@ ELSEWHERE = {
     "snapshot.every": "it is snapshot.every_steps",
     "save_total_limit": "it is snapshot.keep",
     "run_name": "it is name",
+    "init_from": "it is model.init=FOLDER, the folder of a finished run (or of its model/)",
+    "pruning_ratio": "it is prune.ratio with mode=prune prune.run=FOLDER",
     "report_to": "choose logger=wandb, tensorboard, both or none",
     "strategy": "choose sharding=ddp or sharding=fsdp",
     "fsdp": "choose sharding=fsdp",

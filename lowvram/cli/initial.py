@@ -148,7 +148,7 @@ def data_of(row: Row, words: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def typed_folder(words: Sequence[str], name: str) -> Path | None:
     """What was typed for a key whose value is a folder; None for null, for several of a sweep, and if it was not."""
-    typed = [word for word in words if key(word) == name]
+    typed = [word for word in words if word.partition("=")[0] == name]
     override = OverridesParser.create().parse_overrides(typed[-1:])[0] if typed else None
     if override is None or override.is_sweep_override() or override.value() is None:
         return None
