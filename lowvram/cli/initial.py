@@ -51,8 +51,10 @@ def with_pruned(words: list[str]) -> list[str]:
     Raises:
         BadInput, HydraException: as `with_initial`.
     """
+    if "mode=prune" not in words:
+        return words
     folder = typed_folder(words, "prune.run")
-    if folder is None or "mode=prune" not in words:
+    if folder is None:
         return words
     model = exported_in(folder, "prune.run")
     sizes_in(model, "prune.run", words)  # before anything else is said about it
@@ -147,12 +149,17 @@ def data_of(row: Row, words: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def typed_folder(words: Sequence[str], name: str) -> Path | None:
-    """What was typed for a key whose value is a folder; None for null, for several of a sweep, and if it was not."""
+    """What was typed for a key whose value is a folder; None for null, and if it was not.
+
+    Raises:
+        BadInput: several were typed, as in a sweep: the other words couldn't follow them.
+    """
     typed = [word for word in words if word.partition("=")[0] == name]
-    override = OverridesParser.create().parse_overrides(typed[-1:])[0] if typed else None
-    if override is None or override.is_sweep_override() or override.value() is None:
+    if not typed:
         return None
-    return Path(str(override.value())).expanduser()
+    (override,) = OverridesParser.create().parse_overrides(typed[-1:])
+    require(not override.is_sweep_override(), name, typed[-1].partition("=")[2], "one folder: type a command for each")
+    return None if override.value() is None else Path(str(override.value())).expanduser()
 
 
 def untyped(values: Mapping[str, Any], words: Sequence[str]) -> list[str]:

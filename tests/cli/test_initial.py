@@ -157,7 +157,7 @@ def test_a_resumed_run_gets_the_same_words(exported: Path) -> None:
 
 def test_words_stay_as_they_are_without_a_folder(tmp_path: Path) -> None:
     run = described(tmp_path / "run")
-    for words in ([], ["model.init=null"], ["-m", f"model.init={run},{run}"], ["mode=train", f"prune.run={run}"]):
+    for words in ([], ["model.init=null"], ["mode=train", f"prune.run={run}"]):
         assert with_initial(with_pruned(words)) == words
 
 
@@ -172,6 +172,12 @@ def test_models_of_others_and_adapters_are_refused(tmp_path: Path) -> None:
 
 
 VALUES = (None, True, 3, 1e-5, "rotary", "null", "3", 'a "b", c', "~/x y", [1, "a"], {"k": [None]})
+
+
+def test_several_folders_are_refused(tmp_path: Path) -> None:
+    for key in ("model.init", "prune.run"):
+        with pytest.raises(BadInput, match=rf"^{key}='one,two': must be one folder: type a command for each"):
+            with_initial(with_pruned(["-m", "mode=prune", f"{key}=one,two"]))
 
 
 @pytest.mark.parametrize("value", VALUES, ids=map(repr, VALUES))
