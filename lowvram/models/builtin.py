@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -49,7 +49,7 @@ class OwnModel(ABC):
     that is None, from a random generator of its own.
     """
 
-    init: str | None = None
+    init: str | None = field(default=None, kw_only=True)
 
     def check_paths(self) -> None:
         """Raises BadInput if `init` isn't the folder of an exported model."""

@@ -134,7 +134,7 @@ def test_a_node_without_a_target_is_no_option() -> None:
 
 
 def test_an_unknown_key_is_refused_with_those_that_are_known() -> None:
-    assert refusal(widht=8).startswith("model.widht=8: must be removed: model knows block, layers, width, ")
+    assert refusal(widht=8).startswith("model.widht=8: must be removed: model knows init, block, layers, width, ")
     assert refusal("lowvram.knobs.ckpt.KeepAll", every=1) == "model.every=1: must be removed: model knows no keys"
 
 
