@@ -145,7 +145,7 @@ def test_rotary_tells_far_positions_apart_in_bf16() -> None:
 
 
 def test_initial_values_are_those_of_gpt2() -> None:
-    sizes = {"num_layers": 8, "width": 64, "num_heads": 2, "context": 128}
+    sizes: dict[str, Any] = {"num_layers": 8, "width": 64, "num_heads": 2, "context": 128}
     config = TransformerConfig(**sizes, positions=Positions.learned, tied_embeddings=False)
     model = made(config)
     for name, tensor in model.named_parameters():
