@@ -277,7 +277,7 @@ def measure(rig: Rig, batches: Iterable[Part], warmup_steps: int = 3, steps: int
     step_ms, batch = clock.laps_ms("step"), next(source).to(rig.device)
     allocated = torch.cuda.max_memory_allocated(rig.device) if rig.device.type == "cuda" else None
     fix_heaviest(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors(), rig.device) as peak:
+    with ledger(rig.model, rig.stepper, batch.tensors(), rig.device, teacher=rig.teacher) as peak:
         step(rig, batch)
     by_kind = {kind.value: num_bytes for kind, num_bytes in peak.by_kind.items()}
     peak_bytes = peak.peak_bytes if allocated is None else allocated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,12 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.config.settings import Settings
 from lowvram.core.criterion import UserCriterion
 from lowvram.core.rig import IGNORE, Method, Part, Task
 from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
+from lowvram.data.source import Data
 from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.sample_finder import find_separate_blocks
@@ -227,8 +229,21 @@ class UserProblem(Problem):
         return {} if self.optional_method("num_correct") is None else {"accuracy": accuracy}
 
 
+class TaskConfig(ABC):
+    """The configuration of an option of `task`."""
+
+    @abstractmethod
+    def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
+        """The problem of this model and these data. Raises BadInput if they don't fit the task."""
+
+    def attached(self, data: Data, settings: Settings) -> Data:
+        """The data with what else the task reads with its samples. Raises BadInput if that doesn't belong to them."""
+        del settings
+        return data
+
+
 @dataclass(frozen=True)
-class LanguageModelling:
+class LanguageModelling(TaskConfig):
     """conf/task/language_modelling.yaml"""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.TOKENS,)
@@ -239,7 +254,7 @@ class LanguageModelling:
 
 
 @dataclass(frozen=True)
-class MaskedLanguageModelling:
+class MaskedLanguageModelling(TaskConfig):
     """conf/task/masked_language_modelling.yaml"""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.MASKED_TOKENS,)
@@ -250,7 +265,7 @@ class MaskedLanguageModelling:
 
 
 @dataclass(frozen=True)
-class Seq2Seq:
+class Seq2Seq(TaskConfig):
     """conf/task/seq2seq.yaml"""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.PAIRS,)
@@ -261,7 +276,7 @@ class Seq2Seq:
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(TaskConfig):
     """conf/task/classification.yaml"""
 
     modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES, Modality.LABELLED_TOKENS)
@@ -272,7 +287,7 @@ class Classification:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(TaskConfig):
     """conf/task/auto.yaml: the task that fits the data."""
 
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
@@ -286,7 +301,7 @@ class Auto:
 
 
 @dataclass(frozen=True)
-class External:
+class External(TaskConfig):
     """conf/task/external.yaml"""
 
     target: str = MISSING

@@ -21,6 +21,7 @@ FLOORS = (
     {"runs"},
     {"fidelity"},
     {"planning"},
+    {"distillation"},
     {"launch", "loops"},
     {"tasks"},
     {"models"},

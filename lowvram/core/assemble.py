@@ -52,6 +52,7 @@ def assemble(
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.SHARD:
             materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
+            rig = task.with_teacher(rig)
         if stage is Stage.OPTIMIZER:
             rig = replace(rig, make_optimizer=with_load_hooks(rig.make_optimizer))
         if stage is Stage.STEPPING:
@@ -99,7 +100,14 @@ def bare_model(task: Task) -> nn.Module:
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
 BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS})  # it takes forward passes to find out
-TASK_FACTS = BY_TRIAL | {Fact.HEAD, Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.NO_RANDOMNESS}
+TASK_FACTS = BY_TRIAL | {
+    Fact.HEAD,
+    Fact.BLOCKS,
+    Fact.PLAIN_BLOCKS,
+    Fact.FEW_SHAPES,
+    Fact.HARD_TARGETS,
+    Fact.NO_RANDOMNESS,
+}
 
 
 def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS) -> dict[Fact, str]:
@@ -125,6 +133,8 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.FEW_SHAPES] = (
             "here nearly every batch has its own shape: choose compile=blocks with compile.dynamic=true"
         )
+    if task.has_soft_targets():
+        absent[Fact.HARD_TARGETS] = "this task has a teacher, whose predictions count, too: choose logits=chunked"
     if task.is_random(model):
         absent[Fact.NO_RANDOMNESS] = "this model has dropout: set model.dropout=0"
     return absent

@@ -21,12 +21,14 @@ class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-def held_bytes(model: nn.Module, optimizer: HasState) -> dict[Kind, int]:
+def held_bytes(model: nn.Module, optimizer: HasState, teacher: nn.Module | None = None) -> dict[Kind, int]:
     """The bytes of parameters (with buffers), gradients and optimizer state; as HOST those of them that knobs keep
-    in host memory (without their buffers for copies). Storages count once, rounded as the ledger rounds them."""
+    in host memory (without their buffers for copies). Storages count once, rounded as the ledger rounds them. Those of
+    a teacher are parameters, too."""
     parameters = list(model.parameters())
+    of_teacher = [] if teacher is None else [*teacher.parameters(), *teacher.buffers()]
     tensors_by_kind: dict[Kind, Iterable[Any]] = {
-        Kind.PARAMETERS: [*parameters, *model.buffers()],
+        Kind.PARAMETERS: [*parameters, *model.buffers(), *of_teacher],
         Kind.GRADIENTS: [parameter.grad for parameter in parameters],
         Kind.OPTIMIZER: tree_leaves(optimizer.state_dict()),
     }

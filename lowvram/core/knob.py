@@ -68,6 +68,7 @@ class Fact(Enum):
     COMPILED = "the model is compiled"
     EAGER = "the model runs eagerly"
     FEW_SHAPES = "batches have one shape, or one of a few"
+    HARD_TARGETS = "the loss compares with targets alone"
     NO_RANDOMNESS = "the model draws no random numbers"
     EXACT_ACTIVATIONS = "the backward pass reads what the forward pass has saved, to the last bit"
     OWN_FORMAT = "layers compute in the number format of their weights"

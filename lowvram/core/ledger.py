@@ -44,6 +44,7 @@ def ledger(
     inputs: Any = None,
     device: torch.device | None = None,
     origin_of: OriginOf | None = None,
+    teacher: nn.Module | None = None,
 ) -> Iterator[Peak]:
     """Count the memory of all tensors inside the block.
 
@@ -53,6 +54,7 @@ def ledger(
         inputs: the batch, made before the block, in any nesting of containers.
         device: the device whose memory is counted; None: that of the model's first parameter.
         origin_of: called at each allocation; `Peak.holdings` has what it returns.
+        teacher: a model that doesn't train, whose parameters and buffers are counted as such.
 
     Without these arguments the tensors that the block makes are still counted: as OTHER if an optimizer makes them
     inside its step, else as ACTIVATIONS.
@@ -67,6 +69,8 @@ def ledger(
         record.set_kind(inputs, Kind.INPUTS)
         if model is not None:
             record.set_model_kinds(model)
+        if teacher is not None:
+            record.set_model_kinds(teacher)
         if optimizer is not None:
             record.set_kind(optimizer.state_dict(), Kind.OPTIMIZER)
         with record:

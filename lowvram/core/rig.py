@@ -26,11 +26,13 @@ class Part:
     """Samples with their targets: a micro-batch, or a whole logical batch before it is split.
 
     `inputs` and `targets` are each a tensor, or tensors in dictionaries and tuples; the first dimension of every tensor
-    counts samples.
+    counts samples. `soft` is what a teacher predicts for the targets: None without one; in a batch such tensors again,
+    if they come with the samples; once the part is on the device, `SoftTargets`.
     """
 
     inputs: Any
     targets: Any
+    soft: Any = None
 
     @property
     def num_samples(self) -> int:
@@ -48,7 +50,8 @@ class Part:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The part with `change` applied to each of its tensors."""
-        return Part(tree_map(change, self.inputs), tree_map(change, self.targets))
+        soft = self.soft if self.soft is None else tree_map(change, self.soft)
+        return Part(tree_map(change, self.inputs), tree_map(change, self.targets), soft)
 
     def to(self, device: torch.device) -> Part:
         return self.map(lambda tensor: tensor.to(device))
@@ -57,7 +60,8 @@ class Part:
         return self.map(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
-        return [*tree_leaves(self.inputs), *tree_leaves(self.targets)]
+        soft = [] if self.soft is None else tree_leaves(self.soft)
+        return [*tree_leaves(self.inputs), *tree_leaves(self.targets), *soft]
 
 
 class Update(NamedTuple):
@@ -217,6 +221,19 @@ class Task(ABC):
         """Whether the model draws random numbers while it trains."""
         return has_dropout(model)
 
+    def has_soft_targets(self) -> bool:
+        """Whether the criterion compares with `Part.soft`, too."""
+        return False
+
+    def with_teacher(self, rig: Rig) -> Rig:
+        """The rig with a teacher, if the task has one; called once the weights have memory. May write `teacher`, and
+        `move`, which adds `Part.soft`."""
+        return rig
+
+    def as_loaded(self, part: Part) -> Part:
+        """An example of inputs and targets as a part from the loader, which may hold more."""
+        return part
+
 
 def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
     """Forward and backward of one part after the other; returns the mean loss (0-dim). The loss of each part is divided
@@ -267,6 +284,7 @@ class Rig:
     rounding: Rounding | None = None  # how an fp32 result is kept in weights of fewer bits
     split: Callable[[Part], list[Part]] = lambda batch: [batch]  # the logical batch into parts, where the batch is
     move: Callable[[Part], Part] = lambda part: part  # to the device
+    teacher: nn.Module | None = None  # a model that the task asks for advice, and that never trains
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step

@@ -100,8 +100,8 @@ def trim_padding(part: Part, multiple: int) -> Part:
     if isinstance(part.inputs, dict) and DECODER_IDS in part.inputs:
         source = {name: tensor for name, tensor in part.inputs.items() if name != DECODER_IDS}
         read = trim_padding(Part(source, part.targets[:, 0]), multiple)
-        written = trim_padding(Part(part.inputs[DECODER_IDS], part.targets), multiple)
-        return Part({**read.inputs, DECODER_IDS: written.inputs}, written.targets)
+        written = trim_padding(Part(part.inputs[DECODER_IDS], part.targets, part.soft), multiple)
+        return replace(written, inputs={**read.inputs, DECODER_IDS: written.inputs})
     length = (part.inputs if torch.is_tensor(part.inputs) else next(iter(part.inputs.values()))).shape[1]
     longest = int(real_lengths(part.inputs, part.targets).max())
     kept = min(length, -(-longest // multiple) * multiple)

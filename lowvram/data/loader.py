@@ -224,7 +224,7 @@ def eval_batches(
 def collate(samples: Samples, keys: list[Key]) -> Part:
     """The samples as one part on the CPU: inputs (num_samples, ...), targets (num_samples, ...)."""
     inputs, targets = zip(*(samples.sample(index, epoch) for index, epoch in keys), strict=True)
-    return Part(stacked(inputs), stacked(targets))
+    return samples.with_soft(Part(stacked(inputs), stacked(targets)), keys)
 
 
 def stacked(trees: Sequence[Any]) -> Any:

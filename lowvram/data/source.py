@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, final
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
+from lowvram.core.rig import Part
 from lowvram.data.randomness import Key, reading_order
 from lowvram.data.spec import DataSpec, Modality, TextRules
 
@@ -62,6 +63,11 @@ class Samples(ABC):
         LABELLED_TOKENS: inputs {"input_ids", "attention_mask"}, each (sequence_length,) int64; targets () int64.
         IMAGES: inputs (channels, height, width) float32, centred near 0; targets () int64.
         """
+
+    def with_soft(self, part: Part, keys: list[Key]) -> Part:
+        """The part made of the samples with these keys, with what a teacher has said of them, if it has."""
+        del keys
+        return part
 
 
 class Texts(Samples):

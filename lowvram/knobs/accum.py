@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lowvram.compat.torch_modules import BatchNorm
-from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
 from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig
@@ -76,9 +75,7 @@ class Parts(Knob):
     def split(self, batch: Part) -> list[Part]:
         """The parts, along the first dimension; fewer than `parts` if the batch has fewer samples."""
         num_parts = min(self.parts, batch.num_samples)
-        leaves, spec = tree_flatten((batch.inputs, batch.targets))
-        pieces = zip(*(leaf.tensor_split(num_parts) for leaf in leaves), strict=True)
-        return [Part(*tree_unflatten(piece, spec)) for piece in pieces]
+        return [batch.map(lambda tensor, at=at: tensor.tensor_split(num_parts)[at]) for at in range(num_parts)]
 
 
 @dataclass(frozen=True)

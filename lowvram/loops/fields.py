@@ -124,7 +124,7 @@ def memory_now(session: Session) -> dict[str, float]:
 
 def memory_held(session: Session) -> dict[str, float]:
     """Memory by kind that is held between two steps. It takes a few milliseconds for a large model."""
-    held = held_bytes(session.rig.model, session.rig.stepper)
+    held = held_bytes(session.rig.model, session.rig.stepper, session.rig.teacher)
     return {f"memory_now/{kind.value}_gib": num_bytes / GIB for kind, num_bytes in held.items()}
 
 

@@ -52,6 +52,7 @@ def run(
     knobs = {**named_knobs(settings, request["choices"], device), **more}
     data = open_data(settings)
     settings = with_steps(settings, data)
+    data = settings.groups["task"].attached(data, settings)
     check_metrics(settings)
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)

@@ -26,6 +26,7 @@ from lowvram.core.host_weights import visiting
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.lookup import Handover
 from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.core.soft_targets import SoftTargets
 from lowvram.knobs.logits.streamed import StreamedCrossEntropy
 from lowvram.knobs.logits.tied import Tie
 from lowvram.knobs.logits.tile import FP16_SCALE, scaled
@@ -79,7 +80,7 @@ class ChunkedLogits(Knob):
             return LazyLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden), self.sums_weights)
 
         def criterion(outputs: LazyLogits, part: Part) -> Tensor:
-            return outputs.cross_entropy(part.targets)
+            return outputs.cross_entropy(part.targets, part.soft)
 
         return replace(rig, forward=forward, criterion=criterion)
 
@@ -90,6 +91,9 @@ class TiledLogits(ChunkedLogits):
     no sum over chunks, which in 16 bits is in fp32."""
 
     sums_weights = False
+
+    def needs(self) -> frozenset[Fact]:
+        return super().needs() | {Fact.HARD_TARGETS}
 
 
 def with_gradient(model: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -121,8 +125,9 @@ class LazyLogits:
         self.sums_weights = sums_weights
         self.dtype = dtype_of_products(head.weight, hidden.device)
 
-    def cross_entropy(self, targets: Tensor) -> Tensor:
-        """The sum over targets (...), in nats (0-dim, fp32 or wider); targets `IGNORE` don't count."""
+    def cross_entropy(self, targets: Tensor, soft: SoftTargets | None = None) -> Tensor:
+        """The sum over targets (...), in nats (0-dim, fp32 or wider); targets `IGNORE` don't count. With soft targets
+        the loss is theirs."""
         weight, bias = self.head.weight, self.head.bias  # read only here: FSDP has gathered them by now
         hidden_nd, targets_n, handover = self.hidden.flatten(0, -2), targets.flatten(), self.handover
         if host.holds(weight) and not self.sums_weights:
@@ -130,7 +135,7 @@ class LazyLogits:
         if host.holds(weight):
             weight = visiting(weight, hidden_nd.device, None if handover is None else handover.leave)
             handover = None
-        fixed = (self.chunk_tokens, self.dtype, torch.is_grad_enabled(), handover, self.sums_weights)
+        fixed = (self.chunk_tokens, self.dtype, torch.is_grad_enabled(), handover, self.sums_weights, soft)
         return ChunkedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, *fixed)  # pyright: ignore[reportReturnType]
 
     def _streamed(self, hidden_nd: Tensor, targets_n: Tensor) -> Tensor:
@@ -195,10 +200,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         has_backward: bool,
         handover: Handover | None,
         sums_weights: bool,
+        soft: SoftTargets | None,
     ) -> Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
         size = targets_at_a_time(hidden_nd, chunk_tokens, dtype, sums_weights=wanted[1] and sums_weights)
-        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, dtype, wanted, sums_weights)
+        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, dtype, wanted, sums_weights, soft)
         loss = hidden_nd.new_zeros((), dtype=chunks.exact)
         for first in range(0, len(hidden_nd), size):
             loss += chunks.loss(slice(first, first + size))
@@ -216,7 +222,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in saved]
         if ctx.handover is not None:
             gradients[1] = ctx.handover.leave(gradients[1])
-        return (*gradients, *[None] * 6)
+        return (*gradients, *[None] * 7)
 
 
 @final
@@ -233,8 +239,9 @@ class Chunks:
         dtype: torch.dtype,
         wanted: list[bool],
         sums_weights: bool,
+        soft: SoftTargets | None,
     ) -> None:
-        self.exact = torch.promote_types(dtype, torch.float32)
+        self.exact, self.soft = torch.promote_types(dtype, torch.float32), soft
         self.hidden_nd, self.targets_n1 = hidden_nd, targets_n[:, None]
         self.dtype, self.has_backward = dtype, any(wanted)
         self.weight_vd, self.bias_v = in_dtype(weight_vd, dtype), in_dtype(bias_v, dtype)
@@ -276,25 +283,33 @@ class Chunks:
             torch.mm(hidden_cd, self.weight_vd.T, out=logits_cv)
         else:
             torch.addmm(self.bias_v, hidden_cd, self.weight_vd.T, out=logits_cv)
+        firsts = range(rows.start, rows.start + len(hidden_cd), SOFTMAX_ROWS)
         parts = zip(
-            *(each.split(SOFTMAX_ROWS) for each in (logits_cv, targets_c1, counts_c1, log_sums_c1)), strict=True
+            firsts, *(each.split(SOFTMAX_ROWS) for each in (logits_cv, targets_c1, counts_c1, log_sums_c1)), strict=True
         )
         loss = torch.stack([self._softmax(*part) for part in parts]).sum()
         if self.has_backward:
             self._add_gradients(rows, hidden_cd, logits_cv, counts_c1)
         return loss
 
-    def _softmax(self, logits_sv: Tensor, targets_s1: Tensor, counts_s1: Tensor, log_sums_s1: Tensor) -> Tensor:
-        """The loss of some rows of a chunk. Overwrites their logits with the gradient, p - 1 at the target, else p, and
-        `log_sums_s1` with the logarithms of the sums of their exponentials."""
+    def _softmax(
+        self, first: int, logits_sv: Tensor, targets_s1: Tensor, counts_s1: Tensor, log_sums_s1: Tensor
+    ) -> Tensor:
+        """The loss of some rows of a chunk, `first` being the number of the first. Overwrites their logits with the
+        gradient, p - 1 at the target, else p, without soft targets, and `log_sums_s1` with the logarithms of the sums
+        of their exponentials."""
         log_p_sv = self.log_p_sv[: len(logits_sv)]
         torch.log_softmax(logits_sv, -1, dtype=self.exact, out=log_p_sv)
         log_p_s1 = log_p_sv.gather(1, targets_s1)
         torch.sub(logits_sv.gather(1, targets_s1), log_p_s1, out=log_sums_s1)
         loss = -log_p_s1.where(counts_s1, 0).sum()
+        gradient_sv = log_p_sv.exp_()
+        gradient_sv.scatter_(1, targets_s1, gradient_sv.gather(1, targets_s1) - 1)
+        if self.soft is not None:
+            soft_s, soft_gradient_sv = self.soft.loss(slice(first, first + len(logits_sv)), logits_sv)
+            loss = loss * (1 - self.soft.alpha) + soft_s.where(counts_s1[:, 0], 0).sum()
+            gradient_sv.mul_(1 - self.soft.alpha).add_(soft_gradient_sv)
         if self.has_backward:
-            gradient_sv = log_p_sv.exp_()
-            gradient_sv.scatter_(1, targets_s1, gradient_sv.gather(1, targets_s1) - 1)
             if self.bias_gradient_v is not None:
                 self.bias_gradient_v.addmv_(gradient_sv.T, counts_s1[:, 0].to(self.exact))
             logits_sv.copy_(gradient_sv.mul_(self.logit_scale) if self.logit_scale != 1.0 else gradient_sv)

@@ -88,7 +88,8 @@ def memory_by_kind(session: Session, batch: Part, before: dict[str, Any]) -> dic
     if rig.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     report, malloc = report_for(session), MallocWatch()
-    with report, ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of) as peak, malloc:
+    counted = ledger(rig.model, rig.stepper, batch.tensors(), rig.device, report.origin_of, rig.teacher)
+    with report, counted as peak, malloc:
         timeline = Timeline(peak)
         step(with_phases(rig, timeline), batch)
     report.write(peak)

@@ -76,7 +76,7 @@ def trace_of(
         trace_recorder.set_kinds(rig)
         for fix in rig.heaviest[choice : choice + 1]:
             fix()
-        make_batch = partial(example, problem.spec, batch_size // target.num_ranks, known)
+        make_batch = partial(example, problem, batch_size // target.num_ranks, known)
         for _ in range(2):
             take_step(trace_recorder, with_phases(rig, trace_recorder), make_batch)
     return trace_recorder.trace(), len(rig.heaviest)
@@ -164,9 +164,15 @@ class TraceRecorder:
         self.ledger.born = Kind.ACTIVATIONS
         self.modules = {module: name for name, module in rig.model.named_modules()}
         self.numbers = {name: number for number, name in enumerate(self.modules.values())}
-        for name, tensor in [*rig.model.named_parameters(), *rig.model.named_buffers()]:
+        self.name_weights(rig.model, "")
+        if rig.teacher is not None:
+            self.ledger.set_model_kinds(rig.teacher)
+            self.name_weights(rig.teacher, "teacher.")
+
+    def name_weights(self, model: nn.Module, prefix: str) -> None:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             for serial in self.ledger.note(tensor, Kind.PARAMETERS):
-                self.ledger.origins[serial] = name
+                self.ledger.origins[serial] = f"{prefix}{name}"
 
     def set_batch(self, batch: Part) -> None:
         """Set the kind and the name of a logical batch: for a card it is in host memory, and the step moves it."""
