@@ -368,11 +368,12 @@ def square_sum(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-def peak_as_measured(problem: Problem, knobs: Mapping[str, Knob], batch_size: int) -> Peak:
-    """The ledger of a step after the first, which makes the optimizer's state."""
-    rig, batch = assemble(problem, knobs, CPU), make_batch(problem.spec, batch_size)
+def peak_as_measured(problem: Problem, knobs: Mapping[str, Knob], batch: int | Part) -> Peak:
+    """The ledger of a step after the first, which makes the optimizer's state, on a batch or on one of so many random
+    samples."""
+    rig, batch = assemble(problem, knobs, CPU), batch if isinstance(batch, Part) else make_batch(problem.spec, batch)
     step(rig, batch)
-    with ledger(rig.model, rig.stepper, batch.tensors()) as peak:
+    with ledger(rig.model, rig.stepper, batch.tensors(), teacher=rig.teacher) as peak:
         step(rig, batch)
     return peak
 

@@ -21,7 +21,6 @@ FLOORS = (
     {"runs"},
     {"fidelity"},
     {"planning"},
-    {"distillation"},
     {"launch", "loops"},
     {"tasks"},
     {"models"},

@@ -17,6 +17,7 @@ from lowvram.core.assemble import BY_TRIAL, block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
+from lowvram.loops.distillation.teach import Teach
 from lowvram.loops.fields import about_model
 from lowvram.loops.setup import acting_allocator, can_replace, open_data, require_budget, undecided, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
@@ -87,6 +88,8 @@ class Planner:
             Incompatible: the knobs conflict, with each other or with the device that the plan is for.
             CantPlan: the model can't be traced.
         """
+        if isinstance(settings.groups["mode"], Teach):
+            raise CantPlan("plans are of training, and mode=teach trains nothing")
         group = undecided(settings)
         if group is None:
             return self.planned_as_is(settings, choices, plan_device)

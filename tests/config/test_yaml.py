@@ -37,6 +37,7 @@ GIVEN = {  # what the user has to say of an option
     ("data", "pairs"): {"name": "somewhere", "text": "asked", "target": "said"},
     ("data", "external"): {"target": "tests.yours.curve"},
     ("task", "external"): {"target": "tests.yours.Regression"},
+    ("task", "distill"): {"teacher": "somewhere"},
     ("optimizer", "external"): {"target": "torch.optim.NAdam"},
     ("model", "external"): {"target": "torch.nn.Linear"},
     ("model", "hf"): {"name": tiny("gpt2")},

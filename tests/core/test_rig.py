@@ -71,6 +71,9 @@ class Lacking(Task):
     def has_few_shapes(self) -> bool:
         return False
 
+    def has_soft_targets(self) -> bool:
+        return True
+
 
 def test_the_facts_of_a_task_are_those_that_it_may_lack() -> None:
     """A fact that `TASK_FACTS` misses would be asked of no task in plans; one too many asks models in vain."""

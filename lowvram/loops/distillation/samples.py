@@ -13,7 +13,7 @@ from lowvram.data.loader import stacked
 from lowvram.data.randomness import Key
 from lowvram.data.source import Data, Samples, Texts
 from lowvram.data.spec import POSITIONS, DataSpec
-from lowvram.distillation.cache import KEY, Cache
+from lowvram.loops.distillation.cache import KEY, Cache
 
 
 def described(spec: DataSpec) -> str:

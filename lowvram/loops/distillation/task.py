@@ -15,10 +15,10 @@ from lowvram.config.settings import Settings
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec
-from lowvram.distillation.cache import Cache
-from lowvram.distillation.samples import taught
-from lowvram.distillation.soft import CachedSoftTargets, LiveSoftTargets, SoftLoss
-from lowvram.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
+from lowvram.loops.distillation.cache import Cache
+from lowvram.loops.distillation.samples import taught
+from lowvram.loops.distillation.soft import CachedSoftTargets, LiveSoftTargets, SoftLoss
+from lowvram.loops.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
 from lowvram.loops.train import Train
 from lowvram.tasks import Auto, ModelConfig, Problem, TaskConfig
 

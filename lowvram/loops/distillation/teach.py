@@ -15,11 +15,11 @@ from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import IGNORE, Part
 from lowvram.core.soft_targets import ROWS
 from lowvram.data.randomness import Key
-from lowvram.distillation.cache import FOLDER, About, Writer
-from lowvram.distillation.samples import check_rows, collated, described
-from lowvram.distillation.soft import Likeliest, LiveSoftTargets
-from lowvram.distillation.task import Distilled
 from lowvram.loops import fields
+from lowvram.loops.distillation.cache import FOLDER, About, Writer
+from lowvram.loops.distillation.samples import check_rows, collated, described
+from lowvram.loops.distillation.soft import Likeliest, LiveSoftTargets
+from lowvram.loops.distillation.task import Distilled
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.loops.profiling.post_run import run_peaks
 from lowvram.loops.session import Interrupted, Session

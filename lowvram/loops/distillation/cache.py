@@ -24,7 +24,7 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data.randomness import Key
-from lowvram.distillation.soft import IDS, REST, VALUES, Likeliest
+from lowvram.loops.distillation.soft import IDS, REST, VALUES, Likeliest
 
 FOLDER, ABOUT, INDEX = "cache", "cache.json", "index.npy"
 KEY = "task.cache"

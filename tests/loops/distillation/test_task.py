@@ -1,0 +1,49 @@
+"""Distillation from the command line: a teacher, a student beside it, a cache, and a student without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.calls import TINY, TINY_RESNET, Outcome
+
+Call = Callable[..., Outcome]
+
+
+@pytest.mark.parametrize(
+    ("words", "larger"),
+    [(TINY, "model.width=48"), (TINY_RESNET, "model.width=16")],
+    ids=["transformer", "resnet"],
+)
+def test_a_teacher_a_student_and_a_cache(call: Call, words: tuple[str, ...], larger: str) -> None:
+    teacher = call(*words, larger).folder
+    distill = ("task=distill", "task.values=fp32", "task.top=1000")
+    live = call(*words, *distill, f"task.teacher={teacher}").row
+    outcome = call(*words, *distill, f"task.teacher={teacher}", "mode=teach", "train.batch_size=6", "train.steps=2")
+    cache, taught = outcome.folder, outcome.row
+    assert (cache / "cache" / "cache.json").is_file()
+    assert "bytes each" in outcome.out
+    assert taught["plan"]["reason"] == "plans are of training, and mode=teach trains nothing"
+    cached = call(*words, *distill, f"task.cache={cache}").row
+    for row in (live, cached):
+        assert row["plan"]["allocated_bytes"] == row["memory"]["peak_bytes"]
+    of_live, of_cached = (row["memory"]["by_kind_max"]["parameters"] for row in (live, cached))
+    assert of_cached < of_live
+    for name in ("first", "last", "eval"):
+        assert cached["loss"][name] == pytest.approx(live["loss"][name], rel=1e-5)
+
+
+def test_the_first_sample_that_a_cache_lacks_is_one_too_many(call: Call) -> None:
+    teacher = call(*TINY).folder
+    distill = ("task=distill", f"task.teacher={teacher}")
+    taught = call(*TINY, *distill, "mode=teach", "train.steps=1").folder
+    refused = call(*TINY, "task=distill", f"task.cache={taught}")
+    assert refused.code == 3
+    assert "a cache of at least 12 samples, which this run reads: it has 4" in refused.err
+
+
+def test_a_mode_that_has_nobody_to_ask_is_refused(call: Call) -> None:
+    refused = call(*TINY, "mode=teach")
+    assert refused.code == 3
+    assert "mode='teach': must be train, unless task=distill names a teacher" in refused.err
