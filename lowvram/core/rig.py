@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
-from lowvram.compat.torch_trees import tree_leaves, tree_map
+from lowvram.compat.torch_trees import tree_leaves, tree_map, tree_map_only
 from lowvram.core.rounding import Rounding
 from lowvram.core.values import Fill
 
@@ -50,7 +50,7 @@ class Part:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The part with `change` applied to each of its tensors."""
-        soft = self.soft if self.soft is None else tree_map(change, self.soft)
+        soft = tree_map_only(Tensor, change, self.soft)
         return Part(tree_map(change, self.inputs), tree_map(change, self.targets), soft)
 
     def to(self, device: torch.device) -> Part:
@@ -60,7 +60,8 @@ class Part:
         return self.map(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
-        soft = [] if self.soft is None else tree_leaves(self.soft)
+        """All that were loaded, and those alone: not what `SoftTargets` hold."""
+        soft = (leaf for leaf in tree_leaves(self.soft) if isinstance(leaf, Tensor))
         return [*tree_leaves(self.inputs), *tree_leaves(self.targets), *soft]
 
 

@@ -29,7 +29,9 @@ from lowvram.loops.distillation.soft import IDS, REST, VALUES, Likeliest
 FOLDER, ABOUT, INDEX = "cache", "cache.json", "index.npy"
 KEY = "task.cache"
 SHARD_BYTES = 2**26  # a shard is written once it has as many
-LINE = np.dtype([("epoch", "i8"), ("index", "i8"), ("shard", "i4"), ("first", "i8"), ("count", "i4"), ("digest", "u8")])
+LINE = np.dtype(
+    [("epoch", "i8"), ("index", "i8"), ("shard", "i4"), ("first", "i8"), ("num_targets", "i4"), ("digest", "u8")]
+)
 ARRAYS = (VALUES, IDS, REST)
 
 
@@ -53,8 +55,9 @@ class About:
 
     def key_for(self, lines: np.ndarray) -> str:
         fields = {name: value for name, value in asdict(self).items() if name != "key"}
-        samples = np.sort(lines, order=("epoch", "index"))[["epoch", "index", "digest"]].tolist()
-        return hashlib.sha256(json.dumps([fields, samples]).encode()).hexdigest()
+        in_order = lines[np.lexsort((lines["index"], lines["epoch"]))]
+        samples = [in_order[name].tobytes() for name in ("epoch", "index", "digest")]
+        return hashlib.sha256(b"".join([json.dumps(fields).encode(), *samples])).hexdigest()
 
     @property
     def bytes_per_target(self) -> int:
@@ -76,7 +79,7 @@ class Place(NamedTuple):
 
     shard: int
     first: int
-    count: int
+    num_targets: int
 
 
 @final
@@ -124,7 +127,8 @@ class Writer:
     def finish(self, about: About) -> About:
         if self.rows:
             self.flush()
-        lines = np.sort(np.array(self.lines, LINE), order=("epoch", "index"))
+        lines = np.array(self.lines, LINE)
+        lines = lines[np.lexsort((lines["index"], lines["epoch"]))]
         about = About(**{**asdict(about), "key": about.key_for(lines)})
         np.save(self.folder / INDEX, lines)
         (self.folder / ABOUT).write_text(json.dumps(asdict(about), indent=2) + "\n")
@@ -133,6 +137,26 @@ class Writer:
 
 def shard_file(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:05d}.npy"
+
+
+OPENED: dict[str, Cache] = {}  # by name and the state of the index
+
+
+def open_cache(name: str) -> Cache:
+    """The cache in a folder, or in the folder of a run. It is read once, unless it changes."""
+    folder = cache_folder(name)
+    stamps = [
+        (file.stat().st_mtime_ns, file.stat().st_size) for file in (folder / ABOUT, folder / INDEX) if file.is_file()
+    ]
+    key = repr((name, stamps))
+    if key not in OPENED:
+        OPENED[key] = Cache(name)
+    return OPENED[key]
+
+
+def cache_folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    return next((each for each in (folder / FOLDER, folder) if (each / ABOUT).is_file()), folder)
 
 
 @final
@@ -144,9 +168,7 @@ class Cache:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        folder = Path(name).expanduser()
-        self.folder = next((each for each in (folder / FOLDER, folder) if (each / ABOUT).is_file()), folder)
+        self.name, self.folder = name, cache_folder(name)
         try:
             self.about = About(**json.loads((self.folder / ABOUT).read_bytes()))
             self.lines = np.load(self.folder / INDEX)
@@ -186,7 +208,7 @@ class Cache:
             allowed = f"a cache of these data: sample {index} of epoch {epoch} isn't the one that the teacher saw"
             require(is_there, KEY, self.name, f"{allowed}; run mode=teach for them")
             assert line is not None
-            places.append(Place(int(line["shard"]), int(line["first"]), int(line["count"])))
+            places.append(Place(int(line["shard"]), int(line["first"]), int(line["num_targets"])))
         return places
 
     def soft(self, keys: list[Key], part: Part) -> dict[str, Tensor]:
@@ -195,7 +217,7 @@ class Cache:
         counts = part.targets != IGNORE
         for row, place in enumerate(places):
             for name, tensor in empty.items():
-                rows = self.array(name, place.shard)[place.first : place.first + place.count]
+                rows = self.array(name, place.shard)[place.first : place.first + place.num_targets]
                 tensor[row][counts[row]] = torch.from_numpy(np.array(rows)).reshape(-1, *tensor.shape[counts.dim() :])
         return empty
 

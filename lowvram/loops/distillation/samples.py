@@ -48,8 +48,8 @@ def taught(data: Data, cache: Cache, seed: int, num_wanted: int | None) -> Data:
     )
     key = next(data.train.keys(seed, 0))
     cache.check(described(data.spec), len(data.train), seed, [key], collated(data.train, [key]))
-    wrapper = TaughtTexts if isinstance(data.train, Texts) else TaughtSamples
-    return replace(data, train=wrapper(data.train, cache))
+    samples = TaughtTexts(data.train, cache) if isinstance(data.train, Texts) else Taught(data.train, cache)
+    return replace(data, train=samples)
 
 
 def collated(samples: Samples, keys: list[Key]) -> Part:
@@ -57,25 +57,20 @@ def collated(samples: Samples, keys: list[Key]) -> Part:
     return Part(stacked(inputs), stacked(targets))
 
 
-def keys_held(samples: Samples, cache: Cache, seed: int, start: int) -> Iterator[Key]:
-    """The keys in the order of training; after the last one that the cache holds, the first follows again: what is read
-    ahead, or measured after the last step, is there, too."""
-    num_samples = cache.about.num_samples
-    start %= num_samples
-    while True:
-        yield from islice(samples.keys(seed, start), num_samples - start)
-        start = 0
-
-
-@final
-class TaughtSamples(Samples):
-    """Samples of one size."""
+class Taught(Samples):
+    """Samples with soft targets from a cache, in the order in which a run without one reads them."""
 
     def __init__(self, plain: Samples, cache: Cache) -> None:
         self.plain, self.cache, self.is_ordered = plain, cache, plain.is_ordered
 
     def keys(self, seed: int, start: int) -> Iterator[Key]:
-        return keys_held(self.plain, self.cache, seed, start)
+        """After the last sample that the cache holds, the first follows again: so what is read ahead, or measured after
+        the last step, is there, too."""
+        num_samples = self.cache.about.num_samples
+        start %= num_samples
+        while True:
+            yield from islice(self.plain.keys(seed, start), num_samples - start)
+            start = 0
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -88,30 +83,19 @@ class TaughtSamples(Samples):
 
 
 @final
-class TaughtTexts(Texts):
-    """Texts of any length, each by itself."""
+class TaughtTexts(Taught, Texts):
+    """The same of texts of any length."""
 
     def __init__(self, plain: Texts, cache: Cache) -> None:
-        self.plain, self.cache, self.is_ordered = plain, cache, plain.is_ordered
+        super().__init__(plain, cache)
+        self.texts = plain
 
     @property
     def padded_length(self) -> int:
-        return self.plain.padded_length
+        return self.texts.padded_length
 
     def length(self, index: int, epoch: int) -> int:
-        return self.plain.length(index, epoch)
+        return self.texts.length(index, epoch)
 
     def longest(self, num_samples: int) -> int:
-        return self.plain.longest(num_samples)
-
-    def keys(self, seed: int, start: int) -> Iterator[Key]:
-        return keys_held(self.plain, self.cache, seed, start)
-
-    def __len__(self) -> int:
-        return len(self.plain)
-
-    def sample(self, index: int, epoch: int) -> tuple[Any, Any]:
-        return self.plain.sample(index, epoch)
-
-    def with_soft(self, part: Part, keys: list[Key]) -> Part:
-        return replace(part, soft=self.cache.soft(keys, part))
+        return self.texts.longest(num_samples)

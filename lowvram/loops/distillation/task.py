@@ -15,7 +15,7 @@ from lowvram.config.settings import Settings
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec
-from lowvram.loops.distillation.cache import Cache
+from lowvram.loops.distillation.cache import Cache, open_cache
 from lowvram.loops.distillation.samples import taught
 from lowvram.loops.distillation.soft import CachedSoftTargets, LiveSoftTargets, SoftLoss
 from lowvram.loops.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
@@ -60,7 +60,7 @@ class Distill(TaskConfig):
     def pose(self, model: ModelConfig, spec: DataSpec) -> Problem:
         plain = Auto().pose(model, spec)
         teacher = None if self.teacher is None else find_teacher(self.teacher, model, spec)
-        cache = None if self.cache is None else Cache(self.cache)
+        cache = None if self.cache is None else open_cache(self.cache)
         num_classes = width_of_logits(plain)
         if teacher is not None:
             check_classes("task.teacher", self.teacher, teacher.num_classes(), num_classes)
@@ -83,7 +83,7 @@ class Distill(TaskConfig):
             return data
         train = settings.train
         num_wanted = train.steps * train.batch_size if isinstance(settings.groups["mode"], Train) else None
-        return taught(data, Cache(self.cache), settings.root.seed, num_wanted)
+        return taught(data, open_cache(self.cache), settings.root.seed, num_wanted)
 
 
 def check_classes(key: str, value: object, of_teacher: int, of_student: int) -> None:

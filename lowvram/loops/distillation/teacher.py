@@ -143,8 +143,14 @@ def of_transformers(name: str, folder: Path, spec: DataSpec) -> Teacher:
     from lowvram.models.hf_source import local_files
 
     where = str(folder)
-    config = HfConfig(name=where, weights=Weights.pretrained)
-    return Teacher(name, pose(name, config, spec), None, digest_of(local_files(where, None)))
+    try:
+        config = HfConfig(name=where, weights=Weights.pretrained)
+    except BadInput as error:
+        raise BadInput(KEY, name, error.allowed) from None
+    files = local_files(where, None)
+    # What the hub's cache holds of a model lies in a folder that is named by its revision; its weights come later.
+    digest = digest_of(folder) if folder.is_dir() else f"{name} {files and files.name}"
+    return Teacher(name, pose(name, config, spec), None, digest)
 
 
 def pose(name: str, config: Any, spec: DataSpec, own: DataSpec | None = None) -> Problem:

@@ -99,6 +99,33 @@ def test_a_student_learns_to_agree(model: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"activations": "int8"},
+        {"offload": "activations"},
+        {"offload": "parameters"},
+        {"ckpt": "every1"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"stepping": "in_backward"},
+        {"stepping": "zeroth_order"},
+        {"adapter": "lora"},
+    ],
+    ids=lambda choice: "=".join(*choice.items()),
+)
+def test_other_knobs_meet_a_teacher(model: str, choice: dict[str, str]) -> None:
+    """Without weight the teacher changes no bit; with its weight steps go on."""
+    task = distilled(model, alpha=0.0)
+    found, plain = (train(each, knobs_of(**choice), SIZES[:2]) for each in (task, PROBLEMS[model]))
+    assert torch.equal(torch.stack(found.losses), torch.stack(plain.losses))
+    rig = assemble(distilled(model, alpha=1.0), knobs_of(**choice), CPU)
+    batch = make_batch(PROBLEMS[model].spec, 8)
+    losses = [step(rig, batch)[0] for _ in range(3)]
+    assert torch.isfinite(torch.stack(losses)).all()
+
+
 def test_an_evaluation_asks_no_teacher() -> None:
     rig = assemble(distilled("transformer"), knobs_of(), CPU)
     plain = assemble(PROBLEMS["transformer"], knobs_of(), CPU)
