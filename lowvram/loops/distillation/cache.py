@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -178,9 +178,6 @@ class Cache:
             raise BadInput(KEY, name, f"as it was written: {self.folder / INDEX} doesn't match {ABOUT}")
         self.sorted_by = self.lines["epoch"] * self.about.num_train + self.lines["index"]
         self.shards: dict[tuple[str, int], np.ndarray] = {}
-
-    def __reduce__(self) -> Any:
-        return Cache, (self.name,)
 
     def check(self, samples: str, num_train: int, seed: int, keys: list[Key], part: Part) -> None:
         """Raises BadInput if it is a cache of other samples.

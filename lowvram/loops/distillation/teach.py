@@ -16,13 +16,13 @@ from lowvram.core.rig import IGNORE, Part
 from lowvram.core.soft_targets import ROWS
 from lowvram.data.randomness import Key
 from lowvram.loops import fields
-from lowvram.loops.distillation.cache import FOLDER, About, Writer
+from lowvram.loops.distillation.cache import ABOUT, FOLDER, INDEX, About, Writer
 from lowvram.loops.distillation.samples import check_rows, collated, described
 from lowvram.loops.distillation.soft import Likeliest, LiveSoftTargets
 from lowvram.loops.distillation.task import Distilled
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.loops.profiling.post_run import run_peaks
-from lowvram.loops.session import Interrupted, Session
+from lowvram.loops.session import Session
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.results.row import size_text
@@ -34,26 +34,25 @@ class Teach:
     """conf/mode/teach.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
-        problem = checked(session)
+        problem, target = checked(session), session.folder / FOLDER
+        manifest.ours_in(target, (ABOUT, INDEX))  # raises now, not after hours, if something is in the way
         batches = list(batches_of(session))
         clock, token_counts = clock_for(session.rig.device), list[torch.Tensor]()
         session.begin(0, len(batches))
-        target = session.folder / FOLDER
         with unfinished_folder(target) as fresh:
             writer = Writer(fresh, problem.config.values.value)
             for number, keys in enumerate(batches, start=1):
                 with clock.lap("step"):
                     token_counts.append(add(session, problem, writer, keys))
                 session.events("progress", step=number, values={})
-                if session.stop.requested:
-                    raise Interrupted(f"stopped after {number} of {len(batches)} batches: no cache was written")
             about = writer.finish(about_cache(session, problem, writer))
             manifest.put(fresh, target)
         synchronise(session.rig.device)
+        num_bytes = about.num_targets * about.bytes_per_target
         print(
-            f"cache: {about.num_samples} samples, {about.num_targets} targets of {about.bytes_per_target} bytes each,"
+            f"cache: {about.num_samples} samples, {about.num_targets} targets of {about.bytes_per_target} bytes each:"
         )
-        print(f"  {size_text(about.num_targets * about.bytes_per_target)} in {target}")
+        print(f"  {size_text(num_bytes)} in {target}")
         step_ms = clock.laps_ms("step")
         return fields.merged(
             fields.common(session),

@@ -202,3 +202,13 @@ def test_rows_that_hold_several_samples_are_refused(tmp_path: Path) -> None:
     written(tmp_path, distilled("transformer", top=3))
     with pytest.raises(BadInput, match=r"loader='packed'.*inline.*with task\.cache"):
         taught(data, Cache(str(tmp_path)), 0, None)
+
+
+def test_what_is_in_the_way_is_found_before_the_teacher_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / INDEX).write_text("the user's")
+    told = Told()
+    with pytest.raises(FileExistsError, match="in the way"):
+        written(tmp_path, distilled("transformer", top=3), told=told)
+    assert not told.events
+    assert (tmp_path / "cache" / INDEX).read_text() == "the user's"

@@ -111,7 +111,7 @@ def test_a_student_learns_to_agree(model: str) -> None:
         {"precision": "fp16"},
         {"stepping": "in_backward"},
         {"stepping": "zeroth_order"},
-        {"adapter": "lora"},
+        pytest.param({"adapter": "lora"}, marks=pytest.mark.slow),
     ],
     ids=lambda choice: "=".join(*choice.items()),
 )
@@ -137,7 +137,7 @@ def test_an_evaluation_asks_no_teacher() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("logits", ["full", CHUNKED], ids=["full", "chunked"])
-@pytest.mark.parametrize("format", list(TeacherFormat))
+@pytest.mark.parametrize("format", [TeacherFormat.fp32, pytest.param(TeacherFormat.bf16, marks=pytest.mark.slow)])
 def test_planned_as_measured(model: str, logits: str | ChunkedLogits, format: TeacherFormat) -> None:
     problem = distilled(LARGER[model], LARGER[model], teacher_format=format)
     knobs = knobs_of(logits=logits)

@@ -92,3 +92,10 @@ def test_the_gradient_of_16_bit_logits_is_not_lost() -> None:
     _, wanted = live(logits(0) * 1e-3).loss(slice(0, N), student.detach())
     assert gradient.dtype is torch.float16
     torch.testing.assert_close(gradient.float(), wanted * 2.0**15, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("top", [1, 4, V])
+def test_rounded_probabilities_are_made_to_sum_to_one(top: int) -> None:
+    """Else the gradient of a row wouldn't sum to 0, and would move all logits."""
+    _, gradient = cached(logits(1), top, torch.float16).loss(slice(0, N), logits(0))
+    assert gradient.sum(-1).abs().max() < 1e-12

@@ -13,8 +13,10 @@ Call = Callable[..., Outcome]
 
 @pytest.mark.parametrize(
     ("words", "larger"),
-    [(TINY, "model.width=48"), (TINY_RESNET, "model.width=16")],
-    ids=["transformer", "resnet"],
+    [
+        pytest.param(TINY, "model.width=48", id="transformer"),
+        pytest.param(TINY_RESNET, "model.width=16", id="resnet", marks=pytest.mark.slow),
+    ],
 )
 def test_a_teacher_a_student_and_a_cache(call: Call, words: tuple[str, ...], larger: str) -> None:
     teacher = call(*words, larger).folder

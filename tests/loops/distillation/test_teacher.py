@@ -64,11 +64,18 @@ VIT = DataSpec(Modality.IMAGES, 5, (3, 16, 16))
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec"),
-    [("gpt2", WORDS), ("bert:masked", MASKED), ("t5:pairs", PAIRS), ("vit", VIT)],
-    ids=["next token", "masked tokens", "pairs", "images"],
+    ("kind", "spec", "logits"),
+    [
+        ("t5:pairs", PAIRS, "chunked"),
+        ("vit", VIT, "full"),
+        pytest.param("gpt2", WORDS, "chunked", marks=pytest.mark.slow),
+        pytest.param("gpt2", WORDS, "full", marks=pytest.mark.slow),
+        pytest.param("bert:masked", MASKED, "chunked", marks=pytest.mark.slow),
+        pytest.param("bert:masked", MASKED, "full", marks=pytest.mark.slow),
+        pytest.param("t5:pairs", PAIRS, "full", marks=pytest.mark.slow),
+        pytest.param("vit", VIT, "chunked", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("logits", ["full", "chunked"])
 def test_models_of_transformers_teach_and_learn(kind: str, spec: DataSpec, logits: str) -> None:
     student = HfConfig(name=tiny(kind), weights=Weights.random)
     problem = Distill(teacher=with_weights(kind), alpha=1.0, temperature=1.0).pose(student, spec)
