@@ -196,6 +196,13 @@ def test_a_cache_of_something_else_is_refused(change: object, what: str, tmp_pat
         batch_of(samples, tmp_path, seed)
 
 
+def test_a_run_that_reads_more_than_was_taught_is_refused(tmp_path: Path) -> None:
+    samples = Drawn(TOKENS, NUM_SAMPLES)
+    cache = Cache(str(written(tmp_path, distilled("transformer", top=3), samples, steps=2)))
+    with pytest.raises(BadInput, match="a cache of at least 9 samples, which this run reads: it has 8"):
+        taught(Data(TOKENS, samples, samples, ""), cache, 0, 9)
+
+
 def test_rows_that_hold_several_samples_are_refused(tmp_path: Path) -> None:
     texts = documents([3, 9, 5], TOKENS)
     data = Packed().fit(Data(TOKENS, texts, texts, ""), TRANSFORMER)

@@ -36,15 +36,6 @@ def test_a_teacher_a_student_and_a_cache(call: Call, words: tuple[str, ...], lar
         assert cached["loss"][name] == pytest.approx(live["loss"][name], rel=1e-5)
 
 
-def test_the_first_sample_that_a_cache_lacks_is_one_too_many(call: Call) -> None:
-    teacher = call(*TINY).folder
-    distill = ("task=distill", f"task.teacher={teacher}")
-    taught = call(*TINY, *distill, "mode=teach", "train.steps=1").folder
-    refused = call(*TINY, "task=distill", f"task.cache={taught}")
-    assert refused.code == 3
-    assert "a cache of at least 12 samples, which this run reads: it has 4" in refused.err
-
-
 def test_a_mode_that_has_nobody_to_ask_is_refused(call: Call) -> None:
     refused = call(*TINY, "mode=teach")
     assert refused.code == 3
