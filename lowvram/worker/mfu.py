@@ -62,5 +62,6 @@ def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
     plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
     with fake_tensors() as known, plain, FlopCounterMode(display=False) as counter:
-        step(assemble(problem, needed, CPU), example(problem, NUM_SAMPLES, known))
+        batch = problem.as_loaded(example(problem.spec, NUM_SAMPLES, known))
+        step(assemble(problem, needed, CPU), batch)
     return counter.get_total_flops() // NUM_SAMPLES

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
 from lowvram.core.rig import Part
-from lowvram.data.spec import MASK, POSITIONS
+from lowvram.data.spec import MASK, POSITIONS, DataSpec
 from lowvram.planning.target import Target
 from lowvram.planning.trace.cuda import acts_as_card
 from lowvram.planning.trace.fake_cache import FakeCache
@@ -201,19 +201,10 @@ def ranks_of(num_ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-class Posed(Protocol):
-    """A task that knows its data."""
-
-    @property
-    def spec(self) -> Any: ...
-
-    def as_loaded(self, part: Part) -> Part: ...
-
-
-def example(problem: Posed, num_samples: int, known: KnownValues) -> Part:
-    """A batch of this many samples with the shapes of the data. Only the values of masks and positions stay known,
-    which say where rows and sequences end."""
-    part = problem.as_loaded(Part(*problem.spec.example(num_samples)))
+def example(spec: DataSpec, num_samples: int, known: KnownValues) -> Part:
+    """A batch of this many samples with the shapes of `spec`. Only the values of masks and positions stay known, which
+    say where rows and sequences end."""
+    part = Part(*spec.example(num_samples))
     inputs = part.inputs if isinstance(part.inputs, Mapping) else {"": part.inputs}
     given = (tensor for name, tensor in inputs.items() if name not in (MASK, POSITIONS))
     known.forget([*given, *tree_leaves(part.targets)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from typing import Any, final
 
@@ -76,7 +75,10 @@ def trace_of(
         trace_recorder.set_kinds(rig)
         for fix in rig.heaviest[choice : choice + 1]:
             fix()
-        make_batch = partial(example, problem, batch_size // target.num_ranks, known)
+
+        def make_batch() -> Part:
+            return problem.as_loaded(example(problem.spec, batch_size // target.num_ranks, known))
+
         for _ in range(2):
             take_step(trace_recorder, with_phases(rig, trace_recorder), make_batch)
     return trace_recorder.trace(), len(rig.heaviest)
