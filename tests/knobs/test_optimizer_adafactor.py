@@ -56,9 +56,9 @@ def test_an_update_needs_a_few_pieces_in_fp32(rounding: Stochastic | Split, monk
     monkeypatch.setattr("lowvram.core.rounding.NUMEL_AT_A_TIME", piece)
     weight = nn.Parameter(torch.randn(2**10, 2**10).bfloat16())
     optimizer = Adafactor().make([weight], RoundingPolicy(rounding))
-    for _ in range(2):
-        weight.grad = torch.randn_like(weight)
-        with ledger(optimizer=optimizer, inputs=[weight, weight.grad]) as peak:
-            optimizer.step()
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    with ledger(optimizer=optimizer, inputs=[weight, weight.grad]) as peak:
+        optimizer.step()
     other = peak.by_kind_max[Kind.OTHER]
     assert 2 * 4 * piece < other < 6 * 4 * piece
