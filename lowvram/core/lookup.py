@@ -6,7 +6,7 @@ Shapes: v rows of the table, d width, n tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, final
 
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lowvram.compat.torch_autograd import will_run
 from lowvram.core import host
+from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.host_weights import HostGradient, on_device
 from lowvram.core.knob import Kind
 from lowvram.core.shards import local
@@ -31,6 +32,7 @@ class Handover:
 
     nodes: list[Callable[[], Any]] = field(default_factory=list)  # weak references to the embeddings' autograd nodes
     gradient_vd: Tensor | None = None  # what the last layer has left for an embedding
+    sink: GradientSink | None = None  # to which the last layer has added its gradient instead
 
     def leave(self, gradient_vd: Tensor | None) -> Tensor | None:
         """Leave a gradient for an embedding that this backward pass will still reach, and return None. Return the
@@ -44,7 +46,7 @@ class Handover:
 
 @final
 class LookedUp(torch.autograd.Function):
-    """An embedding look-up whose backward pass adds to the gradient that the last layer has left."""
+    """An embedding look-up whose backward pass adds to the gradient that the last layer has left, or to its sink."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight_vd: Tensor, padding: int | None, handover: Handover) -> Tensor:
@@ -57,6 +59,11 @@ class LookedUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (indices,) = ctx.saved_tensors
+        if (sink := ctx.handover.sink) is not None:
+            size = sink.rows_at_a_time(max(1, NUMEL_AT_A_TIME // gradient.shape[-1]))
+            for rows, piece in gradient_in_pieces(gradient, indices, ctx.padding, ctx.num_rows, size):
+                sink.add(rows, piece)
+            return None, None, None, None
         whole_vd, ctx.handover.gradient_vd = ctx.handover.gradient_vd, None
         if ctx.table is not None:
             whole_vd = zeros_on_host(ctx.table, gradient.device) if whole_vd is None else whole_vd
@@ -102,13 +109,22 @@ def look_up(indices: Tensor, weight_vd: Tensor, padding: int | None) -> Tensor:
 
 def add_rows(whole_vd: Tensor, gradient: Tensor, indices: Tensor, padding: int) -> None:
     """Add the gradient (..., d) of the rows `indices` (...) to `whole_vd`, except those of the index `padding`."""
-    first = 0
-    for rows in whole_vd.split(max(1, NUMEL_AT_A_TIME // whole_vd.shape[1])):
+    num_rows, width = whole_vd.shape
+    for rows, piece in gradient_in_pieces(gradient, indices, padding, num_rows, max(1, NUMEL_AT_A_TIME // width)):
+        whole_vd[rows].add_(piece)
+
+
+def gradient_in_pieces(
+    gradient: Tensor, indices: Tensor, padding: int, num_rows: int, rows_at_a_time: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """The gradient of a table with `num_rows` rows, a run of rows after the other: from the gradient (..., d) of the
+    rows `indices` (...), except those of the index `padding`."""
+    for first in range(0, num_rows, rows_at_a_time):
+        size = min(rows_at_a_time, num_rows - first)
         places = indices - first
-        is_here = (places >= 0) & (places < len(rows)) & (indices != padding)
-        places = places.where(is_here, len(rows))  # all others go to one more row, which is dropped
-        rows.add_(dense_backward(gradient, places, len(rows) + 1, len(rows), False)[:-1])
-        first += len(rows)
+        is_here = (places >= 0) & (places < size) & (indices != padding)
+        places = places.where(is_here, size)  # all others go to one more row, which is dropped
+        yield slice(first, first + size), dense_backward(gradient, places, size + 1, size, False)[:-1]
 
 
 def zeros_on_host(weight_vd: Tensor, device: torch.device) -> Tensor:

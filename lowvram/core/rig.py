@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map, tree_map_only
+from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.rounding import Rounding
 from lowvram.core.values import Fill
 
@@ -88,6 +89,12 @@ class Stepper(ABC):
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of one part."""
 
+    def sink_of(self, parameter: Tensor) -> GradientSink | None:
+        """Where the running backward pass may add the parameter's gradient a few rows at a time; None if the whole
+        gradient is needed."""
+        del parameter
+        return None
+
     @abstractmethod
     def update(self) -> Update:
         """Use the gradients of the step and free them."""
@@ -121,6 +128,9 @@ class StepperAround(Stepper):
 
     def backward(self, loss: Tensor) -> None:
         self.inner.backward(loss)
+
+    def sink_of(self, parameter: Tensor) -> GradientSink | None:
+        return self.inner.sink_of(parameter)
 
     def update(self) -> Update:
         return self.inner.update()

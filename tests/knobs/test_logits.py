@@ -22,7 +22,7 @@ from lowvram.knobs.logits.chunked import targets_at_a_time
 from lowvram.knobs.precision import Fp16
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, PROBLEMS, TOKENS, InDouble, knobs_of, make_batch, relative_error, train
+from tests.laboratory import CPU, DEVICES, PROBLEMS, TOKENS, InDouble, knobs_of, make_batch, relative_error, train
 
 CRITERION = PROBLEMS["transformer"].criterion
 WIDTH, NUM_CLASSES, SHAPE = 24, 211, (3, 25)  # 75 targets: no chunk below divides them
@@ -175,6 +175,15 @@ def test_what_needs_no_gradient_gets_none() -> None:
     assert hidden.grad is not None
     assert head.bias.grad is not None
     assert peak.by_kind_max[Kind.ACTIVATIONS] < head.weight.nbytes
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("num_classes", [1, 7, 1000, 1025, 50257])
+def test_a_log_softmax_in_place_is_the_same_to_the_bit(num_classes: int, device: torch.device) -> None:
+    """In 16 bits a chunk's is computed over the fp32 copy of its logits: torch doesn't promise that this is allowed."""
+    logits = 10 * torch.randn(33, num_classes, generator=torch.Generator().manual_seed(0)).to(device)
+    wanted = torch.log_softmax(logits, -1)
+    assert torch.equal(torch.log_softmax(logits, -1, out=logits), wanted)
 
 
 # Sizes of GPT-2, on tensors without memory

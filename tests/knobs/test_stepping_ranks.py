@@ -13,6 +13,7 @@ from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
+from lowvram.knobs.logits import TiledLogits
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm, SumsIn
 from tests.laboratory import CPU, PROBLEMS, InDouble, batches, knobs_of, relative_error
 from tests.ranks import on_ranks
@@ -25,6 +26,10 @@ CASES: dict[str, tuple[Choices, Choices]] = {  # with the choices of one process
     "two passes": ({"stepping": InBackward(CLIP, Norm.two_passes)}, {"stepping": AfterBackward(CLIP)}),
     "in_backward, all": (
         {"stepping": InBackward(CLIP), "accum": "x2", "ckpt": "every2", "logits": "chunked"},
+        {"stepping": AfterBackward(CLIP)},
+    ),
+    "in_backward, tiles": (
+        {"stepping": InBackward(CLIP), "accum": "x2", "logits": TiledLogits(5)},
         {"stepping": AfterBackward(CLIP)},
     ),
     "cpu_offload": ({"stepping": CpuOffload(CLIP)}, {"stepping": AfterBackward(CLIP)}),
@@ -52,7 +57,7 @@ def train_all() -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
 
 
 def on_device(sums: SumsIn) -> Choices:
-    return {"stepping": InBackward(CLIP, sums=sums), "accum": "x2"}
+    return {"stepping": InBackward(CLIP, sums=sums), "accum": "x2", "logits": TiledLogits(5)}
 
 
 def train_with_device_sums() -> dict[SumsIn, tuple[Tensor, Tensor, dict[str, Tensor]]]:

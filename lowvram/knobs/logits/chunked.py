@@ -1,8 +1,9 @@
 """The last layer and the loss, for a chunk of targets at a time.
 
 The gradients of a chunk are computed right after its logits, in the forward pass. That takes three matrix products, as
-without chunks, not four as with recomputation. Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training"
-(2024), do the same, and so does torch's linear_cross_entropy since 2.13, which in 2.13 is wrong in bf16 on a CPU.
+without chunks, not four as with recomputation (or with logits=tiled, which leaves the weight's to the backward pass).
+Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), do the same, and so does torch's
+linear_cross_entropy since 2.13, which in 2.13 is wrong in bf16 on a CPU.
 
 Shapes: n targets, c targets of a chunk, s rows of a chunk that are computed at a time, d width of the hidden states, v
 classes.
@@ -10,7 +11,9 @@ classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -22,6 +25,7 @@ from lowvram.compat.torch_autograd import keeps_graph
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import require
 from lowvram.core import host
+from lowvram.core.gradient_sink import GradientSink, SinkOf, no_sink
 from lowvram.core.host_weights import visiting
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.lookup import Handover
@@ -29,8 +33,8 @@ from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.soft_targets import SoftTargets
 from lowvram.knobs.logits.streamed import StreamedCrossEntropy
 from lowvram.knobs.logits.tied import Tie
-from lowvram.knobs.logits.tile import FP16_SCALE, scaled
-from lowvram.knobs.logits.weight_gradient import SecondPass, SumOverChunks, WeightGradient
+from lowvram.knobs.logits.tile import FP16_SCALE, Tiles, classes_of_a_tile, scaled
+from lowvram.knobs.logits.weight_gradient import InOneTensor, IntoSink, SecondPass, SumOverChunks
 
 SOFTMAX_ROWS = 128  # whose probabilities, which are in fp32, exist at a time
 
@@ -77,7 +81,8 @@ class ChunkedLogits(Knob):
 
         def forward(part: Part) -> LazyLogits:
             hidden = rig.forward(part)
-            return LazyLogits(hidden, head, self.chunk_tokens, tie.handover_for(hidden), self.sums_weights)
+            handover, sink_of = tie.handover_for(hidden), rig.stepper.sink_of
+            return LazyLogits(hidden, head, self.chunk_tokens, handover, self.sums_weights, sink_of)
 
         def criterion(outputs: LazyLogits, part: Part) -> Tensor:
             return outputs.cross_entropy(part.targets, part.soft)
@@ -87,8 +92,9 @@ class ChunkedLogits(Knob):
 
 @dataclass(frozen=True)
 class TiledLogits(ChunkedLogits):
-    """As `ChunkedLogits`, but a second pass computes the weight's gradient, for a tile of classes at a time: it needs
-    no sum over chunks, which in 16 bits is in fp32."""
+    """As `ChunkedLogits`, but the backward pass computes the logits again, and from them the weight's gradient, for a
+    tile of classes at a time: it needs no sum over chunks, which in 16 bits is in fp32, and a stepper may take it tile
+    by tile."""
 
     sums_weights = False
 
@@ -120,9 +126,10 @@ class LazyLogits:
         chunk_tokens: int,
         handover: Handover | None = None,
         sums_weights: bool = True,
+        sink_of: SinkOf = no_sink,
     ) -> None:
         self.hidden, self.head, self.chunk_tokens, self.handover = hidden, head, chunk_tokens, handover
-        self.sums_weights = sums_weights
+        self.sums_weights, self.sink_of = sums_weights, sink_of
         self.dtype = dtype_of_products(head.weight, hidden.device)
 
     def cross_entropy(self, targets: Tensor, soft: SoftTargets | None = None) -> Tensor:
@@ -135,14 +142,14 @@ class LazyLogits:
         if host.holds(weight):
             weight = visiting(weight, hidden_nd.device, None if handover is None else handover.leave)
             handover = None
-        fixed = (self.chunk_tokens, self.dtype, torch.is_grad_enabled(), handover, self.sums_weights, soft)
-        return ChunkedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, *fixed)  # pyright: ignore[reportReturnType]
+        sink = partial(self.sink_of, weight) if isinstance(weight, nn.Parameter) else lambda: None
+        way = Way(self.chunk_tokens, self.dtype, torch.is_grad_enabled(), self.sums_weights, handover, sink, soft)
+        return ChunkedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, way)  # pyright: ignore[reportReturnType]
 
     def _streamed(self, hidden_nd: Tensor, targets_n: Tensor) -> Tensor:
-        """With a weight that stays in host memory, a tile of classes at a time: as many as need the memory of
-        `chunk_tokens` rows of all classes."""
-        weight, bias, num_targets = self.head.weight, self.head.bias, max(1, len(hidden_nd))
-        tile_classes = max(1, min(self.chunk_tokens, num_targets) * len(weight) // num_targets)
+        """With a weight that stays in host memory, a tile of classes at a time."""
+        weight, bias = self.head.weight, self.head.bias
+        tile_classes = classes_of_a_tile(len(hidden_nd), len(weight), self.chunk_tokens)
         fixed = (tile_classes, self.dtype, self.handover)
         return StreamedCrossEntropy.apply(hidden_nd, weight, bias, targets_n, *fixed)  # pyright: ignore[reportReturnType]
 
@@ -181,6 +188,20 @@ def targets_at_a_time(hidden_nd: Tensor, chunk_tokens: int, dtype: torch.dtype, 
 
 
 @final
+@dataclass(frozen=True)
+class Way:
+    """How a cross-entropy is computed."""
+
+    chunk_tokens: int
+    dtype: torch.dtype  # of products
+    has_backward: bool
+    sums_weights: bool
+    handover: Handover | None
+    sink: Callable[[], GradientSink | None]  # of the weight's gradient, in the running backward pass
+    soft: SoftTargets | None  # what a teacher predicts
+
+
+@final
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum of the cross-entropies of a linear layer's outputs, which are computed and dropped chunk by chunk.
 
@@ -190,27 +211,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_nd: Tensor,
-        weight_vd: Tensor,
-        bias_v: Tensor | None,
-        targets_n: Tensor,
-        chunk_tokens: int,
-        dtype: torch.dtype,
-        has_backward: bool,
-        handover: Handover | None,
-        sums_weights: bool,
-        soft: SoftTargets | None,
+        ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_n: Tensor, way: Way
     ) -> Tensor:
-        wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
-        size = targets_at_a_time(hidden_nd, chunk_tokens, dtype, sums_weights=wanted[1] and sums_weights)
-        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, dtype, wanted, sums_weights, soft)
+        wanted = [way.has_backward and needed for needed in ctx.needs_input_grad[:3]]
+        size = targets_at_a_time(hidden_nd, way.chunk_tokens, way.dtype, sums_weights=wanted[1] and way.sums_weights)
+        is_tiled = wanted[1] and not way.sums_weights and size < len(hidden_nd)
+        sums_weights = not is_tiled
+        chunks = Chunks(hidden_nd, weight_vd, bias_v, targets_n, size, way.dtype, wanted, sums_weights, way.soft)
         loss = hidden_nd.new_zeros((), dtype=chunks.exact)
         for first in range(0, len(hidden_nd), size):
             loss += chunks.loss(slice(first, first + size))
         gradients, ctx.factors = chunks.gradients()
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes, ctx.handover = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], handover
+        again = [hidden_nd, weight_vd, bias_v, chunks.targets_n1, chunks.log_sums_n1] if is_tiled else []
+        ctx.save_for_backward(*gradients, *again)
+        ctx.scales = chunks.logit_scale, chunks.hidden_scale
+        ctx.dtypes, ctx.way = [hidden_nd.dtype, weight_vd.dtype, weight_vd.dtype], way
         return loss
 
     @staticmethod
@@ -218,11 +233,30 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The saved gradients times that of the loss: in place, unless the graph is retained for another pass."""
         is_last = not keeps_graph()
-        saved = zip(ctx.saved_tensors, ctx.factors, ctx.dtypes, strict=True)
-        gradients = [scaled(gradient, loss_gradient * factor, is_last, dtype) for gradient, factor, dtype in saved]
-        if ctx.handover is not None:
-            gradients[1] = ctx.handover.leave(gradients[1])
-        return (*gradients, *[None] * 7)
+        saved, again = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        of_weight = tiled_gradient(again, ctx.way, ctx.scales, loss_gradient) if again else None
+        gradients = [
+            scaled(gradient, loss_gradient * factor, is_last, dtype)
+            for gradient, factor, dtype in zip(saved, ctx.factors, ctx.dtypes, strict=True)
+        ]
+        if again:
+            gradients[1] = of_weight
+        if ctx.way.handover is not None:
+            gradients[1] = ctx.way.handover.leave(gradients[1])
+        return (*gradients, None, None)
+
+
+def tiled_gradient(again: Sequence[Any], way: Way, scales: tuple[float, float], loss_gradient: Tensor) -> Tensor | None:
+    """The weight's gradient, computed for a tile of classes at a time; None if it has gone into the stepper's sink,
+    where that of the embeddings will go, too."""
+    hidden_nd, weight_vd, bias_v, targets_n1, log_sums_n1 = again
+    size, sink = classes_of_a_tile(len(hidden_nd), len(weight_vd), way.chunk_tokens), way.sink()
+    if way.handover is not None:
+        way.handover.sink = sink
+    size = size if sink is None else sink.rows_at_a_time(size)
+    tiles = Tiles(hidden_nd.to(way.dtype), weight_vd, bias_v, targets_n1, size)
+    of_weight = InOneTensor(weight_vd) if sink is None else IntoSink(sink, weight_vd.dtype)
+    return SecondPass(tiles, log_sums_n1, *scales).run(of_weight, loss_gradient)
 
 
 @final
@@ -254,21 +288,16 @@ class Chunks:
         # size, against overflow of sums. Both factors are powers of two, so scaling is exact.
         is_narrow = dtype is torch.float16
         is_whole = size >= len(hidden_nd)  # one chunk: there is nothing to sum
-        num_summed = size if is_whole or sums_weights else len(hidden_nd)
+        num_summed = size if sums_weights else len(hidden_nd)
         self.logit_scale, self.hidden_scale = (FP16_SCALE, 0.5 ** num_summed.bit_length()) if is_narrow else (1.0, 1.0)
         self.log_sums_n1 = weight_vd.new_empty(len(hidden_nd), 1, dtype=self.exact)
-        self.of_weight = self._gradient_of_weight(is_whole or sums_weights, is_whole) if wanted[1] else None
-
-    def _gradient_of_weight(self, is_summed: bool, is_whole: bool) -> WeightGradient:
-        if is_summed:
-            return SumOverChunks(self.weight_vd, self.dtype if is_whole else self.exact)
-        given = (self.hidden_nd, self.weight_vd, self.bias_v, self.targets_n1, self.logits_cv, self.log_sums_n1)
-        return SecondPass(*given, self.logit_scale, self.hidden_scale)
+        self.of_weight: SumOverChunks | None = None
+        if wanted[1] and sums_weights:
+            self.of_weight = SumOverChunks(self.weight_vd, dtype if is_whole else self.exact)
 
     def gradients(self) -> tuple[list[Tensor | None], list[float]]:
         """The gradients of hidden states, weight and bias, and the factors by which they must still be multiplied."""
-        del self.log_p_sv  # free before a second pass
-        of_weight = None if self.of_weight is None else self.of_weight.result()
+        of_weight = None if self.of_weight is None else self.of_weight.sum_vd
         gradients = [self.hidden_gradient_nd, of_weight, self.bias_gradient_v]
         return gradients, [1 / self.logit_scale, 1 / self.logit_scale / self.hidden_scale, 1.0]
 
@@ -299,17 +328,20 @@ class Chunks:
         gradient, p - 1 at the target, else p, without soft targets, and `log_sums_s1` with the logarithms of the sums
         of their exponentials."""
         log_p_sv = self.log_p_sv[: len(logits_sv)]
-        torch.log_softmax(logits_sv, -1, dtype=self.exact, out=log_p_sv)
+        exact_sv = logits_sv if self.dtype is self.exact else log_p_sv.copy_(logits_sv)
+        torch.log_softmax(exact_sv, -1, out=log_p_sv)  # in place in 16 bits: each number is read before it is written
         log_p_s1 = log_p_sv.gather(1, targets_s1)
         torch.sub(logits_sv.gather(1, targets_s1), log_p_s1, out=log_sums_s1)
         loss = -log_p_s1.where(counts_s1, 0).sum()
-        gradient_sv = log_p_sv.exp_()
-        gradient_sv.scatter_(1, targets_s1, gradient_sv.gather(1, targets_s1) - 1)
+        soft_gradient_sv = None
         if self.soft is not None:
             soft_s, soft_gradient_sv = self.soft.loss(slice(first, first + len(logits_sv)), logits_sv)
             loss = loss * (1 - self.soft.alpha) + soft_s.where(counts_s1[:, 0], 0).sum()
-            gradient_sv.mul_(1 - self.soft.alpha).add_(soft_gradient_sv)
         if self.has_backward:
+            gradient_sv = log_p_sv.exp_()
+            gradient_sv.scatter_(1, targets_s1, gradient_sv.gather(1, targets_s1) - 1)
+            if self.soft is not None and soft_gradient_sv is not None:
+                gradient_sv.mul_(1 - self.soft.alpha).add_(soft_gradient_sv)
             if self.bias_gradient_v is not None:
                 self.bias_gradient_v.addmv_(gradient_sv.T, counts_s1[:, 0].to(self.exact))
             logits_sv.copy_(gradient_sv.mul_(self.logit_scale) if self.logit_scale != 1.0 else gradient_sv)

@@ -10,48 +10,16 @@ Shapes: n targets, d width of the hidden states, v classes, t classes of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowvram.core.host_weights import HostGradient, on_device
-from lowvram.core.knob import Kind
-from lowvram.core.ledger import announce
 from lowvram.core.lookup import Handover
 from lowvram.core.rig import IGNORE
-from lowvram.core.shards import local
-from lowvram.knobs.logits.tile import FP16_SCALE, Tile, scaled
-
-
-@final
-@dataclass(frozen=True)
-class Given:
-    """What a loss is computed from."""
-
-    hidden_nd: Tensor  # in the dtype of products; zeros where nothing counts
-    weight_vd: Tensor  # in host memory
-    bias_v: Tensor | None
-    targets_n1: Tensor
-    tile_classes: int
-
-    @property
-    def exact(self) -> torch.dtype:
-        return torch.promote_types(self.hidden_nd.dtype, torch.float32)
-
-    def tiles(self) -> Iterator[Tile]:
-        """All tiles, one after the other, with their logits."""
-        hidden_nd, dtype = self.hidden_nd, self.hidden_nd.dtype
-        size = min(self.tile_classes, len(self.weight_vd))
-        buffer = hidden_nd.new_empty(len(hidden_nd) * size)
-        weight_vd = local(self.weight_vd.detach())
-        for first in range(0, len(weight_vd), size):
-            weight_td = on_device(weight_vd[first : first + size], hidden_nd.device).to(dtype)
-            bias_t = None if self.bias_v is None else self.bias_v[first : first + size].to(dtype)
-            yield Tile.of(hidden_nd, weight_td, bias_t, self.targets_n1, first, buffer)
+from lowvram.knobs.logits.tile import FP16_SCALE, Tile, Tiles, scaled
+from lowvram.knobs.logits.weight_gradient import OnHost
 
 
 @final
@@ -71,12 +39,12 @@ class StreamedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         targets_n1 = targets_n[:, None]
         counts_n1 = targets_n1 != IGNORE
-        given = Given(hidden_nd.where(counts_n1, 0).to(dtype), weight_vd, bias_v, targets_n1, tile_classes)
-        log_sums_n1 = hidden_nd.new_full((len(hidden_nd), 1), -torch.inf, dtype=given.exact)
+        tiles = Tiles(hidden_nd.where(counts_n1, 0).to(dtype), weight_vd, bias_v, targets_n1, tile_classes)
+        log_sums_n1 = hidden_nd.new_full((len(hidden_nd), 1), -torch.inf, dtype=tiles.exact)
         of_targets_n1 = torch.zeros_like(log_sums_n1)
-        for tile in given.tiles():
+        for tile in tiles:
             for rows in tile.rows_at_a_time():
-                exact_st = tile.logits_nt[rows].to(given.exact)
+                exact_st = tile.logits_nt[rows].to(tiles.exact)
                 of_targets_n1[rows] += exact_st.gather(1, tile.places_n1[rows]).where(tile.is_here_n1[rows], 0)
                 sums_s1 = exact_st.logsumexp(1, keepdim=True)
                 torch.logaddexp(log_sums_n1[rows], sums_s1, out=log_sums_n1[rows])
@@ -91,9 +59,9 @@ class StreamedCrossEntropy(torch.autograd.Function):
         hidden_nd, bias_v, targets_n1, log_sums_n1 = ctx.saved_tensors
         tile_classes, dtype = ctx.fixed
         counts_n1 = targets_n1 != IGNORE
-        given = Given(hidden_nd.where(counts_n1, 0).to(dtype), ctx.weight_vd, bias_v, targets_n1, tile_classes)
-        gradients = Gradients(given, hidden_nd.dtype, loss_gradient, ctx.needs_input_grad)
-        for tile in given.tiles():
+        tiles = Tiles(hidden_nd.where(counts_n1, 0).to(dtype), ctx.weight_vd, bias_v, targets_n1, tile_classes)
+        gradients = Gradients(tiles, hidden_nd.dtype, loss_gradient, ctx.needs_input_grad)
+        for tile in tiles:
             gradients.add(tile, log_sums_n1)
         of_hidden, of_weight, of_bias = gradients.result()
         if ctx.handover is not None:
@@ -110,19 +78,19 @@ class Gradients:
     """
 
     def __init__(
-        self, given: Given, hidden_dtype: torch.dtype, loss_gradient: Tensor, needed: tuple[bool, ...]
+        self, tiles: Tiles, hidden_dtype: torch.dtype, loss_gradient: Tensor, needed: tuple[bool, ...]
     ) -> None:
-        hidden_nd, exact = given.hidden_nd, given.exact
+        hidden_nd, exact = tiles.hidden_nd, tiles.exact
         self.loss_gradient, self.hidden_dtype = loss_gradient, hidden_dtype
         is_narrow = hidden_nd.dtype is torch.float16
         self.logit_scale = FP16_SCALE if is_narrow else 1.0
         self.hidden_scale = 0.5 ** len(hidden_nd).bit_length() if is_narrow else 1.0
         self.of_hidden_nd = torch.zeros_like(hidden_nd, dtype=exact) if needed[0] else None
-        self.of_weight = HostGradient(given.weight_vd, hidden_nd.device) if needed[1] else None
-        self.of_bias_v = hidden_nd.new_zeros(len(given.weight_vd), dtype=exact) if needed[2] else None
+        self.of_weight = OnHost(tiles.weight_vd, hidden_nd.device) if needed[1] else None
+        self.of_bias_v = hidden_nd.new_zeros(len(tiles.weight_vd), dtype=exact) if needed[2] else None
         self.scaled_nd = hidden_nd * self.hidden_scale if is_narrow else hidden_nd
-        self.weight_dtype = given.weight_vd.dtype
-        self.bias_dtype = None if given.bias_v is None else given.bias_v.dtype
+        self.weight_dtype = tiles.weight_vd.dtype
+        self.bias_dtype = None if tiles.bias_v is None else tiles.bias_v.dtype
 
     def add(self, tile: Tile, log_sums_n1: Tensor) -> None:
         """Add those of a tile. Its logits are overwritten with their gradients."""
@@ -131,14 +99,11 @@ class Gradients:
         if self.of_hidden_nd is not None:
             self.of_hidden_nd += torch.mm(of_logits_nt, tile.weight_td)
         if self.of_weight is not None:
-            of_weight_td = announce(torch.mm(of_logits_nt.T, self.scaled_nd), Kind.GRADIENTS)
             factor = self.loss_gradient * (1 / self.logit_scale / self.hidden_scale)
-            piece = scaled(of_weight_td, factor, may_overwrite=True, dtype=self.weight_dtype)
-            assert piece is not None
-            self.of_weight.write(tile.classes, piece)
+            self.of_weight.add(tile.classes, of_logits_nt, self.scaled_nd, factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden states, weight and bias."""
         of_hidden = scaled(self.of_hidden_nd, self.loss_gradient * (1 / self.logit_scale), True, self.hidden_dtype)
         of_bias = scaled(self.of_bias_v, self.loss_gradient, True, self.bias_dtype or self.weight_dtype)
-        return of_hidden, None if self.of_weight is None else self.of_weight.arrived(), of_bias
+        return of_hidden, None if self.of_weight is None else self.of_weight.result(), of_bias

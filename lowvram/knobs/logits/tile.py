@@ -1,6 +1,7 @@
-"""A tile of the last layer's classes, for all targets of a part: its logits, and their gradient.
+"""Tiles of the last layer's classes, for all targets of a part: their logits, and the gradients of these.
 
-Shapes: n targets, s rows that are computed at a time, d width of the hidden states, t classes of a tile.
+Shapes: n targets, s rows that are computed at a time, d width of the hidden states, v classes, t
+classes of a tile.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from lowvram.core import host
+from lowvram.core.host_weights import on_device
 from lowvram.core.lookup import NUMEL_AT_A_TIME
 from lowvram.core.rig import IGNORE
+from lowvram.core.shards import local
 
 FP16_SCALE = 64.0  # of probabilities: below 6e-5, as of one class among many thousands, fp16 loses precision
 
@@ -73,6 +77,41 @@ class Tile:
                 of_bias_t += exact_st.sum(0)
             logits_st.copy_(exact_st.mul_(scale) if scale != 1.0 else exact_st)
         return self.logits_nt
+
+
+@final
+@dataclass(frozen=True)
+class Tiles:
+    """What the logits of all tiles are computed from. Of a weight in host memory a tile at a time goes to the
+    device."""
+
+    hidden_nd: Tensor  # in the dtype of products
+    weight_vd: Tensor
+    bias_v: Tensor | None
+    targets_n1: Tensor
+    tile_classes: int
+
+    @property
+    def exact(self) -> torch.dtype:
+        return torch.promote_types(self.hidden_nd.dtype, torch.float32)
+
+    def __iter__(self) -> Iterator[Tile]:
+        """All tiles, one after the other, with their logits."""
+        hidden_nd, dtype = self.hidden_nd, self.hidden_nd.dtype
+        size = min(self.tile_classes, len(self.weight_vd))
+        buffer = hidden_nd.new_empty(len(hidden_nd) * size)
+        weight_vd = local(self.weight_vd.detach())
+        for first in range(0, len(weight_vd), size):
+            weight_td = weight_vd[first : first + size]
+            if host.holds(self.weight_vd):
+                weight_td = on_device(weight_td, hidden_nd.device)
+            bias_t = None if self.bias_v is None else self.bias_v[first : first + size].to(dtype)
+            yield Tile.of(hidden_nd, weight_td.to(dtype), bias_t, self.targets_n1, first, buffer)
+
+
+def classes_of_a_tile(num_targets: int, num_classes: int, chunk_tokens: int) -> int:
+    """As many as need the memory of the logits of `chunk_tokens` targets."""
+    return max(1, min(chunk_tokens, num_targets) * num_classes // max(1, num_targets))
 
 
 def scaled(gradient: Tensor | None, factor: Tensor, may_overwrite: bool, dtype: torch.dtype) -> Tensor | None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
+from math import gcd
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowvram.core.fused import fused
+from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
 from lowvram.core.rounding import MOST_SEEDS, bits_at_random
@@ -25,6 +28,7 @@ from lowvram.knobs.stepping.sums import Sums
 
 PIECE_NUMEL = 2**20  # of a gradient that are in fp32 at a time, in several tensors of 4 MiB
 BLOCK_NUMEL = 128  # with one scale
+ALIGNED_NUMEL = 4 * BLOCK_NUMEL  # whose scales take 16 bytes: compiled kernels copy what isn't aligned to so many
 MOST = 127  # the largest code
 LOW_BITS = 2**16  # the values of those bits of an fp32 number that bf16 drops
 
@@ -33,8 +37,9 @@ class FewBits(ABC):
     """`numel` sums, kept in few bits; 0 at first."""
 
     @abstractmethod
-    def add(self, values: Tensor, seed: int) -> None:
-        """Add values (numel,) and round the sums at random."""
+    def add(self, values: Tensor, seed: int, start: int = 0) -> None:
+        """Add values (n,) to the sums from `start` on, where a block begins, and round these sums at random. The values
+        end where a block ends, or with the last sum."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
@@ -48,8 +53,8 @@ class Bf16(FewBits):
     def __init__(self, numel: int, device: torch.device) -> None:
         self.sums = announce(torch.zeros(numel, dtype=torch.bfloat16, device=device), Kind.GRADIENTS)
 
-    def add(self, values: Tensor, seed: int) -> None:
-        add_in_bf16(self.sums, values, seed)
+    def add(self, values: Tensor, seed: int, start: int = 0) -> None:
+        add_in_bf16(self.sums[start : start + len(values)], values, seed)
 
     def read(self, start: int, end: int) -> Tensor:
         return self.sums[start:end].float()
@@ -80,8 +85,9 @@ class Int8(FewBits):
         self.codes_bk = announce(torch.zeros(num_blocks, BLOCK_NUMEL, dtype=torch.int8, device=device), Kind.GRADIENTS)
         self.scales_b = announce(torch.zeros(num_blocks, 1, device=device), Kind.GRADIENTS)
 
-    def add(self, values: Tensor, seed: int) -> None:
-        add_in_int8(self.codes_bk, self.scales_b, values, seed)
+    def add(self, values: Tensor, seed: int, start: int = 0) -> None:
+        blocks = blocks_of(start, start + len(values))
+        add_in_int8(self.codes_bk[blocks], self.scales_b[blocks], values, seed)
 
     def read(self, start: int, end: int) -> Tensor:
         blocks = blocks_of(start, end)
@@ -125,7 +131,7 @@ class DeviceSums(Sums):
 
     def __init__(self, make: Callable[[int, torch.device], FewBits]) -> None:
         self.make = make
-        self.num_steps = self.num_taken = 0  # steps so far, and gradients in this one: the seeds of the noise
+        self.num_steps = self.num_taken = 0  # steps so far, and additions in this one: the seeds of the noise
         self._sums: dict[nn.Parameter, FewBits] = {}
 
     def begin(self, num_parts: int) -> None:
@@ -136,10 +142,19 @@ class DeviceSums(Sums):
     def take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         gradient, parameter.grad = flat(local(parameter.grad)), None
+        self.add(parameter, gradient)
+
+    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
+        is_plain = not isinstance(parameter, DTensor) and parameter.is_contiguous()
+        return RowSink(self, parameter) if is_plain else None
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, values: Tensor, start: int = 0) -> None:
+        """Add the elements (n,) from `start` on of a gradient, in the order in memory."""
         if parameter not in self._sums:
-            self._sums[parameter] = self.make(gradient.numel(), gradient.device)
+            self._sums[parameter] = self.make(local(parameter).numel(), values.device)
         self.num_taken += 1
-        self._sums[parameter].add(gradient, seed_of(f"{self.num_steps}:{self.num_taken}") % MOST_SEEDS)
+        self._sums[parameter].add(values, seed_of(f"{self.num_steps}:{self.num_taken}") % MOST_SEEDS, start)
 
     @torch.no_grad()
     def add_to(self, parameter: nn.Parameter) -> None:
@@ -152,7 +167,8 @@ class DeviceSums(Sums):
                 piece.copy_(total.read(start, end).add_(piece))
 
     def with_gradient(self) -> list[nn.Parameter]:
-        return list(self._sums)
+        """The smallest first: when the largest is brought back, the sums of the others are free."""
+        return sorted(self._sums, key=nn.Parameter.numel)
 
     @torch.no_grad()
     def squares(self) -> SquareSum:
@@ -180,6 +196,18 @@ class DeviceSums(Sums):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_steps = state["num_steps"]
+
+
+@final
+class RowSink(GradientSink):
+    """Adds rows of a parameter's gradient to its sum."""
+
+    def __init__(self, sums: DeviceSums, parameter: nn.Parameter) -> None:
+        self.sums, self.parameter, self.width = sums, parameter, parameter[0].numel()
+        super().__init__(row_multiple=ALIGNED_NUMEL // gcd(ALIGNED_NUMEL, self.width))
+
+    def add(self, rows: slice, piece: Tensor) -> None:
+        self.sums.add(self.parameter, flat(announce(piece, Kind.GRADIENTS)), rows.start * self.width)
 
 
 def flat(gradient: Tensor) -> Tensor:

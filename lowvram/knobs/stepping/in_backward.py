@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
@@ -123,7 +124,8 @@ class InBackwardStepper(OneByOneStepper):
 
     def use(self, parameter: nn.Parameter) -> None:
         """Called when autograd has computed the parameter's gradient; sets it to None afterwards."""
-        assert parameter.grad is not None
+        if parameter.grad is None:  # all of it went into a sink
+            return
         announce(parameter.grad, Kind.GRADIENTS)
         self.strategy.use(parameter)
         parameter.grad = None
@@ -148,6 +150,11 @@ class InBackwardStepper(OneByOneStepper):
 
     def backward(self, loss: Tensor) -> None:
         self.strategy.backward(loss)
+
+    def sink_of(self, parameter: Tensor) -> GradientSink | None:
+        if isinstance(parameter, nn.Parameter) and parameter in self.optimizers:
+            return self.strategy.sink_of(parameter)
+        return None
 
     def update(self) -> Update:
         update = self.strategy.finish()
@@ -180,6 +187,12 @@ class Strategy(ABC):
     @abstractmethod
     def use(self, parameter: nn.Parameter) -> None:
         """Use the parameter's new gradient, which is freed when this returns."""
+
+    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
+        """Where the running backward pass may add the parameter's gradient a few rows at a time, without a call of
+        `use`; None if the whole gradient is needed."""
+        del parameter
+        return None
 
     @abstractmethod
     def finish(self) -> Update:
@@ -247,6 +260,9 @@ class Summed(Strategy):
     def use(self, parameter: nn.Parameter) -> None:
         self.sums.take(parameter)
 
+    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
+        return self.sums.sink_of(parameter)
+
     def finish(self) -> Update:
         norm = self.sums.squares().total().sqrt() / self.divisor
         applied = is_finite(norm)
@@ -262,7 +278,7 @@ class Summed(Strategy):
 @final
 class WithLastPart(Strategy):
     """Gradients are summed over all parts but the last. In the last one's backward pass each gradient is used at once,
-    with its sum, which is freed."""
+    with its sum, which is freed. What goes into a sink there waits for the end of the step, in few bits."""
 
     def __init__(self, optimizers: Optimizers, sums: DeviceSums, num_parts: int) -> None:
         self.optimizers, self.sums, self.num_left = optimizers, sums, num_parts
@@ -279,12 +295,15 @@ class WithLastPart(Strategy):
             self.sums.add_to(parameter)
             self.use_now(parameter)
 
+    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
+        return self.sums.sink_of(parameter)
+
     def use_now(self, parameter: nn.Parameter) -> None:
         measure(parameter, self.squares)
         step_one(parameter, self.optimizers, None)
 
     def finish(self) -> Update:
-        for parameter in self.sums.with_gradient():  # those that the last part didn't use
+        for parameter in self.sums.with_gradient():  # of which the last part had no gradient, or added it to a sink
             self.sums.bring_back(parameter)
             self.use_now(parameter)
             parameter.grad = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.shards import SquareSum
 
 
@@ -22,9 +23,14 @@ class Sums(ABC):
     def take(self, parameter: nn.Parameter) -> None:
         """Add the parameter's gradient to its sum, and set it to None."""
 
+    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
+        """Where the parameter's gradient may be added a few rows at a time; None if `take` needs the whole one."""
+        del parameter
+        return None
+
     @abstractmethod
     def with_gradient(self) -> list[nn.Parameter]:
-        """The parameters that have a gradient in this step, in the order of arrival."""
+        """The parameters that have a gradient in this step, in the order in which they should be brought back."""
 
     @abstractmethod
     def squares(self) -> SquareSum:
