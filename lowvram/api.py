@@ -35,7 +35,7 @@ from lowvram.core.ledger import ledger
 from lowvram.core.rig import IGNORE, Method, Part, Rig, Task
 from lowvram.core.step import step
 from lowvram.core.values import Fill
-from lowvram.loops.export import load as load  # part of the API
+from lowvram.export.folder import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory

@@ -38,3 +38,26 @@ def part_of_moment(moment: Any, start: int, end: int) -> Any:
     inner = {name: moment.qmap if name == "qmap" else part(name) for name in names}
     sizes = [(end - start,) if isinstance(value, tuple) else value for value in attributes]
     return type(moment).__tensor_unflatten__(inner, sizes)
+
+
+def flattened(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A state dict as plain tensors and metadata for a safetensors file: torchao's tensors of few bits become the
+    tensors of which they are made.
+
+    torchao.prototype.safetensors' flatten_tensor_state_dict, since 0.14: its names are public, but it is called a
+    prototype. Replaced by the same function, once it moves out of there.
+    """
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    return flatten_tensor_state_dict(state)  # pyright: ignore[reportArgumentType]
+
+
+def unflattened(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Tensor]:
+    """The inverse of `flattened`.
+
+    torchao.prototype.safetensors' unflatten_tensor_state_dict, since 0.14. Replaced as `flattened` is.
+    """
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    state, _ = unflatten_tensor_state_dict(tensors, metadata)
+    return state

@@ -142,11 +142,24 @@ class SnapshotSettings:
         require(self.keep >= 1, "snapshot.keep", self.keep, "at least 1")
 
 
+class ExportFormat(Enum):
+    """How the trained model is written. The names are what a user types."""
+
+    safetensors = "the weights"
+    torch_export = "a graph of torch's operators with the weights"
+    onnx = "a graph of ONNX's operators with the weights"
+    int8 = "weights of linear layers in 8 bits"
+    int8_dynamic = "weights of linear layers, and their inputs, in 8 bits"
+    int4 = "weights of linear layers in 4 bits"
+    pt2e = "a graph whose linear layers and convolutions multiply in 8 bits"
+
+
 @dataclass(frozen=True)
 class ExportSettings:
     """`export.*`"""
 
     merge: bool
+    format: ExportFormat
 
 
 class ImportanceKind(Enum):

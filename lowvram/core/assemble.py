@@ -14,7 +14,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
-from lowvram.core.layers import layer_norms, rms_norms
+from lowvram.core.layers import inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
 from lowvram.core.rig import Part, Rig, Task
 from lowvram.core.states import with_load_hooks
@@ -101,11 +101,7 @@ def bare_model(task: Task) -> nn.Module:
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
 BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS})  # it takes forward passes to find out
 TASK_FACTS = BY_TRIAL | {
-    Fact.HEAD,
-    Fact.BLOCKS,
-    Fact.PLAIN_BLOCKS,
-    Fact.FEW_SHAPES,
-    Fact.HARD_TARGETS,
+    *(Fact.HEAD, Fact.BLOCKS, Fact.INNER_LINEARS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.HARD_TARGETS),
     Fact.NO_RANDOMNESS,
 }
 
@@ -127,6 +123,8 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.SEPARATE_SAMPLES] = "not known of this model: leave tile=none, and choose ckpt and accum"
     if Fact.NORMS in asked and not (layer_norms(model) or rms_norms(model)):
         absent[Fact.NORMS] = "this model has none: leave norms=input"
+    if not inner_linears(model, task.head(model)):
+        absent[Fact.INNER_LINEARS] = "this model has none: leave qat=none (export.format=pt2e takes convolutions too)"
     if task.blocks(model) and not task.has_plain_blocks(model):
         absent[Fact.PLAIN_BLOCKS] = "this model calls its blocks otherwise: choose compile=blocks or compile=none"
     if not task.has_few_shapes():

@@ -1,4 +1,4 @@
-"""Which layers a model has: linear ones by other names, layer norms, RMS norms."""
+"""Which layers a model has: linear ones, linear ones by other names, layer norms, RMS norms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a line
 def is_transposed(layer: nn.Module) -> bool:
     """Whether it is a linear layer whose weight is (in, out), as GPT-2's are in transformers."""
     return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
+
+
+def inner_linears(model: nn.Module, head: nn.Module | None) -> list[nn.Linear]:
+    """Its linear layers, without the last one, and without classes derived from PyTorch's, whose forward pass may be
+    another one."""
+    return [module for module in model.modules() if type(module) is nn.Linear and module is not head]
 
 
 def layer_norms(model: nn.Module) -> list[nn.LayerNorm]:

@@ -221,6 +221,17 @@ def eval_batches(
         yield part.to(device), start < len(keys)
 
 
+def every_sample(samples: Samples, batch_size: int, make: Callable[[Samples, list[Key]], Part]) -> Iterator[Part]:
+    """Batches on the CPU with every sample once, in order, as in epoch 0, whatever the ranks. The last one may be
+    smaller.
+
+    Args:
+        make: a loader's `collate`.
+    """
+    for first in range(0, len(samples), batch_size):
+        yield make(samples, [(index, 0) for index in range(first, min(first + batch_size, len(samples)))])
+
+
 def collate(samples: Samples, keys: list[Key]) -> Part:
     """The samples as one part on the CPU: inputs (num_samples, ...), targets (num_samples, ...)."""
     inputs, targets = zip(*(samples.sample(index, epoch) for index, epoch in keys), strict=True)

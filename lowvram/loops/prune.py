@@ -16,10 +16,11 @@ from lowvram.core.assemble import assemble, bare_model
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, Rig
 from lowvram.data.loader import TimedBatches
+from lowvram.export.folder import check_free, export
+from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.loops import fields
 from lowvram.loops.evaluate import Evaluation, evaluate
-from lowvram.loops.export import Origin, check_free, export
 from lowvram.loops.importance import IMPORTANCES
 from lowvram.loops.profiling.post_run import run_peaks
 from lowvram.loops.session import Session

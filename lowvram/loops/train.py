@@ -15,9 +15,10 @@ from lowvram.core.ranks import gather_from_all, rank
 from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import TimedBatches
+from lowvram.export.folder import check_free, checked_format
 from lowvram.loops import fields
 from lowvram.loops.evaluate import Evaluation, evaluate
-from lowvram.loops.export import Origin, check_free, export
+from lowvram.loops.exported import export_run
 from lowvram.loops.journal import Journal
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
@@ -38,6 +39,7 @@ class Train:
 
     def run(self, session: Session) -> dict[str, Any]:
         check_free(session.folder / EXPORTED)
+        checked_format(session.settings.export.format, session.settings.groups["qat"].group, session.problem)
         run, settings = TrainingRun(session), session.settings
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
         run.begin()
@@ -180,13 +182,11 @@ class TrainingRun:
         self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
         self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
 
-    def export(self) -> None:
-        """Write the trained model, from rank 0."""
-        session, settings = self.session, self.session.settings
+    def export(self) -> dict[str, Any]:
+        """Write the trained model, from rank 0; return the row's fields about the file."""
+        session = self.session
         model = whole_model(session.rig.model, session.rig.task.make_model)
-        if model is not None:
-            made_from = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
-            export(session.folder / EXPORTED, model, made_from, settings.export.merge)
+        return {} if model is None else export_run(session, model, session.folder / EXPORTED)
 
     def finish(self, batches: TimedBatches, step_ms: list[float]) -> dict[str, Any]:
         """Make the last snapshot, evaluation and export, then measure with `post_run`, which would disturb them; return
@@ -195,10 +195,11 @@ class TrainingRun:
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         self.save()  # first, so that interrupting the evaluation loses nothing
         evaluation = self.evaluate()
-        self.export()
+        exported = self.export()
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
+            exported,
             fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts),
             post_run(self.session, batches),
         )

@@ -270,6 +270,32 @@ METRICS: tuple[Metric, ...] = (
             ),
         )
     ),
+    # Of the exported file, as it was loaded again; docs/export.md.
+    Metric(
+        "eval.loss_exported",
+        "exported eval loss",
+        format=Digits(4),
+        better=SMALLER,
+        logger_name="eval/loss_exported",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
+    Metric(
+        "export.file_bytes",
+        "exported file {unit}",
+        BYTES,
+        better=SMALLER,
+        logger_name="export/file_gib",
+        shown_in=NOWHERE,
+    ),
+    Metric("export.latency_ms", "export latency ms", "ms", better=SMALLER, logger_name="export/latency_ms"),
+    Metric(
+        "export.latency_fp32_ms",
+        "fp32 latency ms",
+        "ms",
+        logger_name="export/latency_fp32_ms",
+        shown_in=NOWHERE,
+    ),
     # No best value is marked: below some size they are all noise.
     Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), logger_name="fidelity/gradient_error"),
     Metric(

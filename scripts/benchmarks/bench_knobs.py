@@ -32,8 +32,8 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts, choose_device
 from lowvram.core.knob import Fact
 from lowvram.core.rig import Part
+from lowvram.export.folder import load
 from lowvram.fidelity.worker import compared
-from lowvram.loops.export import load
 from lowvram.loops.setup import open_data
 from lowvram.results.row import Row, Status, to_json
 from scripts.benchmarks.bench_knobs_report import Line, table

@@ -14,8 +14,9 @@ import pytest
 from lowvram.cli.initial import as_hydra, with_initial, with_pruned
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.export.folder import export
+from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
-from lowvram.loops.export import Origin, export
 from lowvram.models.transformer import TransformerConfig
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 from tests.tiers import first_of

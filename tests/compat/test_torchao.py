@@ -43,3 +43,21 @@ def test_a_part_of_a_moment_shares_its_memory() -> None:
         assert torch.equal(part.dequantize(), whole.dequantize().view(-1)[512:2048])
         part.copy_(torch.ones(1536))
         assert torch.equal(whole.dequantize().view(-1)[512:2048], torch.ones(1536))
+
+
+@needed("torchao.prototype.safetensors' flatten_tensor_state_dict and its inverse", by="export.format=int8 and int4")
+def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
+    from lowvram.compat.torchao import flattened, unflattened
+    from lowvram.core.quiet import quiet
+    from lowvram.knobs.qat import int8_weights, quantize
+
+    with quiet():
+        layer = torch.nn.Linear(8, 3)
+        quantize(model := torch.nn.Sequential(layer), int8_weights(), [layer])
+        state = {name: tensor.data for name, tensor in model.state_dict(keep_vars=True).items()}
+        tensors, about = flattened(state)
+        again = unflattened(tensors, about)
+    assert all(type(tensor) is torch.Tensor for tensor in tensors.values())
+    assert {name for name in tensors if name.endswith("_qdata")} == {"0._weight_qdata"}
+    assert type(again["0.weight"]) is type(state["0.weight"]) is not torch.Tensor
+    assert torch.equal(again["0.weight"].dequantize(), state["0.weight"].dequantize())

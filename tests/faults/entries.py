@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 
 def load(words: Sequence[str]) -> int:
-    """Print what `lowvram.loops.export.load` makes of a folder: its class and a hash of its weights."""
+    """Print what `lowvram.export.load` makes of a folder: its class and a hash of its weights."""
     from lowvram.config.errors import BadInput
-    from lowvram.loops.export import load
+    from lowvram.export.folder import load
 
     try:
         model = load(words[0])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowvram.config.settings import (
     EvalSettings,
+    ExportFormat,
     ExportSettings,
     ImportanceKind,
     MeasureSettings,
@@ -96,6 +97,7 @@ def session_in(
     is_resumed: bool = False,
     snapshot_every: int | None = None,
     merge: bool = False,
+    export: ExportFormat = ExportFormat.safetensors,
     metrics: list[str] | None = None,
     prune: PruneSettings = PRUNE,
     **train: Any,
@@ -112,7 +114,7 @@ def session_in(
         search=SearchSettings(groups=None, lossy=False, probes=3),
         prune=prune,
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
-        export=ExportSettings(merge=merge),
+        export=ExportSettings(merge=merge, format=export),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},
     )
     rig = assemble(task, knobs, CPU)

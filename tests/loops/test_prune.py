@@ -12,8 +12,9 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.config.settings import ImportanceKind, PruneSettings
 from lowvram.core.assemble import assemble
+from lowvram.export.folder import export, load
+from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
-from lowvram.loops.export import Origin, export, load
 from lowvram.loops.prune import Prune
 from lowvram.loops.session import Session
 from lowvram.models.builtin import OwnModel

@@ -12,11 +12,11 @@ import torch
 
 from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE, Update
+from lowvram.export.folder import load
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import CpuOffload, InBackward, Norm
 from lowvram.loops.evaluate import evaluate
-from lowvram.loops.export import load
 from lowvram.loops.journal import MOST_UNCONFIRMED, Journal
 from lowvram.loops.measure import Measure
 from lowvram.loops.schedule import WarmupCosine

@@ -33,7 +33,7 @@ class Fp8(Knob):
     libraries = ("torchao.float8",)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BF16, Fact.FP8})
+        return frozenset({Fact.BF16, Fact.FP8, Fact.PLAIN_PRODUCTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.OWN_FORMAT})

@@ -17,8 +17,9 @@ from lowvram.core.assemble import bare_model
 from lowvram.core.values import Fill, materialise
 from lowvram.data.local import looks_local
 from lowvram.data.spec import DataSpec
+from lowvram.export.folder import load
+from lowvram.export.plain import APART, Allowed, described_problem, read_json
 from lowvram.knobs.precision.bf16_pure import to_bf16, with_bf16_inputs
-from lowvram.loops.export import APART, Allowed, described_problem, load, read_json
 from lowvram.models.external import ExternalConfig
 from lowvram.models.layout import CONFIG
 from lowvram.results.files import manifest

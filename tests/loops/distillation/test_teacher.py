@@ -13,10 +13,11 @@ from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
+from lowvram.export.folder import export
+from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.loops.distillation.task import Distill
 from lowvram.loops.distillation.teacher import TeacherFormat, find_teacher
-from lowvram.loops.export import Origin, export
 from lowvram.models.hf import HfConfig, Weights
 from lowvram.tasks import Auto, Problem
 from tests.hugging import tiny, with_weights

@@ -19,8 +19,9 @@ from lowvram.config.errors import BadInput
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.export.folder import export, load
+from lowvram.export.plain import Origin, built
 from lowvram.knobs.adapter import Lora, NoAdapter
-from lowvram.loops.export import Origin, built, export, load
 from lowvram.models.external import ExternalConfig
 from lowvram.models.hf import HfConfig
 from lowvram.models.layout import target_of

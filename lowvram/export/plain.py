@@ -1,4 +1,4 @@
-"""`model/` in a run's folder: the trained weights, and the configuration from which `load` builds the plain model."""
+"""The trained weights as safetensors, and the configuration from which `load` builds the plain model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ from lowvram.data.spec import DataSpec, Modality, layout_from
 from lowvram.knobs.adapter.parts import Adapter
 from lowvram.models.external import ExternalConfig, HandedOver
 from lowvram.models.layout import CONFIG, WEIGHTS, plain, target_of, write_json
-from lowvram.results.files import manifest
-from lowvram.results.files.durable import unfinished_folder
 from lowvram.tasks import Auto, ModelConfig
 
 APART = "lowvram.json"  # beside an adapter's files: describes the model that it belongs to
-USUAL = (CONFIG, WEIGHTS, APART, "adapter_config.json", "adapter_model.safetensors")
 
 
 class Origin(NamedTuple):
@@ -38,20 +35,6 @@ class Origin(NamedTuple):
     spec: DataSpec
     adapter: Adapter
     seed: int
-
-
-def export(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
-    """Write the whole model, or only the adapter's weights, and replace what an earlier call wrote there.
-
-    Args:
-        merge: write the whole model even if the adapter could be saved alone.
-
-    Raises:
-        FileExistsError: the folder holds a file that lowvram didn't write; nothing was changed.
-    """
-    with unfinished_folder(folder) as fresh:
-        write(fresh, model, origin, merge)
-        manifest.put(fresh, folder)
 
 
 def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
@@ -65,36 +48,44 @@ def write(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
     write_json(folder / APART, described)
 
 
-def check_free(folder: Path) -> None:
-    """Raise FileExistsError if the folder has a file that lowvram didn't write and that an export would replace."""
-    manifest.ours_in(folder, USUAL)
-
-
-def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: Collection[str] = ()) -> Any:
-    """Load the plain model from a run's `model` folder, with its trained weights, on the CPU. An adapter is merged into
-    its model. Runs only code of lowvram and transformers, and code that the caller names.
-
-    Args:
-        model: for model=external, the class or function that makes the model.
-        trust: instead of `model`, dotted names of such classes or functions that may be imported if the folder names
-            them.
-
-    Raises:
-        BadInput: the folder is damaged, or names code that the caller didn't.
-    """
-    folder = Path(folder)
-    manifest.check(folder)
-    allowed = Allowed(model, frozenset([trust] if isinstance(trust, str) else trust))
+def load(folder: Path, allowed: Allowed) -> nn.Module:
+    """The plain model with its trained weights; an adapter is merged into it."""
     if (folder / APART).is_file():
         return with_adapter(folder, allowed)
     described = read_json(folder, CONFIG)
     if "data" not in described:
         allowed.check_unused()
         return from_transformers(folder, described)
-    config, spec = described_problem(described, allowed)
-    loaded = (config.build if isinstance(config, ExternalConfig) else config.make)(spec)
-    load_model(loaded, str(folder / WEIGHTS))
-    return loaded
+    return with_weights(folder, *described_problem(described, allowed))
+
+
+def again(folder: Path, origin: Origin) -> nn.Module:
+    """What `write` has just written there, as `load` would return it, in the process that trained it."""
+    described = read_json(folder, CONFIG)
+    if "data" not in described:
+        return from_transformers(folder, described)
+    return with_weights(folder, origin.config, origin.spec)
+
+
+def with_weights(folder: Path, config: ModelConfig, spec: DataSpec) -> nn.Module:
+    made = made_from(config, spec)
+    load_model(made, str(folder / WEIGHTS))
+    return made
+
+
+def made_from(config: ModelConfig, spec: DataSpec) -> nn.Module:
+    """The plain model, on the CPU; its tensors hold any values."""
+    return (config.build if isinstance(config, ExternalConfig) else config.make)(spec)
+
+
+def skeleton(folder: Path, allowed: Allowed) -> nn.Module:
+    """The plain model of an export without such weights, on the CPU; its tensors hold any values."""
+    described = read_json(folder, CONFIG)
+    if "data" in described:
+        return made_from(*described_problem(described, allowed))
+    allowed.check_unused()
+    model_class = class_in_transformers(folder, described)
+    return model_class(model_class.config_class.from_pretrained(folder))
 
 
 @final
@@ -177,6 +168,11 @@ def built(described: dict[str, Any], part: str) -> Any:
 
 def from_transformers(folder: Path, described: dict[str, Any]) -> nn.Module:
     """A model of transformers, by the name of its class. Raises BadInput if transformers has no such model."""
+    model_class = class_in_transformers(folder, described)
+    return model_class.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+
+
+def class_in_transformers(folder: Path, described: dict[str, Any]) -> Any:
     from lowvram.models.hf_source import check_brings_no_code, transformers
 
     check_brings_no_code(str(folder), described)
@@ -184,4 +180,4 @@ def from_transformers(folder: Path, described: dict[str, Any]) -> nn.Module:
     model_class: Any = getattr(transformers, str(name), None)
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     require(is_model, "architectures", name, "the name of a model's class in transformers")
-    return model_class.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+    return model_class

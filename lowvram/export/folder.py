@@ -1,0 +1,136 @@
+"""`model/` in a run's folder: the trained model in one of the formats, and `load`, which reads them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowvram.config.errors import BadInput
+from lowvram.config.settings import ExportFormat
+from lowvram.export import plain
+from lowvram.export.format import Format, Trained
+from lowvram.export.graph import TorchExport
+from lowvram.export.onnx import Onnx
+from lowvram.export.plain import APART, Allowed, Origin, read_json
+from lowvram.export.pt2e import Pt2e
+from lowvram.export.weights import int4, int8, int8_dynamic
+from lowvram.knobs.qat import GROUP
+from lowvram.models.layout import CONFIG, WEIGHTS, write_json
+from lowvram.results.files import manifest
+from lowvram.results.files.durable import unfinished_folder
+from lowvram.tasks import Problem
+
+ABOUT = "export.json"  # names the format, where that isn't safetensors
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+USUAL = (CONFIG, WEIGHTS, APART, ABOUT, "adapter_config.json", "adapter_model.safetensors", "model.pt2", "model.onnx")
+
+
+def format_of(name: ExportFormat, group: int = GROUP) -> Format | None:
+    """A format; None for safetensors, of which `plain` takes care.
+
+    Args:
+        group: weights of a row that share a scale in 4 bits.
+    """
+    formats: dict[ExportFormat, Format] = {
+        ExportFormat.torch_export: TorchExport(),
+        ExportFormat.onnx: Onnx(),
+        ExportFormat.int8: int8(),
+        ExportFormat.int8_dynamic: int8_dynamic(),
+        ExportFormat.int4: int4(group),
+        ExportFormat.pt2e: Pt2e(),
+    }
+    return formats.get(name)
+
+
+def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format | None:
+    """As `format_of`. Raises BadInput if the problem's model can't be written so."""
+    chosen = format_of(name, group)
+    if chosen is not None:
+        model = problem.make_model()
+        chosen.check(model, problem.head(model))
+    return chosen
+
+
+def export(folder: Path, model: nn.Module, origin: Origin, merge: bool) -> None:
+    """Write the whole model, or only the adapter's weights, and replace what an earlier call wrote there.
+
+    Args:
+        merge: write the whole model even if the adapter could be saved alone.
+
+    Raises:
+        FileExistsError: the folder holds a file that lowvram didn't write; nothing was changed.
+    """
+    with unfinished_folder(folder) as fresh:
+        plain.write(fresh, model, origin, merge)
+        manifest.put(fresh, folder)
+
+
+def export_as(
+    chosen: Format, folder: Path, model: nn.Module, origin: Origin, problem: Problem, batches: list[Any]
+) -> Trained:
+    """Write the whole model in a format other than safetensors, and replace what an earlier call wrote there. An
+    adapter is merged into it. Returns the plain model in fp32 from which the file was made.
+
+    Args:
+        batches: inputs of a few batches, on the CPU: examples for graphs, and to choose the scales of activations.
+
+    Raises:
+        BadInput: the model can't be written in this format.
+        FileExistsError: the folder holds a file that lowvram didn't write; nothing was changed.
+    """
+    with unfinished_folder(folder) as fresh:
+        plain.write(fresh, model, origin, merge=True)
+        trained = Trained(plain.again(fresh, origin).float().eval().requires_grad_(False), problem, batches)
+        for path in [path for pattern in WEIGHT_FILES for path in fresh.glob(pattern)]:
+            path.unlink()
+        chosen.write(trained, fresh)
+        write_json(fresh / ABOUT, {"format": chosen.name})
+        manifest.put(fresh, folder)
+    return trained
+
+
+def check_free(folder: Path) -> None:
+    """Raise FileExistsError if the folder has a file that lowvram didn't write and that an export would replace."""
+    manifest.ours_in(folder, USUAL)
+
+
+def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: Collection[str] = ()) -> Any:
+    """Load the model from a run's `model` folder, with its trained weights, on the CPU. Runs only code of lowvram,
+    torch and transformers, and code that the caller names.
+
+    Weights (safetensors, int8, int8_dynamic, int4) return the plain model; an adapter is merged into it. Graphs
+    (torch_export, onnx, pt2e) return a module that takes the inputs of a batch and returns the logits.
+
+    Args:
+        model: for model=external, the class or function that makes the model.
+        trust: instead of `model`, dotted names of such classes or functions that may be imported if the folder names
+            them.
+
+    Raises:
+        BadInput: the folder is damaged, or names code that the caller didn't.
+    """
+    folder = Path(folder)
+    manifest.check(folder)
+    allowed = Allowed(model, frozenset([trust] if isinstance(trust, str) else trust))
+    if not (folder / ABOUT).is_file():
+        return plain.load(folder, allowed)
+    return format_in(folder).load(folder, lambda: plain.skeleton(folder, allowed))
+
+
+def format_in(folder: Path) -> Format:
+    """The format of an export that isn't safetensors. Raises BadInput for one that this version doesn't know."""
+    name = str(read_json(folder, ABOUT).get("format"))
+    known = [each.name for each in ExportFormat]
+    chosen = format_of(ExportFormat[name]) if name in known else None
+    if chosen is None:
+        raise BadInput("format", name, f"one that this version knows ({', '.join(known)}): {folder} has another one")
+    return chosen
+
+
+def file_bytes(folder: Path) -> int:
+    """The bytes of an export's weights, without what describes them, such as a tokenizer."""
+    kinds = (".safetensors", ".pt2", ".onnx", ".data")
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in kinds)

@@ -1,0 +1,70 @@
+"""onnx: a graph of ONNX's operators, with the weights, for any number of samples. onnxruntime runs it without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.config.errors import require
+from lowvram.core.quiet import quiet
+from lowvram.export.format import Graph, Trained
+from lowvram.export.graph import Called, traced
+
+FILE = "model.onnx"
+INPUTS, OUTPUT = "inputs", "logits"  # names in the graph; of several inputs, each has its own name
+MOST_INSIDE_BYTES = 2**30  # of weights in the file itself; with more they lie beside it, as such a file ends at 2 GiB
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
+@final
+class Onnx(Graph):
+    """torch's exporter writes it, from the graph that torch.export has traced."""
+
+    name = "onnx"
+
+    def check(self, model: nn.Module, head: nn.Module | None) -> None:
+        check_installed()
+
+    def write(self, trained: Trained, folder: Path) -> None:
+        check_installed()
+        program = traced(Called(trained.model, trained.problem), trained.problem, self.name)
+        inputs, _ = trained.problem.spec.example(1)
+        names = list(inputs) if isinstance(inputs, Mapping) else [INPUTS]
+        num_bytes = sum(tensor.nbytes for tensor in trained.model.state_dict().values())
+        with quiet(), torch.no_grad():
+            onnx: Any = torch.onnx.export(program, dynamo=True, input_names=names, output_names=[OUTPUT], verbose=False)
+            onnx.save(folder / FILE, external_data=num_bytes > MOST_INSIDE_BYTES)
+
+    def load(self, folder: Path, make_plain: Callable[[], nn.Module]) -> nn.Module:
+        check_installed()
+        return OnnxModel(folder / FILE)
+
+
+@final
+class OnnxModel(nn.Module):
+    """A graph in onnxruntime, on the CPU, with as many threads as torch uses."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        runtime: Any = import_module("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        named = inputs if isinstance(inputs, Mapping) else {INPUTS: inputs}
+        (logits,) = self.session.run([OUTPUT], {name: tensor.numpy() for name, tensor in named.items()})
+        return torch.from_numpy(logits)
+
+
+def check_installed() -> None:
+    """Raises BadInput if a package is missing."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    needed = f"another format, or {', '.join(missing)} installed: pip install 'lowvram[onnx]'"
+    require(not missing, "export.format", "onnx", needed)

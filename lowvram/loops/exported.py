@@ -1,0 +1,89 @@
+"""What the exported file is worth: its loss on the held-out samples, its bytes, and how long a batch takes through it.
+
+Everything here goes through the file as it was loaded again, on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowvram.core.rig import Part
+from lowvram.data.loader import every_sample
+from lowvram.export.folder import export, export_as, file_bytes, format_of
+from lowvram.export.format import Format, Trained
+from lowvram.export.plain import Origin, made_from
+from lowvram.loops.session import Session
+from lowvram.tasks import Problem
+
+FEW_BATCHES = 4  # whose activations choose the scales of a graph in 8 bits
+MOST_PAIRS, MOST_SECONDS = 20, 5.0  # of the comparison of times; at least `LEAST_PAIRS` are timed
+LEAST_PAIRS = 3
+
+Outputs = Callable[[Any], Any]  # inputs of a batch -> outputs for the criterion
+
+
+def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Write the trained model, and return the row's fields about the file.
+
+    Args:
+        model: with whole tensors.
+    """
+    settings = session.settings
+    origin = Origin(session.problem.model, session.data.spec, settings.groups["adapter"], settings.root.seed)
+    chosen = format_of(settings.export.format, settings.groups["qat"].group)
+    if chosen is None:
+        export(folder, model, origin, settings.export.merge)
+        return {"export": {"file_bytes": file_bytes(folder)}}
+    batches = [part.inputs for part in islice(held_out(session), FEW_BATCHES)]
+    with torch.random.fork_rng(devices=[]):  # a model's constructor may draw its first weights
+        trained = export_as(chosen, folder, model, origin, session.problem, batches)
+        loaded = chosen.load(folder, lambda: made_from(origin.config, origin.spec))
+    fields = fields_of(session, chosen, trained, loaded)
+    return fields | {"export": fields["export"] | {"file_bytes": file_bytes(folder)}}
+
+
+def held_out(session: Session) -> Iterator[Part]:
+    """All held-out samples, on the CPU, in parts no larger than those of training."""
+    settings = session.settings
+    part_size = math.ceil(settings.train.batch_size / settings.groups["accum"].parts)
+    return every_sample(session.data.eval, part_size, settings.groups["loader"].collate)
+
+
+@torch.no_grad()
+def fields_of(session: Session, chosen: Format, trained: Trained, loaded: nn.Module) -> dict[str, Any]:
+    problem = session.problem
+    exported: Outputs = lambda inputs: chosen.outputs(problem, loaded, inputs)  # noqa: E731
+    latency_ms, fp32_ms = interleaved_ms(exported, trained.outputs, trained.batches[0])
+    return {
+        "eval": {"loss_exported": mean_loss(problem, exported, held_out(session))},
+        "export": {"latency_ms": latency_ms, "latency_fp32_ms": fp32_ms},
+    }
+
+
+def mean_loss(problem: Problem, outputs: Outputs, parts: Iterable[Part]) -> float:
+    """Per target, in nats."""
+    of_parts = [(problem.criterion(outputs(part.inputs), part).item(), problem.num_targets(part)) for part in parts]
+    return sum(loss for loss, _ in of_parts) / int(sum(count for _, count in of_parts))
+
+
+def interleaved_ms(first: Outputs, second: Outputs, inputs: Any) -> tuple[float, float]:
+    """The median times of both, called in turn, so that other programs slow both alike. Both are called once before."""
+    times_s: tuple[list[float], list[float]] = ([], [])
+    for outputs in (first, second):
+        outputs(inputs)
+    started = time.monotonic()
+    while len(times_s[0]) < LEAST_PAIRS or (len(times_s[0]) < MOST_PAIRS and time.monotonic() - started < MOST_SECONDS):
+        for outputs, of_one in zip((first, second), times_s, strict=True):
+            before = time.perf_counter()
+            outputs(inputs)
+            of_one.append(time.perf_counter() - before)
+    return 1e3 * median(times_s[0]), 1e3 * median(times_s[1])

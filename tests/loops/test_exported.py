@@ -1,0 +1,85 @@
+"""What a row says of the exported file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lowvram.config.errors import BadInput
+from lowvram.config.settings import ExportFormat
+from lowvram.export import load
+from lowvram.export.folder import file_bytes
+from lowvram.loops.exported import held_out, interleaved_ms, mean_loss
+from lowvram.loops.session import Interrupted, Session
+from lowvram.loops.train import Train
+from tests.loops.sessions import BATCH_SIZE, Told
+
+MakeSession = Callable[..., Session]
+
+
+def test_the_loss_is_that_of_the_file(make_session: MakeSession) -> None:
+    session = make_session(export=ExportFormat.int4)
+    row = Train().run(session)
+    model = load(session.folder / "model")
+    with torch.no_grad():
+        wanted = mean_loss(session.problem, model, held_out(session))
+    assert row["eval"]["loss_exported"] == pytest.approx(wanted, rel=1e-6)
+    assert row["eval"]["loss_exported"] != pytest.approx(row["loss"]["eval"], rel=1e-6)
+    assert row["export"]["file_bytes"] == file_bytes(session.folder / "model")
+    assert row["export"]["latency_ms"] > 0 < row["export"]["latency_fp32_ms"]
+
+
+def test_a_file_that_rounds_nothing_has_the_loss_of_the_model(make_session: MakeSession) -> None:
+    row = Train().run(make_session("resnet", export=ExportFormat.torch_export))
+    assert row["eval"]["loss_exported"] == pytest.approx(row["loss"]["eval"], rel=1e-5)
+
+
+def test_plain_weights_are_not_evaluated_again(make_session: MakeSession) -> None:
+    session = make_session()
+    row = Train().run(session)
+    assert row["export"] == {"file_bytes": (session.folder / "model" / "model.safetensors").stat().st_size}
+    assert "loss_exported" not in row["eval"]
+
+
+def test_a_run_with_rounded_weights_goes_on_to_the_last_digit(make_session: MakeSession) -> None:
+    common: dict[str, Any] = {"choices": {"qat": "int4"}}
+    whole = make_session(**common)
+    Train().run(whole)
+    folder = whole.folder / "stopped"
+    with pytest.raises(Interrupted):
+        Train().run(replace(make_session(told=Told(stop_at=3), **common), folder=folder))
+    Train().run(replace(make_session(is_resumed=True, **common), folder=folder))
+    states = [load(place / "model").state_dict() for place in (whole.folder, folder)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_finished_run_is_written_in_another_format(make_session: MakeSession) -> None:
+    first = Train().run(make_session())
+    row = Train().run(make_session(is_resumed=True, export=ExportFormat.int8))
+    assert row["loss"]["last"] == first["loss"]["last"]
+    assert row["export"]["file_bytes"] < first["export"]["file_bytes"]
+
+
+def test_a_format_that_the_model_can_not_have_is_refused_before_the_first_step(make_session: MakeSession) -> None:
+    session = make_session("resnet", export=ExportFormat.int8)
+    with pytest.raises(BadInput, match=r"^export\.format='int8'"):
+        Train().run(session)
+    assert not session.events.events  # pyright: ignore
+
+
+def test_all_held_out_samples_are_in_the_parts_once(make_session: MakeSession) -> None:
+    session = make_session()
+    parts = list(held_out(session))
+    assert [part.num_samples for part in parts] == [BATCH_SIZE, BATCH_SIZE, 2]
+    assert torch.equal(torch.cat([part.inputs for part in parts]), session.data.eval.batch.inputs)  # pyright: ignore
+
+
+def test_both_are_timed_in_turn() -> None:
+    calls: list[str] = []
+    interleaved_ms(lambda inputs: calls.append("a"), lambda inputs: calls.append("b"), None)
+    assert calls[:6] == ["a", "b", "a", "b", "a", "b"]
+    assert calls.count("a") == calls.count("b")
