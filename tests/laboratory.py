@@ -32,6 +32,7 @@ from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.knobs.sparsity import Magnitude, Movement, TwoOfFour
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
@@ -50,8 +51,14 @@ DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 NEUTRAL = dict(neutral_options())
 OPTIONS = {group: ready_options(group) for group in NEUTRAL}
-# So that tiny batches have several tiles, but not very many.
-SMALL: dict[tuple[str, str], Knob] = {("tile", "mlp"): TiledMLP(tokens=50), ("tile", "blocks"): TiledBlocks(samples=6)}
+# So that tiny batches have several tiles, but not very many, and weights are masked in the first step.
+SMALL: dict[tuple[str, str], Knob] = {
+    ("tile", "mlp"): TiledMLP(tokens=50),
+    ("tile", "blocks"): TiledBlocks(samples=6),
+    ("sparsity", "magnitude"): Magnitude(steps=1),
+    ("sparsity", "movement"): Movement(steps=1),
+    ("sparsity", "two_of_four"): TwoOfFour(steps=1),
+}
 KNOBS: dict[tuple[str, str], Knob] = {option: SMALL.get(option) or knob_of(option) for option in all_options()}
 
 
@@ -341,8 +348,9 @@ def train(
 ) -> Trained:
     """Assemble a rig and take a step on a batch of each of `sizes` samples; each rank takes its slice. `lr` replaces
     the optimizer's learning rate."""
-    watched = {name: Watched(knob) if knob.stage is Stage.OPTIMIZER else knob for name, knob in knobs.items()}
-    (watch,) = (knob for knob in watched.values() if isinstance(knob, Watched))
+    optimizer = next(name for name, knob in knobs.items() if knob.stage is Stage.OPTIMIZER)  # masks come after it
+    watch = Watched(knobs[optimizer])
+    watched = {**knobs, optimizer: watch}
     rig = assemble(task, watched, device)
     if lr is not None:
         rig.stepper.set_lr(lr)

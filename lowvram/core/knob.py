@@ -35,7 +35,7 @@ WRITES: dict[Stage, frozenset[str]] = {
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
     Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),
-    Stage.OPTIMIZER: frozenset({"make_optimizer"}),
+    Stage.OPTIMIZER: frozenset({"make_optimizer", "over_time"}),
     Stage.STEPPING: frozenset({"stepper", "run"}),
     Stage.LOGITS: frozenset({"forward", "criterion"}),
     Stage.NUMERICS: frozenset({"forward", "criterion", "stepper"}),
@@ -77,6 +77,7 @@ class Fact(Enum):
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
     WHOLE_PARAMS = "every parameter is whole on its rank"
+    TRAINED_BLOCKS = "the weights of the model's blocks train"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
     FULL_LOGITS = "the logits of a part exist whole"
@@ -156,6 +157,11 @@ class Knob(ABC):
         """
         del num_samples
         return None
+
+    def for_steps(self, num_steps: int) -> Knob:
+        """This knob in a run of so many updates. Default: the same in every run."""
+        del num_steps
+        return self
 
     def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
         """If a plan is to choose the blocks that this knob treats: the knob that treats those with these numbers, and

@@ -299,7 +299,7 @@ class Rig:
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
-    # Called with the seed once there is a stepper: has the stepper change from step to step which parameters train.
+    # Called with the seed once there is a stepper: has the stepper change from step to step what trains.
     over_time: Callable[[Rig, int], Rig] = lambda rig, seed: rig
     # Where that changes, each of these fixes one of the choices with which a step may take the most memory.
     heaviest: Sequence[Callable[[], None]] = ()

@@ -38,8 +38,10 @@ def merged(*fragments: Fields) -> Fields:
 def common(session: Session) -> Fields:
     """The fields that all modes have: the model, changed semantics, and the loss scale."""
     state = session.rig.stepper.state_dict()
+    about = about_model(session.problem, session.rig.model, session.knobs.values())
+    masked = session.settings.groups["sparsity"].layers_with_masks(session.problem, session.rig.model)
     return {
-        **about_model(session.problem, session.rig.model, session.knobs.values()),
+        **merged(about, {"model": {"share_of_zeros": share_of_zeros([layer.weight for layer in masked.values()])}}),
         "precision": {"skipped_steps": state.get("skipped_steps", 0), "scale": state.get("scale")},
     }
 
@@ -55,6 +57,12 @@ def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
         },
         "semantics_changed": "; ".join(filter(None, (knob.caveat(model) for knob in knobs))) or None,
     }
+
+
+def share_of_zeros(weights: Sequence[Tensor]) -> float | None:
+    """The share of elements that are exactly 0; None without weights."""
+    num_others = sum(int(weight.detach().count_nonzero()) for weight in weights)
+    return 1 - num_others / sum(map(Tensor.numel, weights)) if weights else None
 
 
 def described_blocks(blocks: Iterable[nn.Module]) -> str:

@@ -296,6 +296,14 @@ METRICS: tuple[Metric, ...] = (
         logger_name="export/latency_fp32_ms",
         shown_in=NOWHERE,
     ),
+    Metric(
+        "model.share_of_zeros",
+        "share of zeros",
+        format=Digits(4),
+        logger_name="model/share_of_zeros",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
     # No best value is marked: below some size they are all noise.
     Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), logger_name="fidelity/gradient_error"),
     Metric(

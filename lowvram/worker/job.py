@@ -53,6 +53,7 @@ def run(
     data = open_data(settings)
     settings = with_steps(settings, data)
     data = settings.groups["task"].attached(data, settings)
+    knobs = {name: knob.for_steps(settings.train.steps) for name, knob in knobs.items()}
     check_metrics(settings)
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)

@@ -213,6 +213,19 @@ def test_dropout_of_adapters_is_random() -> None:
     assert step(rig, make_batch(TOKENS, 4))[1].applied
 
 
+def test_without_trained_blocks() -> None:
+    """Of the layers of the blocks nothing trains that a mask could keep at 0: nothing at all, or the factors of a
+    product, which has no zeros where one of them has."""
+    for adapter, trains in ((Freeze(), False), (Lora(), True)):
+        rig = rig_of("transformer", adapter=adapter)
+        blocks = {name: weight for name, weight in rig.model.named_parameters() if "blocks." in name}
+        trained = [name for name, weight in blocks.items() if weight.requires_grad]
+        assert bool(trained) is trains
+        assert all("lora_" in name for name in trained)
+        with pytest.raises(Incompatible, match=r"the weights of the model's blocks train, and adapter=.* ends that"):
+            rig_of("transformer", adapter=adapter, sparsity="magnitude")
+
+
 def test_without_no_randomness() -> None:
     """What the compiler recomputes draws other numbers: it refuses, as it does for the model's own dropout."""
     with pytest.raises(Incompatible, match=r"draws no random numbers, and adapter=Lora.* ends that"):

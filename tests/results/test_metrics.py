@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.config.settings import GROUPS
 from lowvram.results import columns, csv_file, metrics, row, sound, table, terminal
 from lowvram.results.csv_file import to_csv
 from lowvram.results.loggers import logger
@@ -63,6 +64,11 @@ def test_no_two_figures_have_the_same_name() -> None:
     for name in ("path", "title", "logger_name", "csv_name"):
         names = [value for metric in METRICS if (value := getattr(metric, name))]
         assert len(names) == len(set(names)), name
+
+
+def test_no_figure_has_the_name_of_a_group() -> None:
+    """In table.csv and rows.jsonl both are columns."""
+    assert {figure.csv_name for figure in METRICS}.isdisjoint(GROUPS)
 
 
 def test_columns_that_are_important_are_figures_or_columns_of_words() -> None:

@@ -7,8 +7,9 @@ from typing import final
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact
+from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig
-from lowvram.knobs.adapter.parts import Adapter, Frozen, check_matches, freeze_statistics, is_named
+from lowvram.knobs.adapter.parts import Adapter, Frozen, freeze_statistics
 
 
 @final
@@ -37,6 +38,9 @@ class Freeze(Frozen):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.HEAD} if self.train is None else ())
+
+    def breaks(self) -> frozenset[Fact]:
+        return frozenset({Fact.TRAINED_BLOCKS} if self.train is None else ())
 
     def reference(self) -> Freeze:
         return self

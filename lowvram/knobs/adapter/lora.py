@@ -21,12 +21,13 @@ from torch import nn
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind
+from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
 from lowvram.core.states import with_values
 from lowvram.knobs.adapter.adapted import Adapted
 from lowvram.knobs.adapter.layers import NAME, adapted, config_of, layers_of, linear_or_else_all, product_of, put_in
 from lowvram.knobs.adapter.nf4 import FourBit
-from lowvram.knobs.adapter.parts import Frozen, check_matches, freeze_statistics, is_named, leaves
+from lowvram.knobs.adapter.parts import Frozen, freeze_statistics, leaves
 from lowvram.knobs.adapter.save_adapter import plain_values, read, write
 
 
@@ -58,7 +59,7 @@ class Lora(Frozen):
         return frozenset({Fact.PLAIN_PRODUCTS, *({Fact.BLOCKS} if self.targets is None else ())})
 
     def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.NO_RANDOMNESS} if self.dropout else ())
+        return frozenset({Fact.TRAINED_BLOCKS, *([Fact.NO_RANDOMNESS] if self.dropout else [])})
 
     def reference(self) -> Lora:
         return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train, self.train_a)

@@ -1,0 +1,199 @@
+"""Masks of weights, and the hooks that keep masked weights at zero, whatever the optimizer and the stepper.
+
+1. When autograd has computed a gradient, its masked elements become 0, so that norms and clipping leave them out.
+2. Before an optimizer updates a weight, its gradient is that of the whole step: summed over parts and ranks, without a
+   loss scale. There a `Rule` may change the mask. Steps that a loss scale skips never get there.
+3. After the update masked weights become 0, and so do their moments if the mask is new.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
+from lowvram.core.copies import original
+from lowvram.core.hooks import when_accumulated
+from lowvram.core.knob import Kind
+from lowvram.core.layers import is_transposed
+from lowvram.core.ledger import announce
+from lowvram.core.rig import MakeOptimizer, Rig, Stepper, StepperAround, Update
+from lowvram.core.rounding import CORRECTION
+
+
+@final
+class Mask:
+    """Which elements of one weight are kept at 0: those where `masked` is true (bool, in the weight's layout)."""
+
+    def __init__(self, name: str, layer: Any) -> None:
+        self.name, self.inputs = name, inputs_of(layer)
+        self.weight: nn.Parameter = layer.weight
+        self.masked = announce(torch.zeros_like(self.weight, dtype=torch.bool, requires_grad=False), Kind.OPTIMIZER)
+        self.is_new = False  # since the last update of the weight
+
+    def change(self, masked: Tensor) -> None:
+        self.masked.copy_(masked)
+        self.is_new = True
+
+    def clear(self, values: Tensor) -> None:
+        """Set the masked elements of a tensor of the weight's shape to 0."""
+        values.masked_fill_(self.masked.to(values.device), 0)
+
+    def clear_state(self, state: dict[str, Any]) -> None:
+        """After an update: the same for what an optimizer keeps of each element. A correction, which is a part of the
+        weight, every time; moments stay at 0 by themselves, since their gradients are 0."""
+        for name, value in state.items():
+            if isinstance(value, Tensor) and (self.is_new or name == CORRECTION):
+                self.clear_moment(value)
+        self.is_new = False
+
+    def clear_moment(self, moment: Tensor) -> None:
+        if is_traceable_wrapper_subclass(moment):
+            self.clear_codes(moment)
+        elif moment.shape == self.masked.shape:
+            self.clear(moment)
+
+    def clear_codes(self, moment: Any) -> None:
+        """The same for a moment that torchao keeps in few bits, of a weight in channels_last in the order in memory."""
+        masked = self.masked if moment.shape == self.masked.shape else contiguous(self.masked)
+        moment.copy_(moment.dequantize().masked_fill_(masked.to(moment.device), 0))
+
+
+def inputs_of(layer: nn.Module) -> int:
+    """The dimension of a layer's weight that counts its inputs."""
+    return 0 if is_transposed(layer) else 1
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """A view whose dimensions are in the order in memory."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+
+
+class Rule(ABC):
+    """How masks change. Each method sees `step`, the number of the step, from 0."""
+
+    def __init__(self, masks: Sequence[Mask]) -> None:
+        self.masks = masks
+
+    def start(self, seed: int) -> None:
+        """Make the first masks: none. Called before the first step, also of a resumed run."""
+        del seed
+
+    def begin(self, step: int) -> None:
+        """Called before the forward pass, when all weights are those of the last update. New masks take effect in the
+        update of this step."""
+        del step
+
+    def needs_gradients(self, step: int) -> bool:
+        """Whether `update` in this step needs the gradients of masked weights too."""
+        return False
+
+    def update(self, mask: Mask, weight: Tensor, gradient: Tensor, step: int) -> None:
+        """Called before a weight, or its copy in host memory, is updated with its gradient."""
+        del mask, weight, gradient, step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What further masks depend on, besides weights, gradients, masks and steps."""
+        return {}
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+
+@final
+class Masking:
+    """The masks of a rig, with the hooks that apply them."""
+
+    def __init__(self, masks: Sequence[Mask], rule: Rule) -> None:
+        self.masks, self.rule = {mask.weight: mask for mask in masks}, rule
+        self.step = 0  # of the run; counts steps without an update, too
+        for weight in self.masks:  # before a stepper's hooks, which may use the gradient and free it
+            when_accumulated(weight, self.arrived)
+
+    def around(self, make: MakeOptimizer) -> MakeOptimizer:
+        """`make`, whose optimizers keep to the masks."""
+
+        def make_masked(parameters: list[nn.Parameter]) -> Optimizer:
+            optimizer = make(parameters)
+            optimizer.register_step_pre_hook(self.before_update)
+            optimizer.register_step_post_hook(self.after_update)
+            return optimizer
+
+        return make_masked
+
+    def start(self, rig: Rig, seed: int) -> Rig:
+        """The rig whose stepper keeps the masks from step to step."""
+        self.rule.start(seed)
+        for weight, mask in self.masks.items():
+            mask.clear(weight.detach())
+        return replace(rig, stepper=MaskingStepper(rig.stepper, self))
+
+    @torch.no_grad()
+    def arrived(self, weight: nn.Parameter) -> None:
+        if weight.grad is not None and not self.rule.needs_gradients(self.step):
+            self.masks[weight].clear(weight.grad)
+
+    @torch.no_grad()
+    def before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        for parameter, mask in self.masked_in(optimizer):
+            if parameter.grad is not None:
+                self.rule.update(mask, parameter.detach(), parameter.grad, self.step)
+                if self.rule.needs_gradients(self.step):
+                    mask.clear(parameter.grad)
+
+    @torch.no_grad()
+    def after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        for parameter, mask in self.masked_in(optimizer):
+            mask.clear(parameter.detach())
+            mask.clear_state(optimizer.state.get(parameter, {}))
+
+    def masked_in(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Mask]]:
+        """The weights of an optimizer that have masks, or their copies."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (mask := self.masks.get(original(parameter))) is not None:  # pyright: ignore[reportArgumentType]
+                    yield parameter, mask
+
+
+@final
+class MaskingStepper(StepperAround):
+    """Counts the steps for the masks, and saves them with the inner stepper's state."""
+
+    def __init__(self, inner: Stepper, masking: Masking) -> None:
+        super().__init__(inner)
+        self.masking = masking
+
+    @torch.no_grad()
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.masking.rule.begin(self.masking.step)
+        self.inner.begin(num_parts, divisor)
+
+    def update(self) -> Update:
+        update = self.inner.update()
+        self.masking.step += 1
+        return update
+
+    def state_dict(self) -> dict[str, Any]:
+        masks = self.masking.masks.values()
+        return {
+            "inner": self.inner.state_dict(),
+            "step": self.masking.step,
+            "masked": {mask.name: mask.masked for mask in masks},
+            "is_new": {mask.name: mask.is_new for mask in masks},
+            "rule": self.masking.rule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.masking.step = state["step"]
+        for mask in self.masking.masks.values():
+            mask.masked.copy_(state["masked"][mask.name])
+            mask.is_new = state["is_new"][mask.name]
+        self.masking.rule.load_state_dict(state["rule"])
