@@ -20,6 +20,7 @@ from lowvram.core.rig import Rig
 from lowvram.core.rounding import CORRECTION
 from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
+from lowvram.export.folder import load
 from lowvram.knobs.adapter import Freeze
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.optimizer.plain import Moments
@@ -31,7 +32,6 @@ from lowvram.knobs.sparsity.pruning import Schedule
 from lowvram.knobs.sparsity.two_of_four import smaller_half
 from lowvram.knobs.sparsity.weights import Masked
 from lowvram.knobs.stepping import AfterBackward, InBackward
-from lowvram.loops.export import load
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, MODELS, PROBLEMS, TOKENS, knobs_of, make_batch, peak_as_measured, peak_as_planned
