@@ -52,6 +52,11 @@ REFUSED = {
     (("tile", "blocks"), "resnet"): "each sample from that sample alone",  # BatchNorm
     (("tile", "blocks"), "t5"): "each sample from that sample alone",  # its blocks pass a bias that trains to the next
     (("norms", "output"), "resnet"): "the model has layer norms or RMS norms",
+    **{
+        (("qat", bits), kind): "linear layers besides the last"
+        for bits in ("int8", "int4")
+        for kind in ("gpt2", "resnet")
+    },
 }
 
 

@@ -314,13 +314,14 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
         *extras["workspace"],
         *extras["tensorboard"],
         *extras["launchers"],
+        *extras["onnx"],
         *extras["optuna"],
         *extras["tensorboard"],
         *extras["dev"],
     ]:
         requirement = Requirement(text)
         if requirement.name == project["name"]:
-            assert requirement.extras == {"hf", "launchers", "optuna", "report", "tensorboard", "workspace"}
+            assert requirement.extras == {"hf", "launchers", "onnx", "optuna", "report", "tensorboard", "workspace"}
             continue
         assert requirement.specifier.contains(pinned[requirement.name]), text
 

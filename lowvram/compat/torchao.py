@@ -55,7 +55,8 @@ def flattened(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
 def unflattened(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Tensor]:
     """The inverse of `flattened`.
 
-    torchao.prototype.safetensors' unflatten_tensor_state_dict, since 0.14. Replaced as `flattened` is.
+    torchao.prototype.safetensors' unflatten_tensor_state_dict, since 0.14. Replaced by the same function, once
+    it moves out of there.
     """
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 

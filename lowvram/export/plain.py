@@ -85,7 +85,7 @@ def skeleton(folder: Path, allowed: Allowed) -> nn.Module:
         return made_from(*described_problem(described, allowed))
     allowed.check_unused()
     model_class = class_in_transformers(folder, described)
-    return model_class(model_class.config_class.from_pretrained(folder))
+    return model_class(model_class.config_class.from_pretrained(folder, trust_remote_code=False))
 
 
 @final

@@ -78,7 +78,7 @@ class Int8(FakeQuantized):
 
     group: ClassVar[int] = GROUP  # of an export in 4 bits
 
-    band = 1e-1
+    band = 2e-1
 
     def weights(self) -> Any:
         return int8_weights()

@@ -29,7 +29,7 @@ MISTAKES = {
     "precision=bf16,fp16": ["precision=bf16,fp16: has several values; add -m"],
     # keys and groups
     "model.dropot=0.1": ["model.dropot: model has no such key", "--cfg job"],
-    "+model.dropot=0.1": ["model.dropot=0.1", "model knows num_layers", "dropout"],
+    "+model.dropot=0.1": ["model.dropot=0.1", "model knows init, num_layers", "dropout"],
     "train.stepss=1": ["train.stepss: train has no such key, it knows batch_size, steps"],
     "ckpt.every=2": ["ckpt.every: ckpt has no such key"],
     "modle=resnet": ["modle: no such key or group", "did you mean", "model"],

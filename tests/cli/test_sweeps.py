@@ -126,7 +126,7 @@ def test_every_point_of_a_preset_can_be_had(call: Call, small: tuple[str, ...], 
     assert set(outcome.statuses.values()) == {"ok"}, outcome.statuses
 
 
-@pytest.mark.parametrize("words", first_of([(("sweep=optimizers", "mode=train"),), (("-m", "optimizer=adamw,sgd"),)]))
+@pytest.mark.parametrize("words", first_of([("sweep=optimizers", "mode=train"), (("-m", "optimizer=adamw,sgd"),)]))
 def test_one_point_of_a_sweep_is_resumed_alone(call: Call, words: tuple[str, ...]) -> None:
     """In its own folder, under its own name; no sweep starts again, though its words ask for one."""
     outcome = call(*words, *TINY, "snapshot.every_steps=1", "name=kill")
