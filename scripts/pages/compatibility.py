@@ -6,22 +6,25 @@ A few whole configurations that together hold every pair that no fact refuses ar
 command line (mode=measure, tiny models, two ranks where an option needs several). Losses and gradient norms of five
 steps and the evaluation must lie within the sum of the options' bands of a run with the same optimizer, the same
 adapter and all else neutral. Prints a line a point, writes docs/compatibility.md and exits with 1 if any pair failed.
-FOLDER keeps the rows (default: outputs/compatibility). On 2 cores about 15 minutes, up to twice that where nothing is
-compiled yet. `without=GROUP` leaves out the pairs of one group's options, such as a new one's, and the page says so;
-`only=GROUP` runs those alone, and adds them to what the page says.
+FOLDER keeps what was tried (default: a new one in outputs/compatibility): a command that was interrupted goes on there.
+On 2 cores about 15 minutes, up to twice that where nothing is compiled yet. `without=GROUP` leaves out the pairs of one
+group's options, such as a new one's, and the page says so; `only=GROUP` runs those alone, and adds them to what the
+page says.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -83,6 +86,14 @@ class Tried:
     history: list[float]  # losses, gradient norms, evaluation
     seconds: float
 
+    def as_line(self) -> str:
+        return json.dumps({**asdict(self), "row": sorted(self.row)}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Self:
+        fields = json.loads(line)
+        return cls(**{**fields, "row": frozenset((group, option) for group, option in fields["row"])})
+
 
 def try_out(runs: Runs, row: Row, model: str) -> Tried:
     """Run one configuration."""
@@ -127,11 +138,16 @@ def fault(tried: Tried, reference: Tried) -> str | None:
 
 
 class Grid:
-    """Runs configurations and keeps what failed."""
+    """Runs configurations and keeps what failed.
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs = runs
-        self.references: dict[Row, Tried] = {}
+    Args:
+        file: has a line for each configuration that was tried.
+    """
+
+    def __init__(self, runs: Runs, file: Path) -> None:
+        self.runs, self.file = runs, file
+        lines = map(Tried.from_line, file.read_text().splitlines()) if file.exists() else ()
+        self.tried = {(one.row, one.model): one for one in lines}
         self.faults: dict[tuple[Row, str], str] = {}  # of pairs
         self.together: dict[tuple[Row, str], str] = {}  # of configurations whose pairs all train
         self.sound: set[tuple[Row, str]] = set()  # pairs that a configuration without a fault held
@@ -140,20 +156,24 @@ class Grid:
         """The fault of one configuration on one model, without the options that the model can't have."""
         left_out = {option[0] for option in row if knob_of(option).needs() & LACKS[model]}
         row = frozenset((group, neutral_options()[group] if group in left_out else name) for group, name in row)
-        tried, reference = try_out(self.runs, row, model), self.reference(row, model)
+        tried, reference = self.try_once(row, model), self.reference(row, model)
         found = fault(tried, reference)
         print(f"{model:12} {tried.seconds:5.1f} s  {found or 'ok':4}  {varied(row)}", flush=True)
         if found is None:
             self.sound |= {(pair, model) for pair in all_pairs(row)}
         return found
 
+    def try_once(self, row: Row, model: str) -> Tried:
+        if (row, model) not in self.tried:
+            self.tried[row, model] = one = try_out(self.runs, row, model)
+            with self.file.open("a") as file:
+                file.write(one.as_line())
+        return self.tried[row, model]
+
     def reference(self, row: Row, model: str) -> Tried:
         """The same optimizer and adapter, all else neutral."""
         same = {group: option for group, option in row if group in ITS_OWN}
-        key = frozenset({("model", model), *same.items()})
-        if key not in self.references:
-            self.references[key] = try_out(self.runs, frozenset({**neutral_options(), **same}.items()), model)
-        return self.references[key]
+        return self.try_once(frozenset({**neutral_options(), **same}.items()), model)
 
     def search(self, row: Row, model: str, fault: str) -> None:
         """Find out which pairs of a configuration that failed are to blame: those that no other one held without a
@@ -251,8 +271,12 @@ def matrix(trained: set[Row], all_of_them: set[Row]) -> list[str]:
 def asked(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
     """The folder, and the groups that are named, by only and without."""
     groups = dict(word.split("=", 1) for word in words if "=" in word)
-    folder = next((word for word in words if "=" not in word), "outputs/compatibility")
-    return Path(folder) / time.strftime("%Y-%m-%d_%H-%M-%S"), groups
+    new = f"outputs/compatibility/{now()}"
+    return Path(next((word for word in words if "=" not in word), new)), groups
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def pairs_of(group: str | None, pairs: Iterable[Row]) -> set[Row]:
@@ -280,8 +304,9 @@ def main() -> int:
     rows = covering_rows(wanted, conflicts_here)
     assert wanted <= set().union(*map(all_pairs, rows)), "the rows don't hold every pair"
     print(f"{len(pairs)} pairs, {len(refused)} refused, {len(rows)} configurations on {len(MODELS)} models", flush=True)
-    with Runs(folder) as runs:
-        grid = Grid(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Runs(folder / now()) as runs:
+        grid = Grid(runs, folder / "tried.jsonl")
         checked = [(row, model, grid.check(row, model)) for model in MODELS for row in rows]
         failed = [(row, model, found) for row, model, found in checked if found]
         for row, model, found in failed:

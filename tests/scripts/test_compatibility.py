@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch
 from lowvram.config.registry import all_options, neutral_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
-from scripts.pages.compatibility import FLOOR, PAGE, Tried, counted, fault, options_lines, options_on, tolerance
+from scripts.benchmarks.runs import Runs
+from scripts.pages import compatibility
+from scripts.pages.compatibility import FLOOR, PAGE, Grid, Tried, counted, fault, options_lines, options_on, tolerance
 from scripts.pages.pairs import all_pairs, label, why_not
 
 ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
@@ -76,3 +80,21 @@ def test_a_point_that_did_not_end_well_is_a_fault() -> None:
 
 def test_an_optimizer_is_compared_with_itself() -> None:
     assert tolerance(frozenset({**neutral_options(), "optimizer": "sgd"}.items())) == FLOOR
+
+
+def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def try_out(runs: Runs, row: frozenset[tuple[str, str]], model: str) -> Tried:
+        tried.append((row, model))
+        return Tried(row, model, "ok", None, [2.0, 1.5 if row == BF16 else 1.0], 0.5)
+
+    monkeypatch.setattr(compatibility, "try_out", try_out)
+    runs, file = cast(Runs, None), tmp_path / "tried.jsonl"
+    first = Grid(runs, file).check(BF16, "resnet")
+    assert first == "off by 5.0e-01, allowed 2.0e-02"
+    assert tried == [(BF16, "resnet"), (NEUTRAL, "resnet")]
+    assert Grid(runs, file).check(BF16, "resnet") == first
+    assert len(tried) == 2
+    assert Grid(runs, file).check(NEUTRAL, "transformer") is None
+    assert len(tried) == 3
