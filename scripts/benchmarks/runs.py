@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -64,7 +63,7 @@ class Runs:
             row = Searches(self._server, plans.progress, lambda: 0, plans.again).row(point, [*words, "logger=none"])
             assert row is not None
             return row
-        point = replace(point, plan=plan_for_row(plans.of(point)))
+        point = plans.with_plan(point, plan_for_row(plans.of(point)))
         point.folder.mkdir(parents=True)
         return run_point(point, self._server, plans.progress, lambda: 0, plans.again)
 

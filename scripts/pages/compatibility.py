@@ -54,6 +54,7 @@ ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: 
 EXTRA = {
     ("precision", "fp16"): ["precision.init_scale=1024"],  # a scale that no first step overflows
     ("tile", "mlp"): ["tile.tokens=100"],  # of the 1,024 tokens of a batch
+    ("ckpt", "auto"): ["vram=4GiB"],  # on a CPU it needs a budget
 }
 LACKS = {"transformer": frozenset[Fact](), "resnet": frozenset({Fact.MLPS})}  # options that need these are left out
 INTRODUCTION = """# Compatibility
