@@ -242,6 +242,19 @@ def test_in_16_bits_there_is_one_chunk_as_long_as_that_takes_less(dtype: torch.d
     assert peak_bytes(1024) < several - 1e8
 
 
+@SUMS
+def test_hidden_states_that_nothing_counts_may_have_any_values(sums_weights: bool) -> None:
+    head, hidden, targets = make_head(FP32, bias=True), make_hidden(FP32), make_targets()
+    targets[0, 3] = IGNORE
+    gradients = []
+    for value in (0.0, torch.inf):
+        with torch.no_grad():
+            hidden[0, 3] = value
+        loss = LazyLogits(hidden, head, 7, sums_weights=sums_weights).cross_entropy(targets)
+        gradients.append(torch.autograd.grad(loss, [hidden, *head.parameters()]))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_classes_that_nothing_counts_towards_may_have_any_logits(bias: bool) -> None:
     """The hidden states of targets that don't count are large: their probabilities would overflow."""

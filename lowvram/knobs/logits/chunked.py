@@ -254,7 +254,8 @@ def tiled_gradient(again: Sequence[Any], way: Way, scales: tuple[float, float], 
     if way.handover is not None:
         way.handover.sink = sink
     size = size if sink is None else sink.rows_at_a_time(size)
-    tiles = Tiles(hidden_nd.to(way.dtype), weight_vd, bias_v, targets_n1, size)
+    hidden_nd = hidden_nd.where(targets_n1 != IGNORE, 0).to(way.dtype)  # any values, where nothing counts
+    tiles = Tiles(hidden_nd, weight_vd, bias_v, targets_n1, size)
     of_weight = InOneTensor(weight_vd) if sink is None else IntoSink(sink, weight_vd.dtype)
     return SecondPass(tiles, log_sums_n1, *scales).run(of_weight, loss_gradient)
 

@@ -25,6 +25,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data.randomness import Key
 from lowvram.loops.distillation.soft import IDS, REST, VALUES, Likeliest
+from lowvram.results.files import manifest
 
 FOLDER, ABOUT, INDEX = "cache", "cache.json", "index.npy"
 KEY = "task.cache"
@@ -42,6 +43,7 @@ class About:
 
     teacher: str  # as the user named it
     teacher_digest: str  # of its weights
+    teacher_format: str  # in which it computed
     data: str  # modality, classes and shape of samples
     num_train: int  # samples of an epoch
     seed: int
@@ -176,8 +178,19 @@ class Cache:
             raise BadInput(KEY, name, f"the folder of a run with mode=teach ({error})") from None
         if self.lines.dtype != LINE or self.about.key != self.about.key_for(self.lines):
             raise BadInput(KEY, name, f"as it was written: {self.folder / INDEX} doesn't match {ABOUT}")
+        self.check_files()
         self.sorted_by = self.lines["epoch"] * self.about.num_train + self.lines["index"]
         self.shards: dict[tuple[str, int], np.ndarray] = {}
+
+    def check_files(self) -> None:
+        """Raises BadInput if a file isn't as mode=teach wrote it."""
+        try:
+            written = manifest.read(self.folder)
+        except ValueError as error:
+            raise BadInput(KEY, self.name, f"as it was written: {manifest.NAME} is damaged ({error})") from None
+        for name, content in written.files.items() if written else ():
+            allowed = f"as it was written: {self.folder / name} is missing or damaged; run mode=teach again"
+            require(content.is_in(self.folder / name), KEY, self.name, allowed)
 
     def check(self, samples: str, num_train: int, seed: int, keys: list[Key], part: Part) -> None:
         """Raises BadInput if it is a cache of other samples.

@@ -43,7 +43,7 @@ class LiveSoftTargets(SoftTargets):
         log_ratio_sv = log_q_sv - log_p_sv
         q_sv = log_q_sv.exp_()
         log_p_sv.exp_().sub_(q_sv)
-        return log_ratio_sv.mul_(q_sv).sum(-1)
+        return log_ratio_sv.mul_(q_sv).masked_fill_(q_sv == 0, 0).sum(-1)  # what never happens adds 0
 
 
 class Likeliest(NamedTuple):
@@ -82,7 +82,7 @@ class CachedSoftTargets(SoftTargets):
         log_p_sk = log_p_sv.gather(-1, ids_sk)
         rest_p_s = log_p_sv.scatter(-1, ids_sk, -torch.inf).logsumexp(-1)
         q_sk, q_rest_s = log_q_sk.exp(), rest_s.exp()
-        divergences_s = (q_sk * (log_q_sk - log_p_sk)).sum(-1)
+        divergences_s = (q_sk * (log_q_sk - log_p_sk)).where(q_sk > 0, 0).sum(-1)  # what never happens adds 0
         divergences_s += (q_rest_s * (rest_s - rest_p_s)).where(q_rest_s > 0, 0)
         # Of any other class the teacher's share is that of the student.
         q_sv = (log_p_sv + (rest_s - rest_p_s)[:, None]).exp_().scatter_(-1, ids_sk, q_sk)

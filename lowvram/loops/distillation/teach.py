@@ -115,6 +115,7 @@ def about_cache(session: Session, problem: Distilled, writer: Writer) -> About:
     return About(
         teacher=teacher.name,
         teacher_digest=teacher.digest,
+        teacher_format=config.teacher_format.name,
         data=described(session.data.spec),
         num_train=len(session.data.train),
         seed=session.settings.root.seed,

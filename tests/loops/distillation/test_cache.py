@@ -165,6 +165,12 @@ def without_a_shard(folder: Path) -> tuple[Samples, int]:
     return Drawn(TOKENS, NUM_SAMPLES), 0
 
 
+def with_a_changed_shard(folder: Path) -> tuple[Samples, int]:
+    shard = folder / "cache" / "values-00000.npy"
+    np.save(shard, np.full_like(np.load(shard), -1))
+    return Drawn(TOKENS, NUM_SAMPLES), 0
+
+
 def with_other_lines(folder: Path) -> tuple[Samples, int]:
     lines = np.load(folder / "cache" / INDEX)
     lines["digest"][0] += 1
@@ -184,7 +190,8 @@ def with_other_entries(folder: Path) -> tuple[Samples, int]:
         (other_seed, "its seed is 0, here 1"),
         (other_contents, "sample 3 of epoch 0 isn't the one that the teacher saw"),
         (other_number, "its number of samples is 12, here 13"),
-        (without_a_shard, "ids-00000.npy can't be read"),
+        (without_a_shard, "ids-00000.npy is missing or damaged"),
+        (with_a_changed_shard, "values-00000.npy is missing or damaged"),
         (with_other_lines, "doesn't match cache.json"),
         (with_other_entries, "the folder of a run with mode=teach"),
     ],

@@ -99,3 +99,15 @@ def test_rounded_probabilities_are_made_to_sum_to_one(top: int) -> None:
     """Else the gradient of a row wouldn't sum to 0, and would move all logits."""
     _, gradient = cached(logits(1), top, torch.float16).loss(slice(0, N), logits(0))
     assert gradient.sum(-1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("values", [torch.float64, torch.float16])
+def test_classes_that_the_teacher_rules_out_add_nothing(values: torch.dtype) -> None:
+    """Their logarithms are -inf: as logits of the teacher, or once they are rounded to fp16."""
+    student, teacher = logits(0), logits(1)
+    teacher[:, 2] = -torch.inf
+    teacher[:, 3] = -1e7
+    for soft in (live(teacher), cached(teacher, V, values), cached(teacher, 4, values)):
+        losses, gradient = soft.loss(slice(0, N), student)
+        assert losses.isfinite().all()
+        assert gradient.isfinite().all()
