@@ -17,6 +17,7 @@ from lowvram.config.secret import REFUSED
 from lowvram.config.words import key
 from lowvram.results import row as rows
 from lowvram.results.files import manifest
+from lowvram.results.files.other_format import check_safetensors
 from lowvram.results.row import Row
 from lowvram.results.terminal import hydra_quoted, shown_path
 from lowvram.runs.hydra_notes import FOLDER as NOTES
@@ -105,7 +106,7 @@ def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     """The words for the configuration of an exported model, but for those that were typed.
 
     Raises:
-        BadInput: it holds no model of lowvram's, or is damaged.
+        BadInput: it holds no model of lowvram's, is damaged, or in a format other than safetensors.
     """
     described: Any = None
     with suppress(OSError, ValueError):
@@ -116,6 +117,7 @@ def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     allowed = "the folder of a trained model of lowvram's own (transformer, resnet), such as a run's model"
     require(bool(options), name, str(folder), f"{allowed}: {CONFIG} there is none's")
     manifest.check(folder)
+    check_safetensors(folder, name, str(folder))
     row = rows.read(folder.parent)
     known = [str(target).split(".")[-2], row and row["choices"].get("model")]  # of equal ones the run's own
     option = max(options, key=lambda option: known.index(option) if option in known else -1)

@@ -21,9 +21,9 @@ from lowvram.knobs.qat import GROUP
 from lowvram.models.layout import CONFIG, WEIGHTS, write_json
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
+from lowvram.results.files.other_format import ABOUT
 from lowvram.tasks import Problem
 
-ABOUT = "export.json"  # names the format, where that isn't safetensors
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 USUAL = (CONFIG, WEIGHTS, APART, ABOUT, "adapter_config.json", "adapter_model.safetensors", "model.pt2", "model.onnx")
 

@@ -50,11 +50,12 @@ class Wanda(Importance):
     @torch.no_grad()
     def scores(self, rig: Rig, widths: Sequence[InnerWidth], batches: Iterable[Part]) -> list[Tensor]:
         readers = [rig.model.get_submodule(width.reader) for width in widths]
-        squares = {reader: torch.zeros((), dtype=torch.float64, device=rig.device) for reader in readers}
+        squares: dict[nn.Module, Tensor] = {}
 
         def note(reader: nn.Module, inputs: tuple[Any, ...]) -> None:
             (x,) = inputs
-            squares[reader] = squares[reader] + over_others(x.float().square(), channel_dim(reader)).double()
+            of_part = over_others(x.float().square(), channel_dim(reader)).double()
+            squares[reader] = squares[reader] + of_part if reader in squares else of_part
 
         hooks = [reader.register_forward_pre_hook(note) for reader in readers]
         try:
@@ -63,6 +64,9 @@ class Wanda(Importance):
         finally:
             for hook in hooks:
                 hook.remove()
+        unseen = [width.reader for width, reader in zip(widths, readers, strict=True) if reader not in squares]
+        if unseen:  # without activations all units of a width would be equal
+            raise RuntimeError(f"wanda has seen no activations of {', '.join(unseen)}: the model didn't call its hooks")
         weights = [over_others(weight_of(reader).double().abs(), 1) for reader in readers]
         products = [weight * squares[reader].sqrt() for weight, reader in zip(weights, readers, strict=True)]
         return [per_unit(each, width.columns).cpu() for each, width in zip(products, widths, strict=True)]

@@ -10,9 +10,10 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lowvram.config.errors import BadInput, require
-from lowvram.config.settings import PruneSettings
-from lowvram.core.assemble import assemble, bare_model
+from lowvram.config.errors import BadInput, Incompatible, require
+from lowvram.config.registry import neutral_options
+from lowvram.config.settings import ExportFormat, PruneSettings
+from lowvram.core.assemble import assemble
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, Rig
 from lowvram.data.loader import TimedBatches
@@ -27,6 +28,8 @@ from lowvram.loops.session import Session
 from lowvram.models.builtin import OwnModel
 from lowvram.models.layout import EXPORTED, plain, weights_in
 from lowvram.models.widths import sliced
+
+ALLOWED = ("accum", "allocator")  # groups that change neither the weights nor how the model is called
 
 
 @final
@@ -60,18 +63,35 @@ def trained_model(session: Session) -> OwnModel:
     """The configuration of the model to be pruned.
 
     Raises:
-        BadInput: no trained model is given, it isn't one of lowvram's, or a knob has changed its tensors.
+        BadInput: no trained model is given, it isn't one of lowvram's, or it would be written in another format.
+        Incompatible: a knob has changed the model, or may have.
     """
     model, settings = session.problem.model, session.settings.prune
     if not isinstance(model, OwnModel):
         allowed = "transformer or resnet with mode=prune, which doesn't know what belongs together in other models"
         raise BadInput("model", type(model).__name__, allowed)
     allowed = "the folder of a finished run, or of an exported model"
+    if settings.run is not None:
+        allowed = "typed on the command line beside mode=prune: from a preset, or with modes of a sweep, it isn't read"
     require(model.init is not None, "prune.run", settings.run, allowed)
     require(num_ranks() == 1, "sharding.ranks", num_ranks(), "1 with mode=prune, which computes in one process")
-    is_plain = session.rig.model.state_dict().keys() == bare_model(session.problem).state_dict().keys()
-    require(is_plain, "adapter", session.chosen.get("adapter"), "none with mode=prune, which prunes the whole model")
+    check_plain(session)
+    allowed = "safetensors with mode=prune: the run that trains the pruned model on may write another format"
+    written = session.settings.export.format
+    require(written is ExportFormat.safetensors, "export.format", written.name, allowed)
     return model
+
+
+def check_plain(session: Session) -> None:
+    """Raises Incompatible unless the session's model is the trained one as its file has it: knobs round weights, set
+    them to zero, move them away, freeze them, or call the model otherwise."""
+    chosen = {group: option for group, _, option in (name.partition("=") for name in session.knobs)}
+    neutral = {group: option for group, option in neutral_options().items() if group not in ALLOWED}
+    others = {group: option for group, option in neutral.items() if chosen.get(group, option) != option}
+    if others:
+        typed = ", ".join(f"{group}={chosen[group]}" for group in others)
+        remedy = " ".join(f"{group}={option}" for group, option in others.items())
+        raise Incompatible(f"{typed}: mode=prune takes the model as its file has it, so it needs {remedy}")
 
 
 def smaller(large: OwnModel, settings: PruneSettings) -> OwnModel:

@@ -15,6 +15,7 @@ from torch import Size, Tensor, nn
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
 from lowvram.data.spec import DataSpec
+from lowvram.results.files.other_format import check_safetensors
 
 EXPORTED = "model"  # in the folder of a run: the folder of its exported model
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -28,9 +29,11 @@ def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
 
 def weights_in(folder: str) -> Path:
     """The weights of an exported model, given its folder or that of its run. Raises BadInput, of `model.init`, if there
-    are none."""
-    places = [Path(folder).expanduser() / inner / WEIGHTS for inner in (EXPORTED, "")]
-    found = next((path for path in places if path.is_file()), None)
+    are none, or they are in another format."""
+    places = [Path(folder).expanduser() / inner for inner in (EXPORTED, "")]
+    for place in places:
+        check_safetensors(place, "model.init", folder)
+    found = next((place / WEIGHTS for place in places if (place / WEIGHTS).is_file()), None)
     if found is None:
         allowed = f"the folder of a finished run, or of an exported model: it has no {WEIGHTS}"
         raise BadInput("model.init", folder, allowed)

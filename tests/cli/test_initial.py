@@ -17,7 +17,9 @@ from lowvram.data.spec import DataSpec, Modality
 from lowvram.export.folder import export
 from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
+from lowvram.models.layout import weights_in
 from lowvram.models.transformer import TransformerConfig
+from lowvram.results import row as rows
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
 from tests.tiers import first_of
 
@@ -101,6 +103,11 @@ def test_what_can_not_be_pruned_is_refused_in_a_sentence(call: Call, exported: P
     no_run = "prune.run='empty': must be the folder of a finished run, or of an exported model: it holds no trained"
     assert call("mode=prune", "prune.run=empty").sentence.startswith(no_run)
     assert call("mode=prune", *WORDS).sentence.startswith("prune.run=null: must be the folder of a finished run")
+    knobs = call(*PRUNE, *WORDS, "precision=bf16_pure", "sparsity=set")
+    assert knobs.sentence.endswith(
+        "mode=prune takes the model as its file has it, so it needs precision=fp32 sparsity=none"
+    )
+    assert call(*PRUNE, *WORDS, "export.format=int8").sentence.startswith("export.format='int8': must be safetensors")
     ratio = call(*PRUNE, "prune.ratio=1")
     assert ratio.sentence.startswith("prune.ratio=1.0: must be at least 0 and less than 1")
     assert "magnitude" in call(*PRUNE, "prune.importance=random").sentence
@@ -170,6 +177,19 @@ def test_models_of_others_and_adapters_are_refused(tmp_path: Path) -> None:
     (run / "model" / "config.json").rename(run / "model" / "lowvram.json")
     with pytest.raises(BadInput, match=r"^prune\.run=.* it holds an adapter alone: train with export\.merge=true"):
         with_pruned(["mode=prune", f"prune.run={run}"])
+
+
+def test_exports_in_other_formats_are_refused(exported: Path) -> None:
+    (exported / "model" / "export.json").write_text('{"format": "int8"}')
+    sentence = "of a model in safetensors: it holds an export of format int8; write its run again with resume="
+    for key in ("model.init", "prune.run"):
+        with pytest.raises(BadInput, match=rf"^{key}=.*{sentence}RUN export\.format=safetensors$"):
+            with_initial(with_pruned(["mode=prune", f"{key}={exported}"]))
+    rows.write(exported, {**rows.empty_row(), "name": "run"})
+    with pytest.raises(BadInput, match=rf"{sentence}\S+/outputs/run export\.format=safetensors$"):
+        with_initial([f"model.init={exported / 'model'}"])
+    with pytest.raises(BadInput, match=rf"^model\.init=.*{sentence}\S+/outputs/run export"):  # not typed: of a preset
+        weights_in(str(exported))
 
 
 VALUES = (None, True, 3, 1e-5, "rotary", "null", "3", 'a "b", c', "~/x y", [1, "a"], {"k": [None]})

@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from lowvram.config.errors import BadInput
-from lowvram.config.settings import ImportanceKind, PruneSettings
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.registry import neutral_options, ready_options
+from lowvram.config.settings import ExportFormat, ImportanceKind, PruneSettings
 from lowvram.core.assemble import assemble
 from lowvram.export.folder import export, load
 from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
+from lowvram.loops.importance import Wanda
 from lowvram.loops.prune import Prune
 from lowvram.loops.session import Session
 from lowvram.models.builtin import OwnModel
 from lowvram.models.external import ExternalConfig
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, PROBLEMS, knobs_of
+from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 from tests.loops.sessions import PRUNE, session_in
 
 MODELS = ("transformer", "resnet")
@@ -94,11 +96,50 @@ def test_refusals(tmp_path: Path) -> None:
     foreign = Auto().pose(ExternalConfig("torch.nn.Identity"), PROBLEMS["resnet"].spec)
     with pytest.raises(BadInput, match=r"^model='ExternalConfig': must be transformer or resnet with mode=prune"):
         Prune().run(replace(session_in(tmp_path, "resnet"), problem=foreign))
-    plain = trained(tmp_path, "transformer")
-    adapted = replace(plain, rig=assemble(plain.problem, knobs_of(adapter="lora"), CPU))
-    with pytest.raises(BadInput, match=r"^adapter=.*: must be none with mode=prune"):
-        Prune().run(adapted)
+    with pytest.raises(BadInput, match=r"^export\.format='onnx': must be safetensors with mode=prune"):
+        Prune().run(trained(tmp_path, "transformer", export=ExportFormat.onnx))
+    unread = session_in(tmp_path, "transformer", prune=settings(run="outputs/run"))
+    with pytest.raises(BadInput, match=r"^prune\.run='outputs/run': must be typed on the command line beside mode="):
+        Prune().run(unread)
     assert not (tmp_path / "model").exists()
+
+
+def test_knobs_that_change_the_model_are_refused(tmp_path: Path) -> None:
+    plain = trained(tmp_path, "transformer")
+    for group in neutral_options().keys() - {"accum", "allocator"}:
+        for option in set(ready_options(group)) - {neutral_options()[group]}:
+            named = replace(plain, knobs=knobs_of(**{group: option}))
+            with pytest.raises(Incompatible, match=rf"\b{group}={option}\b.*: mode=prune takes the model as its file"):
+                Prune().run(named)
+    several = replace(plain, knobs=knobs_of(sparsity="set", precision="bf16_pure", accum="x2"))
+    with pytest.raises(Incompatible, match=r"so it needs precision=fp32 sparsity=none$"):
+        Prune().run(several)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("kind", ImportanceKind)
+def test_a_batch_in_parts_is_pruned_alike(tmp_path: Path, kind: ImportanceKind) -> None:
+    for folder, option in (("one", "none"), ("two", "x2")):
+        (tmp_path / folder).mkdir()
+        choices: dict[str, Any] = {"accum": option}
+        Prune().run(trained(tmp_path / folder, "transformer", prune=settings(importance=kind), choices=choices))
+    one, two = (load(tmp_path / folder / "model").state_dict() for folder in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_what_is_written_are_values_of_the_file(tmp_path: Path) -> None:
+    Prune().run(trained(tmp_path, "transformer"))
+    before, after = (load(tmp_path / folder).state_dict() for folder in ("before", "model"))
+    assert all(set(after[name].flatten().tolist()) <= set(before[name].flatten().tolist()) for name in after)
+
+
+def test_wanda_needs_activations(tmp_path: Path) -> None:
+    session = trained(tmp_path, "transformer")
+    config = session.problem.model
+    assert isinstance(config, OwnModel)
+    rig = replace(session.rig, forward=lambda part: None)  # as a compiled model, which calls no hooks
+    with pytest.raises(RuntimeError, match=r"^wanda has seen no activations of blocks\.0\."):
+        Wanda().scores(rig, config.inner_widths(), [make_batch(session.data.spec, 2)])
 
 
 @pytest.mark.parametrize("ratio", [1.0, -0.1, float("nan")])
