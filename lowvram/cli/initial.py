@@ -27,6 +27,8 @@ EXPORTED, CONFIG, APART = "model", "config.json", "lowvram.json"  # in a run's f
 OF_THE_DATA = ("task", "data", "loader", "accum")  # groups of a run's configuration that its pruned model needs, too
 OF_ONE_CALL = ("mode", "resume", "name", "sweep", "debug", "optimized_metric", "callbacks")  # what isn't passed on
 SECTIONS_OF_ONE_CALL = ("prune", "model", "hydra")
+# With other values of these the same tensors would be another model, or some of them would be left out.
+FIXED = ("num_layers", "num_distinct_layers", "num_heads", "num_kv_heads", "head_width", "layers", "block")
 
 
 def with_initial(words: list[str]) -> list[str]:
@@ -121,8 +123,18 @@ def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     row = rows.read(folder.parent)
     known = [str(target).split(".")[-2], row and row["choices"].get("model")]  # of equal ones the run's own
     option = max(options, key=lambda option: known.index(option) if option in known else -1)
+    check_typed(described["model"], words, f"{name}={folder}")
     fields = {f"model.{field}": described["model"].get(field) for field in nodes[option]}
     return untyped({"model": option, **{field: value for field, value in fields.items() if is_size(field)}}, words)
+
+
+def check_typed(sizes: Mapping[str, Any], words: Sequence[str], origin: str) -> None:
+    """Raises BadInput if other sizes were typed than those of the model in the folder."""
+    typed = [word for word in words if key(word).removeprefix("model.") in FIXED]
+    for override in OverridesParser.create().parse_overrides(typed):
+        field, value = override.key_or_group.removeprefix("model."), override.value()
+        wanted = sizes.get(field)
+        require(value == wanted, f"model.{field}", value, f"{as_hydra(wanted)}, or left out, with {origin}")
 
 
 def is_export(described: Any) -> bool:

@@ -38,8 +38,8 @@ class Prune:
     """conf/mode/prune.yaml"""
 
     def run(self, session: Session) -> dict[str, Any]:
-        check_free(session.folder / EXPORTED)
         large = trained_model(session)
+        check_free(session.folder / EXPORTED)
         small = smaller(large, session.settings.prune)
         session.begin(0, session.settings.prune.batches)
         before = evaluate(session)
@@ -63,10 +63,13 @@ def trained_model(session: Session) -> OwnModel:
     """The configuration of the model to be pruned.
 
     Raises:
-        BadInput: no trained model is given, it isn't one of lowvram's, or it would be written in another format.
+        BadInput: a run would be replaced; no trained model is given, it isn't one of lowvram's, or it would be written
+            in another format.
         Incompatible: a knob has changed the model, or may have.
     """
     model, settings = session.problem.model, session.settings.prune
+    allowed = "train: a run that prunes writes into a folder of its own, and can't be resumed"
+    require(not session.is_resumed, "mode", "prune", allowed)
     if not isinstance(model, OwnModel):
         allowed = "transformer or resnet with mode=prune, which doesn't know what belongs together in other models"
         raise BadInput("model", type(model).__name__, allowed)

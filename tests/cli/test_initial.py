@@ -56,6 +56,7 @@ def test_a_run_is_pruned_and_trains_on(call: Call, tmp_path: Path, name: str) ->
     pruned = call(*PRUNE, "prune.importance=wanda")
     assert pruned.code == 0, pruned.said()
     row, run = read_row(outputs / "pruned"), read_row(outputs / "run")
+    assert call(*PRUNE[:2], "resume=outputs/run").sentence.startswith("mode='prune': must be train")
     assert {path: path.read_bytes() for path in (outputs / "run").rglob("*") if path.is_file()} == before
     assert row["pruning"]["loss_before"] == pytest.approx(run["loss"]["eval"], rel=1e-6)
     assert row["pruning"]["parameters_after"] < row["pruning"]["parameters_before"] == run["model"]["parameters"]
@@ -147,15 +148,24 @@ def described(folder: Path, **model: Any) -> Path:
 
 
 def test_what_was_typed_wins_over_the_folder(tmp_path: Path) -> None:
-    folder = described(tmp_path / "run", positions="learned", vocab_size=None, tied_embeddings=True, init="elsewhere")
-    typed = [f"model.init={folder}", "model.num_heads=3", "precision=bf16"]
+    sizes = {"positions": "learned", "vocab_size": None, "tied_embeddings": True, "dropout": 0.1}
+    folder = described(tmp_path / "run", **sizes, init="elsewhere")
+    typed = [f"model.init={folder}", "model.dropout=0.5", "precision=bf16"]
     words = with_initial(typed)
     assert words[-3:] == [*typed[1:], typed[0]]
     added = words[:-3]
     assert added[0] == "model=transformer"
     assert {"model.mlp_width=24", "model.positions=learned", "model.vocab_size=null"} < set(added)
-    assert not {"model.num_heads=2", "model.init=elsewhere"} & set(added)
+    assert not {"model.dropout=0.1", "model.init=elsewhere"} & set(added)
     assert with_initial(["model=gpt2", *typed])[0] != "model=transformer"
+    assert "model.num_heads=2" in with_initial([*typed, "model.num_heads=2"])
+
+
+@pytest.mark.parametrize("word", ["model.num_heads=1", "model.num_layers=1", "model.head_width=8"])
+def test_what_would_make_another_model_of_the_same_weights_is_refused(word: str, tmp_path: Path) -> None:
+    folder = described(tmp_path / "run", num_layers=2, head_width=None)
+    with pytest.raises(BadInput, match=rf"{word}: must be (2|null), or left out, with model.init="):
+        with_initial([f"model.init={folder}", word])
 
 
 def test_a_resumed_run_gets_the_same_words(exported: Path) -> None:
