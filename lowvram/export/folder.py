@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import ExportFormat
+from lowvram.core.assemble import bare_model
 from lowvram.export import plain
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import TorchExport
@@ -25,7 +26,11 @@ from lowvram.results.files.other_format import ABOUT
 from lowvram.tasks import Problem
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-USUAL = (CONFIG, WEIGHTS, APART, ABOUT, "adapter_config.json", "adapter_model.safetensors", "model.pt2", "model.onnx")
+USUAL = (
+    *(CONFIG, WEIGHTS, APART, ABOUT, "adapter_config.json", "adapter_model.safetensors"),
+    *("model.pt2", "model.onnx", "model.onnx.data", "model.safetensors.index.json"),
+)
+SHARDS = "model-?????-of-?????.safetensors"  # how many there will be isn't known before the weights are written
 
 
 def format_of(name: ExportFormat, group: int = GROUP) -> Format | None:
@@ -46,10 +51,11 @@ def format_of(name: ExportFormat, group: int = GROUP) -> Format | None:
 
 
 def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format | None:
-    """As `format_of`. Raises BadInput if the problem's model can't be written so."""
+    """As `format_of`. Raises BadInput if the problem's model can't be written so. Its weights get neither
+    memory nor values, which would be drawn at random."""
     chosen = format_of(name, group)
     if chosen is not None:
-        model = problem.make_model()
+        model = bare_model(problem)
         chosen.check(model, problem.head(model))
     return chosen
 
@@ -93,13 +99,14 @@ def export_as(
 
 
 def check_free(folder: Path) -> None:
-    """Raise FileExistsError if the folder has a file that lowvram didn't write and that an export would replace."""
-    manifest.ours_in(folder, USUAL)
+    """Raise FileExistsError if the folder has a file that lowvram didn't write and that an export may replace."""
+    manifest.ours_in(folder, [*USUAL, *(path.name for path in folder.glob(SHARDS))])
 
 
 def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: Collection[str] = ()) -> Any:
     """Load the model from a run's `model` folder, with its trained weights, on the CPU. Runs only code of lowvram,
-    torch and transformers, and code that the caller names.
+    torch and transformers, and code that the caller names. A graph of torch may hold pickles, which run code when they
+    are read: it is refused unless the caller names its format.
 
     Weights (safetensors, int8, int8_dynamic, int4) return the plain model; an adapter is merged into it. Graphs
     (torch_export, onnx, pt2e) return a module that takes the inputs of a batch and returns the logits.
@@ -107,17 +114,22 @@ def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: 
     Args:
         model: for model=external, the class or function that makes the model.
         trust: instead of `model`, dotted names of such classes or functions that may be imported if the folder names
-            them.
+            them. Of a graph its format, `torch_export` or `pt2e`, if you trust who made it: it may run code.
 
     Raises:
-        BadInput: the folder is damaged, or names code that the caller didn't.
+        BadInput: the folder is damaged, names code that the caller didn't, or has a graph whose format the caller
+            didn't name.
     """
     folder = Path(folder)
     manifest.check(folder)
     allowed = Allowed(model, frozenset([trust] if isinstance(trust, str) else trust))
     if not (folder / ABOUT).is_file():
         return plain.load(folder, allowed)
-    return format_in(folder).load(folder, lambda: plain.skeleton(folder, allowed))
+    chosen = format_in(folder)
+    way = f"load(folder, trust={{{chosen.name!r}}}), if you trust who made it"
+    is_allowed = not chosen.may_run_code or chosen.name in allowed.names
+    require(is_allowed, "format", chosen.name, f"named by you, as this graph may run code when it is loaded: {way}")
+    return chosen.load(folder, lambda: plain.skeleton(folder, allowed))
 
 
 def format_in(folder: Path) -> Format:

@@ -30,6 +30,7 @@ class Format(ABC):
     """One way to write a trained model, and to load it again."""
 
     name: ClassVar[str] | str
+    may_run_code: ClassVar[bool] = False  # when a file that somebody crafted is loaded
 
     @abstractmethod
     def check(self, model: nn.Module, head: nn.Module | None) -> None:

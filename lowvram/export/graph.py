@@ -26,6 +26,7 @@ class TorchExport(Graph):
     """The graph as it was traced."""
 
     name = "torch_export"
+    may_run_code = True  # torch.export.load falls back to unpickling
 
     def check(self, model: nn.Module, head: nn.Module | None) -> None:
         """Raises nothing: only tracing tells whether a model can be traced."""
@@ -61,6 +62,7 @@ def traced(module: nn.Module, problem: Problem, name: str, strict: bool = False)
 
     Raises:
         BadInput: torch can't trace it.
+        MemoryError, torch.OutOfMemoryError: there is no room for it.
     """
     inputs, _ = problem.spec.example(2)
     free = {0: Dim.DYNAMIC} if problem.has_few_shapes() else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
@@ -68,6 +70,8 @@ def traced(module: nn.Module, problem: Problem, name: str, strict: bool = False)
     try:
         with quiet(), agreeing_precision(), torch.no_grad():
             program = torch.export.export(module, (inputs,), dynamic_shapes=(dims,), strict=strict)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # of any code that the model has
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         allowed = f"another format, such as resume=RUN export.format=safetensors: torch can't trace this model ({why})"

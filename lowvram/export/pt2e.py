@@ -27,6 +27,7 @@ class Pt2e(Graph):
     """The graph with its scales. It needs torchao beside torch: the operators that round are torchao's."""
 
     name = "pt2e"
+    may_run_code = True  # torch.export.load falls back to unpickling
 
     def check(self, model: nn.Module, head: nn.Module | None) -> None:
         """Raises nothing: only tracing tells whether a model can be traced."""

@@ -5,6 +5,7 @@ Everything here goes through the file as it was loaded again, on the CPU.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,13 @@ def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, An
     if chosen is None:
         export(folder, model, origin, settings.export.merge)
         return {"export": {"file_bytes": file_bytes(folder)}}
+    fields = written_as(chosen, session, model, origin, folder)
+    gc.collect()  # graphs have cycles, which would keep their weights into the steps that are measured next
+    return fields
+
+
+def written_as(chosen: Format, session: Session, model: nn.Module, origin: Origin, folder: Path) -> dict[str, Any]:
+    """As `export_run`. The file is loaded without asking, since this process has just written it."""
     batches = [part.inputs for part in islice(held_out(session), FEW_BATCHES)]
     with torch.random.fork_rng(devices=[]):  # a model's constructor may draw its first weights
         trained = export_as(chosen, folder, model, origin, session.problem, batches)

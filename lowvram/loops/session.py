@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -68,6 +68,10 @@ class Session:
     malloc_bytes: int | None  # what malloc had allocated before the model was made; None: not known
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
     run: str | None = None  # the run's id, which its snapshots carry
+
+    def with_more_before(self, num_bytes: int) -> Session:
+        """The same, as if malloc had allocated so many bytes more before the model was made: they don't count."""
+        return self if self.malloc_bytes is None else replace(self, malloc_bytes=self.malloc_bytes + num_bytes)
 
     def begin(
         self,

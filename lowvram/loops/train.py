@@ -22,7 +22,8 @@ from lowvram.loops.exported import export_run
 from lowvram.loops.journal import Journal
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
-from lowvram.loops.profiling.post_run import post_run
+from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
+from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.session import Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
 from lowvram.models.layout import EXPORTED
@@ -190,16 +191,18 @@ class TrainingRun:
 
     def finish(self, batches: TimedBatches, step_ms: list[float]) -> dict[str, Any]:
         """Make the last snapshot, evaluation and export, then measure with `post_run`, which would disturb them; return
-        the row's fields."""
+        the row's fields. What the export takes is no part of the run's memory."""
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         self.save()  # first, so that interrupting the evaluation loses nothing
         evaluation = self.evaluate()
+        peaks, malloc_bytes = run_peaks(self.session), allocated_bytes()
         exported = self.export()
+        measured = self.session.with_more_before(grown_bytes(malloc_bytes))
         return fields.merged(
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
             exported,
             fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts),
-            post_run(self.session, batches),
+            post_run(measured, batches, peaks),
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +20,11 @@ from lowvram.config.errors import BadInput
 from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.export import load, onnx
-from lowvram.export.folder import ABOUT, export, export_as, file_bytes, format_of
+from lowvram.export.folder import ABOUT, check_free, checked_format, export, export_as, file_bytes, format_of
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import agreeing_precision, traced
 from lowvram.export.plain import Origin
-from lowvram.export.weights import distinct, fill, pack_pairs, unpack_pairs
+from lowvram.export.weights import FewBits, distinct, fill, pack_pairs, unpack_pairs
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.results.files import manifest
 from lowvram.tasks import Auto, Problem
@@ -82,7 +85,7 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
 @torch.no_grad()
 def check_outputs(folder: Path, name: str, model: str) -> None:
     trained = exported(folder, name, model)
-    loaded = load(folder / "model")
+    loaded = load(folder / "model", trust={name})
     for num_samples in (1, 7):
         inputs = make_batch(trained.problem.spec, num_samples, seed=num_samples).inputs
         found = named(name).outputs(trained.problem, loaded, inputs)
@@ -123,6 +126,34 @@ def test_a_graph_runs_in_a_process_without_lowvram(tmp_path: Path, name: str) ->
     files = (tmp_path / "inputs.npy", path, tmp_path / "outputs.npy")
     subprocess.run([sys.executable, "-W", "ignore", "-c", program, *files], cwd=tmp_path, check=True)
     assert error_of(torch.from_numpy(np.load(files[2])), trained.outputs(inputs)) <= ERRORS[name]
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.sprung,)
+
+
+@pytest.mark.parametrize("name", ["torch_export", "pt2e"])
+def test_a_graph_runs_no_code_unless_its_format_is_named(tmp_path: Path, name: str) -> None:
+    sound, crafted, pickled = tmp_path / "sound.pt2", tmp_path / "model.pt2", io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.zeros(2, 2),)), sound)
+    torch.save(Trap(tmp_path / "sprung"), pickled)
+    with zipfile.ZipFile(sound) as before, zipfile.ZipFile(crafted, "w") as after:
+        for item in before.namelist():
+            after.writestr(item, pickled.getvalue() if "sample_inputs" in item else before.read(item))
+    (tmp_path / ABOUT).write_text(json.dumps({"format": name}))
+    others = set(GRAPHS) - {name}
+    with (
+        pytest.warns(UserWarning, match="has no files.json"),
+        pytest.raises(BadInput, match=rf"^format='{name}': .* may run code .*: load\(folder, trust=\{{'{name}'\}}\)"),
+    ):
+        load(tmp_path, trust=others)
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_a_graph_does_not_say_which_files_it_came_from(tmp_path: Path) -> None:
@@ -171,6 +202,25 @@ def test_a_model_without_such_layers_is_refused_in_one_sentence(name: str) -> No
         named(name).check(model, problem.head(model))
 
 
+def test_a_check_draws_no_random_number_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, checked = torch.get_rng_state(), list[nn.Module]()
+    monkeypatch.setattr(FewBits, "check", lambda self, model, head: checked.append(model))
+    checked_format(ExportFormat.int8, 32, TINY["transformer"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.is_meta for parameter in checked[0].parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["model.onnx.data", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+)
+def test_a_file_of_the_user_in_the_way_is_found_before_the_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    check_free(tmp_path / "model")
+    (tmp_path / "model" / name).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{name} is in the way"):
+        check_free(tmp_path / "model")
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(
@@ -188,6 +238,16 @@ def test_a_model_that_can_not_be_traced_is_refused_in_one_sentence() -> None:
         BadInput, match=r"^export\.format='torch_export': .*torch can't trace this model \(\w+: [^\n]*$"
     ):
         traced(Choosy(), TINY["transformer"], "torch_export")
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_running_out_of_memory_is_not_said_to_be_the_model(error: type[Exception]) -> None:
+    class Large(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(error):
+        traced(Large(), TINY["transformer"], "torch_export")
 
 
 def test_another_format_replaces_what_was_there(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from lowvram.config.errors import BadInput
 from lowvram.config.settings import ExportFormat
 from lowvram.export import load
 from lowvram.export.folder import file_bytes
+from lowvram.loops import train
 from lowvram.loops.exported import held_out, interleaved_ms, mean_loss
+from lowvram.loops.profiling import post_run
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train
 from tests.loops.sessions import BATCH_SIZE, Told
@@ -43,6 +45,35 @@ def test_plain_weights_are_not_evaluated_again(make_session: MakeSession) -> Non
     row = Train().run(session)
     assert row["export"] == {"file_bytes": (session.folder / "model" / "model.safetensors").stat().st_size}
     assert "loss_exported" not in row["eval"]
+
+
+def test_the_peaks_of_the_run_are_read_before_the_export(
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = [10**9]
+
+    def exporting(*_: object) -> dict[str, Any]:
+        resident[0] = 10**12
+        return {}
+
+    monkeypatch.setattr(train, "export_run", exporting)
+    monkeypatch.setattr(post_run, "status_bytes", lambda name: resident[0])
+    memory = Train().run(make_session())["memory"]
+    assert memory["process_peak_bytes"] == memory["host_peak_bytes"] == 10**9
+    assert resident == [10**12]
+
+
+def test_what_the_export_leaves_in_memory_is_not_the_steps(
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list[torch.Tensor]()
+
+    def exporting(*_: object) -> dict[str, Any]:
+        left.append(torch.ones(2**25))
+        return {}
+
+    monkeypatch.setattr(train, "export_run", exporting)
+    assert Train().run(make_session())["memory"]["beyond_tensors_bytes"] < left[0].nbytes / 2
 
 
 def test_a_run_with_rounded_weights_goes_on_to_the_last_digit(make_session: MakeSession) -> None:

@@ -17,7 +17,7 @@ from lowvram.core.assemble import bare_model
 from lowvram.core.values import Fill, materialise
 from lowvram.data.local import looks_local
 from lowvram.data.spec import DataSpec
-from lowvram.export.folder import load
+from lowvram.export.folder import ABOUT, load
 from lowvram.export.plain import APART, Allowed, described_problem, read_json
 from lowvram.knobs.precision.bf16_pure import to_bf16, with_bf16_inputs
 from lowvram.models.external import ExternalConfig
@@ -125,6 +125,9 @@ def teacher_in(folder: Path | None, name: str, student: ModelConfig, spec: DataS
     if (folder / APART).is_file():
         allowed = "a run that saved a whole model: with adapters, export.merge=true does"
         raise BadInput(KEY, name, allowed)
+    run = folder.parent if folder.name == EXPORTED else "RUN"
+    allowed = f"a run that saved plain weights: write its run again with resume={run} export.format=safetensors"
+    require(not (folder / ABOUT).is_file(), KEY, name, allowed)
     described = read_json(folder, CONFIG)
     if "data" not in described:
         return of_transformers(name, folder, spec)

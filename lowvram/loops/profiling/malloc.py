@@ -34,6 +34,12 @@ def allocated_bytes() -> int | None:
     return info.uordblks + info.hblkhd  # in heaps, and in blocks with a mapping of their own
 
 
+def grown_bytes(before: int | None) -> int:
+    """How many bytes more malloc has allocated than before; 0 if that isn't known."""
+    now = allocated_bytes()
+    return 0 if before is None or now is None else now - before
+
+
 @final
 class MallocWatch:
     """Samples `allocated_bytes` inside its block, every `INTERVAL_S`. `peak_bytes` is the largest value so far."""

@@ -33,11 +33,15 @@ PHASE_STEPS, PHASE_SECONDS = 3, 2.0  # whichever comes first, but at least one s
 NO_ROOM = "the run fitted, but the extra steps that tell it ran out of memory"
 
 
-def post_run(session: Session, batches: TimedBatches) -> Fields:
+def post_run(session: Session, batches: TimedBatches, peaks: dict[str, Any] | None = None) -> Fields:
     """The row's fields from extra steps: the phases of a step, then the memory of a step on the largest batch so far.
     The peaks of the run itself are read first, so that they don't include these steps. If a card's memory is too small
-    for these steps, as it may be where it just held the run, the fields that they haven't told yet are missing."""
-    before, batch = run_peaks(session), next(batches)
+    for these steps, as it may be where it just held the run, the fields that they haven't told yet are missing.
+
+    Args:
+        peaks: of the run itself, if something was done since then that is no part of it; None: they are read now.
+    """
+    before, batch = peaks or run_peaks(session), next(batches)
     batches.close()
     found: Fields = {"memory": {**before, "by_kind_reason": NO_ROOM}}
     try:

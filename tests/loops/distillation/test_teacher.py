@@ -126,6 +126,12 @@ def with_adapter(folder: Path) -> None:
     (folder / "model" / "lowvram.json").write_text("{}")
 
 
+def with_few_bits(folder: Path) -> None:
+    folder.mkdir()
+    exported(PROBLEMS["transformer"], folder)
+    (folder / "model" / "export.json").write_text('{"format": "int8"}')
+
+
 def with_other_bytes(folder: Path) -> None:
     folder.mkdir()
     exported(PROBLEMS["transformer"], folder)
@@ -139,9 +145,10 @@ def with_other_bytes(folder: Path) -> None:
         (lambda folder: None, "the folder of a run with its model/, or of a model of transformers"),
         (without_model, "config.json"),
         (with_adapter, "export.merge=true"),
+        (with_few_bits, r"^task\.teacher=.*resume=\S+/run export\.format=safetensors$"),
         (with_other_bytes, "model.safetensors is damaged"),
     ],
-    ids=["nothing", "no model", "an adapter", "damaged"],
+    ids=["nothing", "no model", "an adapter", "another format", "damaged"],
 )
 def test_a_folder_without_a_whole_model_is_refused(make: Callable[[Path], None], what: str, tmp_path: Path) -> None:
     make(tmp_path / "run")
