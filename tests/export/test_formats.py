@@ -198,7 +198,9 @@ def test_values_of_another_model_are_refused() -> None:
 def test_a_model_without_such_layers_is_refused_in_one_sentence(name: str) -> None:
     problem = TINY["resnet"]
     model = problem.make_model()
-    with pytest.raises(BadInput, match=rf"^export\.format='{name}': must be safetensors or pt2e: the model has no"):
+    with pytest.raises(
+        BadInput, match=rf"^export\.format='{name}': must be safetensors, torch_export, onnx or pt2e: the model has no"
+    ):
         named(name).check(model, problem.head(model))
 
 
