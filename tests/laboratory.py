@@ -32,7 +32,7 @@ from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec, Modality
-from lowvram.knobs.sparsity import Magnitude, Movement, TwoOfFour
+from lowvram.knobs.sparsity import Magnitude, Movement, RigL, Set, TwoOfFour
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
@@ -51,12 +51,15 @@ DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 
 NEUTRAL = dict(neutral_options())
 OPTIONS = {group: ready_options(group) for group in NEUTRAL}
-# So that tiny batches have several tiles, but not very many, and weights are masked in the first step.
+# So that tiny batches have several tiles, but not very many, and weights are masked in the first step. Masks need to
+# know how many steps there are.
 SMALL: dict[tuple[str, str], Knob] = {
     ("tile", "mlp"): TiledMLP(tokens=50),
     ("tile", "blocks"): TiledBlocks(samples=6),
     ("sparsity", "magnitude"): Magnitude(steps=1),
     ("sparsity", "movement"): Movement(steps=1),
+    ("sparsity", "set"): Set(steps=100),
+    ("sparsity", "rigl"): RigL(steps=100),
     ("sparsity", "two_of_four"): TwoOfFour(steps=1),
 }
 KNOBS: dict[tuple[str, str], Knob] = {option: SMALL.get(option) or knob_of(option) for option in all_options()}

@@ -22,6 +22,7 @@ from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
 from lowvram.export.folder import load
 from lowvram.knobs.adapter import Freeze
+from lowvram.knobs.logits.chunked import TiledLogits
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.optimizer.plain import Moments
 from lowvram.knobs.precision import Fp16
@@ -32,6 +33,7 @@ from lowvram.knobs.sparsity.pruning import Schedule
 from lowvram.knobs.sparsity.two_of_four import smaller_half
 from lowvram.knobs.sparsity.weights import Masked
 from lowvram.knobs.stepping import AfterBackward, InBackward
+from lowvram.knobs.stepping.in_backward import SumsIn
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, MODELS, PROBLEMS, TOKENS, knobs_of, make_batch, peak_as_measured, peak_as_planned
@@ -259,7 +261,7 @@ def gradients_of(rig: Rig, batch: Any) -> dict[str, Tensor]:
 
 def test_what_is_drawn_depends_on_the_seed_and_the_step_alone() -> None:
     def masks(seed: int, batch_seed: int) -> Tensor:
-        rig = assemble(PROBLEMS["transformer"], knobs_of(sparsity=Set(share=0.5)), CPU, seed)
+        rig = assemble(PROBLEMS["transformer"], knobs_of(sparsity=Set(share=0.5, steps=STEPS)), CPU, seed)
         torch.manual_seed(batch_seed)
         return masks_of(rig)
 
@@ -376,10 +378,11 @@ def test_all_steppers_keep_the_same_masks(option: str, parts: Choices) -> None:
 
 def test_gradients_of_masked_weights_do_not_count_for_the_norm() -> None:
     clip = AfterBackward(clip=1e-3)
-    rig = rig_of("transformer", sparsity=Set(share=0.9), stepping=clip)
+    knob = Set(share=0.9, steps=STEPS)
+    rig = rig_of("transformer", sparsity=knob, stepping=clip)
     norm = step(rig, make_batch(PROBLEMS["transformer"].spec, 8))[1].grad_norm
     dense = rig_of("transformer", stepping=clip)
-    dense.model.load_state_dict(rig_of("transformer", sparsity=Set(share=0.9)).model.state_dict())
+    dense.model.load_state_dict(rig_of("transformer", sparsity=knob).model.state_dict())
     batch = make_batch(PROBLEMS["transformer"].spec, 8)
     gradients = gradients_of(dense, batch)
     masks = {f"{name}.weight": masked for name, (_, masked) in masked_in(rig).items()}
@@ -389,6 +392,19 @@ def test_gradients_of_masked_weights_do_not_count_for_the_norm() -> None:
         for name, gradient in gradients.items()
     )
     assert float(norm * count) == pytest.approx(wanted**0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("sums", [SumsIn.bf16, SumsIn.int8])
+def test_gradients_summed_a_few_rows_at_a_time_are_masked_too(sums: SumsIn) -> None:
+    """Of the head, whose gradient logits=tiled would add to such sums before a mask sees it."""
+    head: Choices = {"sparsity": TwoOfFour(begin=0.0, layers=["head"], steps=1), "accum": "x2"}
+    rig = rig_of("transformer", **head, logits=TiledLogits(chunk_tokens=4), stepping=InBackward(sums=sums))
+    trained(rig, 2)
+    ((weight, masked),) = masked_in(rig).values()
+    stepper: Any = rig.stepper
+    moment = stepper.inner.optimizers[weight].state[weight]["exp_avg"]
+    assert not moment[masked].any()
+    assert moment[~masked].any()
 
 
 def test_a_skipped_step_masks_nothing_halfway() -> None:
@@ -431,6 +447,20 @@ def test_a_resumed_run_goes_on_to_the_bit(option: str, choices: Choices) -> None
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
+@pytest.mark.parametrize("option", ["magnitude", "movement"])
+def test_zeros_stay_where_a_resumed_run_has_more_steps(option: str) -> None:
+    """Whose schedule masks fewer weights at first."""
+    short = trained(rig_of("transformer", sparsity=OFTEN[option]))
+    longer = rig_of("transformer", sparsity=replace(OFTEN[option], steps=3 * STEPS))
+    load_whole(longer.model, trained_state(short.model))
+    longer.stepper.load_state_dict(short.stepper.state_dict())
+    before = masks_of(longer)
+    assert int(before.sum()) == round(0.7 * total(short))
+    for _ in steps_of(longer, 2, STEPS):
+        assert torch.equal(masks_of(longer), before)
+        assert all(not weight[masked].any() for weight, masked in masked_in(longer).values())
+
+
 def masks_and_weights() -> list[list[Any]]:
     rig = assemble(PROBLEMS["transformer"], knobs_of(sparsity=OFTEN["rigl"], sharding="ddp"), CPU)
     for number in range(3):
@@ -467,8 +497,8 @@ def test_a_mask_takes_a_byte_a_weight_and_saves_nothing() -> None:
 
     num = total(rig_of("transformer", sparsity="magnitude"))
     dense = optimizer_bytes(NoSparsity())
-    assert num <= optimizer_bytes(Magnitude()) - dense <= num + 512 * 12
-    assert 5 * num <= optimizer_bytes(Movement()) - dense <= 5 * num + 512 * 24
+    assert num <= optimizer_bytes(Magnitude(steps=100)) - dense <= num + 512 * 12
+    assert 5 * num <= optimizer_bytes(Movement(steps=100)) - dense <= 5 * num + 512 * 24
 
 
 @pytest.mark.parametrize(
@@ -486,6 +516,13 @@ def test_what_masks_can_not_go_with_says_so(choices: Choices, reason: str) -> No
         rig_of("transformer", sparsity="rigl", **choices)
 
 
+def test_masks_that_no_optimizer_keeps_to_are_refused() -> None:
+    """An optimizer that is named later replaces the one around which the masks act."""
+    knobs = knobs_of(sparsity="magnitude")
+    with pytest.raises(Incompatible, match="sparsity acts around the optimizer: name sparsity after it"):
+        assemble(PROBLEMS["transformer"], dict(reversed(knobs.items())), CPU)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -498,6 +535,10 @@ def test_what_masks_can_not_go_with_says_so(choices: Choices, reason: str) -> No
         (lambda: Magnitude(layers=[]), r"sparsity.layers='\[\]': must be null"),
         (lambda: Magnitude(steps=0), "sparsity.steps=0: must be null"),
         (lambda: Magnitude(share=float("nan")), "sparsity.share=nan"),
+        (
+            lambda: rig_of("transformer", sparsity=Magnitude()),
+            "sparsity.steps=null: must be the number of updates, where no train.steps gives it: set sparsity.steps",
+        ),
         (
             lambda: rig_of("transformer", sparsity=Magnitude(layers=["stem"])),
             "sparsity.layers='?stem'?: must be a name",

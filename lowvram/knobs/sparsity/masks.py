@@ -1,6 +1,7 @@
 """Masks of weights, and the hooks that keep masked weights at zero, whatever the optimizer and the stepper.
 
-1. When autograd has computed a gradient, its masked elements become 0, so that norms and clipping leave them out.
+1. When autograd has computed a gradient, its masked elements become 0, so that norms and clipping leave them out. Only
+   in steps in which a rule needs them (`Rule.needs_gradients`) they count there, and become 0 before the update.
 2. Before an optimizer updates a weight, its gradient is that of the whole step: summed over parts and ranks, without a
    loss scale. There a `Rule` may change the mask. Steps that a loss scale skips never get there.
 3. After the update masked weights become 0, and so do their moments if the mask is new.
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
+from lowvram.config.errors import Incompatible
 from lowvram.core.copies import original
+from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Kind
 from lowvram.core.layers import is_transposed
@@ -114,6 +117,7 @@ class Masking:
     def __init__(self, masks: Sequence[Mask], rule: Rule) -> None:
         self.masks, self.rule = {mask.weight: mask for mask in masks}, rule
         self.step = 0  # of the run; counts steps without an update, too
+        self.is_heeded = False  # by an optimizer
         for weight in self.masks:  # before a stepper's hooks, which may use the gradient and free it
             when_accumulated(weight, self.arrived)
 
@@ -124,12 +128,15 @@ class Masking:
             optimizer = make(parameters)
             optimizer.register_step_pre_hook(self.before_update)
             optimizer.register_step_post_hook(self.after_update)
+            self.is_heeded = True
             return optimizer
 
         return make_masked
 
     def start(self, rig: Rig, seed: int) -> Rig:
-        """The rig whose stepper keeps the masks from step to step."""
+        """The rig whose stepper keeps the masks from step to step. Raises Incompatible if no optimizer heeds them."""
+        if not self.is_heeded:  # another knob has replaced `make_optimizer`
+            raise Incompatible("sparsity acts around the optimizer: name sparsity after it in the knobs of `assemble`")
         self.rule.start(seed)
         for weight, mask in self.masks.items():
             mask.clear(weight.detach())
@@ -174,6 +181,10 @@ class MaskingStepper(StepperAround):
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
         self.masking.rule.begin(self.masking.step)
         self.inner.begin(num_parts, divisor)
+
+    def sink_of(self, parameter: Tensor) -> GradientSink | None:
+        """None for a weight with a mask, which applies to its whole gradient."""
+        return None if parameter in self.masking.masks else self.inner.sink_of(parameter)
 
     def update(self) -> Update:
         update = self.inner.update()

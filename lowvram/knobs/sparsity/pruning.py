@@ -93,15 +93,21 @@ class Threshold(Rule):
 
     def begin(self, step: int) -> None:
         if self.schedule.is_due(step):
-            total = sum(mask.weight.numel() for mask in self.masks)
             pieces = [
                 Piece(partial(self.keys, values, masked), masked)
                 for mask in self.masks
                 for values, masked in rows_of(self.scores(mask), mask.masked)
             ]
-            choose_lowest(pieces, round(self.schedule.share_at(step) * total))
+            choose_lowest(pieces, self.num_at(step))
             for mask in self.masks:
                 mask.is_new = True
+
+    def num_at(self, step: int) -> Tensor:
+        """How many weights are masked from this step on (0-dim): those of the schedule, but never fewer than are masked
+        now. In a resumed run that has become longer the schedule says fewer at first."""
+        total = sum(mask.weight.numel() for mask in self.masks)
+        counts = [rows.sum() for mask in self.masks for (rows,) in rows_of(mask.masked)]
+        return torch.stack(counts).sum().clamp(min=round(self.schedule.share_at(step) * total))
 
     @abstractmethod
     def scores(self, mask: Mask) -> Tensor:

@@ -52,7 +52,7 @@ def descending(values: Tensor) -> Tensor:
     return ~ascending(values)
 
 
-def choose_lowest(pieces: Sequence[Piece], num: int) -> None:
+def choose_lowest(pieces: Sequence[Piece], num: int | Tensor) -> None:
     """Note in each piece which elements are among the `num` with the lowest keys of all pieces."""
     last = key_of_last(pieces, num)
     num_ties = num - count(pieces, lambda keys: keys < last)
@@ -65,7 +65,7 @@ def choose_lowest(pieces: Sequence[Piece], num: int) -> None:
         num_seen = places[-1]
 
 
-def key_of_last(pieces: Sequence[Piece], num: int) -> Tensor:
+def key_of_last(pieces: Sequence[Piece], num: int | Tensor) -> Tensor:
     """The smallest key for which `num` elements or more have it or a lower one (0-dim)."""
     device = pieces[0].chosen.device
     low, high = (torch.full((), key, dtype=torch.int64, device=device) for key in (LOWEST, HIGHEST))

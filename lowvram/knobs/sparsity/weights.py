@@ -9,6 +9,7 @@ from typing import Any, Self, final
 
 from torch import nn
 
+from lowvram.compat.torch_fake import is_fake
 from lowvram.config.errors import BadInput, require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.layers import is_transposed
@@ -17,7 +18,7 @@ from lowvram.core.rig import Rig, Task
 from lowvram.knobs.sparsity.masks import Mask, Masking, Rule
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-UNKNOWN_STEPS = 100  # the length of a run, where nobody tells it
+UNKNOWN_STEPS = 100  # the length of a run that is only planned
 
 
 class Sparsity(Knob):
@@ -92,6 +93,8 @@ class Masked(Sparsity):
 
     def apply(self, rig: Rig) -> Rig:
         masks = [Mask(name, layer) for name, layer in self.layers_with_masks(rig.task, rig.model).items()]
+        allowed = "the number of updates, where no train.steps gives it: set sparsity.steps, or call `for_steps`"
+        require(self.steps is not None or is_fake(masks[0].masked), "sparsity.steps", self.steps, allowed)
         masking = Masking(masks, self.rule(masks))
         return replace(rig, make_optimizer=masking.around(rig.make_optimizer), over_time=masking.start)
 
