@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowvram.compat.torch_autograd import version_of
 from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core import host
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
 from lowvram.core.rig import Rig
@@ -376,6 +378,21 @@ def test_all_steppers_keep_the_same_masks(option: str, parts: Choices) -> None:
         assert (masks_of(other) != masks_of(plain)).double().mean() <= (0.01 if parts else 0)  # sums in another order
 
 
+def test_masks_are_copied_to_host_memory_only_where_they_change() -> None:
+    """Each such copy makes the host wait for the device."""
+    rig = rig_of("transformer", sparsity=OFTEN["two_of_four"], stepping="cpu_offload", optimizer="sgd")
+    stepper: Any = rig.stepper
+    masters: Any = stepper.inner.masters
+    masks = {masters[weight]: mask for weight, mask in stepper.masking.masks.items()}
+    counts = []
+    for _ in steps_of(rig):
+        copies = [mask.beside(master) for master, mask in masks.items()]
+        assert all(map(host.holds, copies))
+        assert all(torch.equal(copied, mask.masked) for copied, mask in zip(copies, masks.values(), strict=True))
+        counts.append({version_of(copied) for copied in copies})
+    assert counts == [{1}] * 2 + [{2}] * (STEPS - 2)  # from the step on that sets the masks
+
+
 def test_gradients_of_masked_weights_do_not_count_for_the_norm() -> None:
     clip = AfterBackward(clip=1e-3)
     knob = Set(share=0.9, steps=STEPS)
@@ -489,6 +506,17 @@ def test_memory_is_planned_to_the_byte_where_masks_change(option: str, problem: 
     knobs = knobs_of(sparsity=knob)
     measured, planned = (peak(PROBLEMS[problem], knobs, 8) for peak in (peak_as_measured, peak_as_planned))
     assert planned.peak_bytes == measured.peak_bytes
+
+
+def test_copies_of_masks_in_host_memory_are_planned_to_the_byte() -> None:
+    def host_bytes(peak: Any, knob: Knob) -> int:
+        knobs = knobs_of(sparsity=knob, stepping="cpu_offload")
+        return peak(PROBLEMS["transformer"], knobs, 8).by_kind_max[Kind.HOST]
+
+    knob = OFTEN["rigl"]
+    assert host_bytes(peak_as_planned, knob) == host_bytes(peak_as_measured, knob)
+    more = host_bytes(peak_as_measured, knob) - host_bytes(peak_as_measured, NoSparsity())
+    assert more >= total(rig_of("transformer", sparsity=knob))
 
 
 def test_a_mask_takes_a_byte_a_weight_and_saves_nothing() -> None:

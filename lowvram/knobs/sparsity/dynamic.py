@@ -94,7 +94,7 @@ class Regrowth(Rule):
 
     def update(self, mask: Mask, weight: Tensor, gradient: Tensor, step: int) -> None:
         if self.is_due(step) and (num := self.num_moved(mask, step)):
-            masked = mask.masked.to(weight.device)
+            masked = mask.beside(weight)
             masked = masked | chosen(weight, masked, num, smallest)
             mask.change(masked ^ self.growing(mask, ~masked, gradient, num, step))
 

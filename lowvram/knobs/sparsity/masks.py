@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.config.errors import Incompatible
+from lowvram.core import host
 from lowvram.core.copies import original
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
@@ -39,6 +41,7 @@ class Mask:
         self.weight: nn.Parameter = layer.weight
         self.masked = announce(torch.zeros_like(self.weight, dtype=torch.bool, requires_grad=False), Kind.OPTIMIZER)
         self.is_new = False  # since the last update of the weight
+        self._in_host, self._copied = None, -1  # for weights that are updated there; the version of `masked` it is of
 
     def change(self, masked: Tensor) -> None:
         self.masked.copy_(masked)
@@ -46,7 +49,24 @@ class Mask:
 
     def clear(self, values: Tensor) -> None:
         """Set the masked elements of a tensor of the weight's shape to 0."""
-        values.masked_fill_(self.masked.to(values.device), 0)
+        values.masked_fill_(self.beside(values), 0)
+
+    def beside(self, values: Tensor) -> Tensor:
+        """`masked` where some values are. In host memory it is a copy, written only where the mask has changed, since
+        that waits for the device."""
+        if values.device == self.masked.device and not host.holds(values):
+            return self.masked
+        if self._in_host is None:
+            self._in_host = host.empty_like(self.masked, pin=False)
+        if self._copied != version_of(self.masked):
+            self._in_host.copy_(self.masked)
+            self._copied = version_of(self.masked)
+        return self._in_host
+
+    def announce_copy(self) -> None:
+        """To ledgers, which see it in no state."""
+        if self._in_host is not None:
+            announce(self._in_host, Kind.HOST)
 
     def clear_state(self, state: dict[str, Any]) -> None:
         """After an update: the same for what an optimizer keeps of each element. A correction, which is a part of the
@@ -64,8 +84,9 @@ class Mask:
 
     def clear_codes(self, moment: Any) -> None:
         """The same for a moment that torchao keeps in few bits, of a weight in channels_last in the order in memory."""
-        masked = self.masked if moment.shape == self.masked.shape else contiguous(self.masked)
-        moment.copy_(moment.dequantize().masked_fill_(masked.to(moment.device), 0))
+        masked = self.beside(moment)
+        masked = masked if moment.shape == masked.shape else contiguous(masked)
+        moment.copy_(moment.dequantize().masked_fill_(masked, 0))
 
 
 def inputs_of(layer: nn.Module) -> int:
@@ -179,6 +200,8 @@ class MaskingStepper(StepperAround):
 
     @torch.no_grad()
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        for mask in self.masking.masks.values():
+            mask.announce_copy()
         self.masking.rule.begin(self.masking.step)
         self.inner.begin(num_parts, divisor)
 
