@@ -58,7 +58,8 @@ class FewBits(Format):
 
     def check(self, model: nn.Module, head: nn.Module | None) -> None:
         rows = "" if self.group is None else f" whose rows can be divided into groups of {self.group} weights"
-        allowed = f"safetensors, torch_export, onnx or pt2e: the model has no linear layer{rows}, besides the last, which stays as it is"
+        others = "safetensors, torch_export, onnx or pt2e"
+        allowed = f"{others}: the model has no linear layer{rows}, besides the last, which stays as it is"
         require(bool(self.layers(model, head)), "export.format", self.name, allowed)
 
     def write(self, trained: Trained, folder: Path) -> None:
