@@ -173,9 +173,9 @@ def pose(name: str, config: Any, spec: DataSpec, own: DataSpec | None = None) ->
 def exported_folder(name: str) -> Path | None:
     """Where the files of a local model are; None if there is no such folder."""
     folder = Path(name).expanduser()
-    return next((each for each in (folder / EXPORTED, folder) if (each / CONFIG).is_file()), None) or (
-        folder / EXPORTED if (folder / EXPORTED / APART).is_file() else folder if folder.is_dir() else None
-    )
+    places = ((folder / EXPORTED, CONFIG), (folder, CONFIG), (folder / EXPORTED, APART))
+    found = next((place for place, file in places if (place / file).is_file()), None)
+    return folder if found is None and folder.is_dir() else found
 
 
 def digest_of(folder: Path | None) -> str:
