@@ -17,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 
 from lowvram.cli import hydra_hooks
 from lowvram.cli import sweep as sweeper
+from lowvram.cli.linked_points import Rounds
 from lowvram.cli.sweep import Names, SweepBatch, names_of
 
 
@@ -58,8 +59,7 @@ class PointSweeper(CheckingSweeper):
         num_launched = 0
         for grid in sweeper.grid(typed, self.max_batch_size):
             batch = sweeper.with_points(grid, self.points)
-            self.launch(SweepBatch(batch, num_launched, compose))
-            num_launched += len(batch)
+            num_launched += Rounds(batch, num_launched, compose).launch(self.launch)
 
 
 @final

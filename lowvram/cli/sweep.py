@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, final
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, require
 from lowvram.config.identity import point_name
 from lowvram.config.run_names import key_of, run_name
 
 Batch = Sequence[Sequence[str]]  # of points, each with its overrides
+POINT = "point:"  # and the name of a point before: in a list of points, the folder of that point
 
 _names: dict[frozenset[str], str] = {}  # the names of points that come from a list, by their words
 
@@ -59,7 +60,7 @@ def with_points(batch: Batch, points: Any) -> Batch:
     then the same as an earlier one is left out.
 
     Args:
-        points: their words by their names; None: there is no list.
+        points: their words by their names; None: there is no list. Words may refer to points before (linked_points.py).
 
     Raises:
         BadInput: `points` is anything else.
@@ -72,13 +73,37 @@ def with_points(batch: Batch, points: Any) -> Batch:
     swept = swept_keys(batch)
     combined: dict[frozenset[str], Sequence[str]] = {}
     for typed in batch:
-        fixed = {key_of(word) for word in typed}
+        fixed, places = {key_of(word) for word in typed}, dict[str, int]()
         for name, text in points.items():
-            words = [*typed, *(word for word in shlex.split(text) if key_of(word) not in fixed)]
+            added = numbered([word for word in shlex.split(text) if key_of(word) not in fixed], places)
+            words = [*typed, *added]
             if frozenset(words) not in combined:
                 combined[frozenset(words)] = words
                 _names[frozenset(words)] = "-".join(filter(None, [str(name), point_name(list(typed), swept)]))
+            places[str(name)] = list(combined).index(frozenset(words))
     return list(combined.values())
+
+
+def numbered(words: Sequence[str], places: Mapping[str, int]) -> list[str]:
+    """The words; where one refers to an earlier point by its name, with that point's place in the list instead.
+
+    Raises:
+        BadInput: no earlier point has that name.
+    """
+    numbered: list[str] = []
+    for word in words:
+        key, _, value = word.partition("=")
+        name = value.removeprefix(POINT)
+        if value.startswith(POINT):
+            require(name in places, key, value, f"{POINT} and the name of a point before it in the list")
+        numbered.append(f"{key}={POINT}{places[name]}" if value.startswith(POINT) else word)
+    return numbered
+
+
+def rename(words: Sequence[str], before: Sequence[str]) -> None:
+    """Call a point as the list calls the one with the words `before`."""
+    if name := _names.get(frozenset(before)):
+        _names[frozenset(words)] = name
 
 
 def names_of(words: Sequence[str], swept: list[str], axes: list[str]) -> Names:

@@ -17,7 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, Rig
 from lowvram.data.loader import TimedBatches
-from lowvram.export.folder import check_free, export
+from lowvram.export.folder import check_free, export, file_bytes
 from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.loops import fields
@@ -55,6 +55,7 @@ class Prune:
         return fields.merged(
             fields.common(pruned),
             {"loss": {"eval": after.loss}, "eval": after.scores, "memory": run_peaks(session)},
+            {"export": {"file_bytes": file_bytes(session.folder / EXPORTED)}},
             *({"pruning": each} for each in figures),
         )
 

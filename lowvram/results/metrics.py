@@ -33,6 +33,7 @@ class Shown(Flag):
     TABLE_OF_PLANS = auto()  # only in tables in which nothing was measured
     TABLE_WITH_BUDGET = auto()  # only in tables of plans, or with points that have a `vram` limit
     TABLE_WITH_PADDING = auto()  # only in tables in which batches have padding
+    TABLE_OF_FILES = auto()  # only in tables whose exported files differ in size
     SUMMARY = auto()  # in the lines printed after a single run
 
 
@@ -144,6 +145,7 @@ class Metric:
 PEAK = "memory.peak_bytes"
 LEAST_VRAM = "plan.least_vram_bytes"
 SLOW_STEP = "time.step_ms_p95"
+FILE_SIZE = "export.file_bytes"
 PADDING = "data.padding"
 SMALLER, LARGER = Better.SMALLER, Better.LARGER
 NOWHERE = Shown(0)  # only in the row, in table.csv and at the loggers
@@ -259,7 +261,7 @@ METRICS: tuple[Metric, ...] = (
                 f"file {when} pruning {{unit}}",
                 BYTES,
                 logger_name=f"pruning/file_{when}_gib",
-                shown_in=shown,
+                shown_in=Shown.SUMMARY,  # in tables it is `export.file_bytes`
             ),
             Metric(
                 f"pruning.loss_{when}",
@@ -281,12 +283,12 @@ METRICS: tuple[Metric, ...] = (
         of_training=True,
     ),
     Metric(
-        "export.file_bytes",
+        FILE_SIZE,
         "exported file {unit}",
         BYTES,
         better=SMALLER,
         logger_name="export/file_gib",
-        shown_in=NOWHERE,
+        shown_in=Shown.TABLE_OF_FILES,
     ),
     Metric("export.latency_ms", "export latency ms", "ms", better=SMALLER, logger_name="export/latency_ms"),
     Metric(

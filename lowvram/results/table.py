@@ -17,7 +17,18 @@ from lowvram.results.csv_file import FILE_NAME as CSV_FILE
 from lowvram.results.csv_file import to_csv, to_json_lines
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.marker import point_of
-from lowvram.results.metrics import LEAST_VRAM, METRICS, PADDING, PEAK, SLOW_STEP, Better, Shown, number_texts, score
+from lowvram.results.metrics import (
+    FILE_SIZE,
+    LEAST_VRAM,
+    METRICS,
+    PADDING,
+    PEAK,
+    SLOW_STEP,
+    Better,
+    Shown,
+    number_texts,
+    score,
+)
 from lowvram.results.printed_table import to_markdown, to_text
 from lowvram.results.row import (
     FILE_NAME,
@@ -134,6 +145,8 @@ def _kind(rows: Sequence[Row]) -> Shown:
         kind |= Shown.TABLE_WITH_BUDGET
     if any(value_at(row, PADDING) for row in rows):
         kind |= Shown.TABLE_WITH_PADDING
+    if len({value_at(row, FILE_SIZE) for row in rows} - {None}) > 1:
+        kind |= Shown.TABLE_OF_FILES
     return kind
 
 

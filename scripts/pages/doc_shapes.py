@@ -147,6 +147,7 @@ def shown_in(places: Shown) -> str:
         Shown.TABLE_OF_PLANS: "of plans",
         Shown.TABLE_WITH_BUDGET: "with a budget",
         Shown.TABLE_WITH_PADDING: "with padding",
+        Shown.TABLE_OF_FILES: "where exported files differ",
     }
     return ", ".join(text for place, text in words.items() if place in places)
 
