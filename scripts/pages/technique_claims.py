@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from statistics import mean
 
 from lowvram.results.columns import value_at
+from lowvram.results.metrics import FILE_SIZE
 from lowvram.results.row import MIB, Row, Status
 from scripts.pages.technique_rows import Sweep
 
@@ -125,6 +126,28 @@ def convergence(found: Found) -> str | None:
     )
 
 
+def compressed(name: str, against: str = "baseline", *, loaded: bool = False) -> Measured:
+    """A point of sweep=compression beside another one: its peak in training, its file and its loss.
+
+    Args:
+        loaded: whether its loss is the one through the exported file.
+    """
+
+    def measured(found: Found) -> str | None:
+        sweep = found.get("compression")
+        row, other = (sweep.named(each) if sweep else None for each in (name, against))
+        if row is None or other is None:
+            return None
+        loss = value_at(row, "eval.loss_exported" if loaded else "loss.eval")
+        words = [
+            f"{title} {percent(times(row, other, path))}" for title, path in {"peak": PEAK, "file": FILE_SIZE}.items()
+        ]
+        words.append(f"loss {value_at(other, 'loss.eval'):.3f} to {loss:.3f}")
+        return f"{name}: {', '.join(words)}"
+
+    return measured
+
+
 PEAK, ACTIVATIONS = "memory.peak_bytes", "memory.by_kind_max.activations"
 CLAIMS: dict[str, Measured] = {
     "All together: up to 20 times less memory": in_all,
@@ -140,5 +163,12 @@ CLAIMS: dict[str, Measured] = {
     "SGD for Adam: about two thirds less, of weights, gradients and state": each(states(SGD), states(SGD_ALONE)),
     "SGD for Adam: the same, of the peak": each(changed(SGD, PEAK), changed(SGD_ALONE, PEAK)),
     "FSDP: up to ten-fold less for weights, gradients and state": sharded,
+    "Pruning: half of a model leaves at little loss": compressed("pruned, trained on", "trained on"),
+    "Sparse weights: a smaller model": each(compressed("half of the weights"), compressed("2 of 4 weights")),
+    "8 bits: a quarter of the size at hardly any loss": each(
+        compressed("8 bits", loaded=True), compressed("graph of 8 bits", loaded=True)
+    ),
+    "4 bits: an eighth of the size at little loss": compressed("4 bits", loaded=True),
+    "Distillation: a smaller model that is nearly as good": compressed("pruned, taught", "pruned, trained on"),
     "Small batches converge better for as many samples": convergence,
 }

@@ -7,6 +7,7 @@ from statistics import mean
 
 from lowvram.config.registry import knob_of, neutral_options
 from lowvram.results.columns import value_at
+from lowvram.results.metrics import FILE_SIZE
 from lowvram.results.row import MIB, Row, Status
 from scripts.pages.technique_claims import CLAIMS, NOT_MEASURED, Found, percent, sizes, times
 from scripts.pages.technique_rows import Sweep
@@ -56,6 +57,10 @@ sizes, the others the change from it; a dot means none. *Speed* is throughput di
 error* and *loss gap* are [fidelity](measuring.md#fidelity), against fp32 without any saving, with the same optimizer. A
 star marks [disturbed points](measuring.md#disturbed-points). What the columns mean: [measuring.md](measuring.md). Every
 option of every knob: [knobs.md](knobs.md#measured).
+
+Of [smaller models](smaller_models.md): the exported file beside the peak in training, which nothing that compresses
+afterwards makes smaller; the held-out loss of the model, and through the file, which is loaded again; and the time of a
+batch through the file over the fp32 model's.
 """
 
 
@@ -183,6 +188,32 @@ def by_batch(rows: Sequence[Row]) -> dict[int, list[Row]]:
     return dict(sorted(groups.items()))
 
 
+def smaller(sweep: Sweep) -> Iterator[str]:
+    """A row for each point: what training held, how large the exported file is, and what the model has lost."""
+    yield "| | peak in training | file | loss | loss through the file | a batch through it |"
+    yield "|---|" + "---:|" * 5
+    for row in sweep.rows:
+        if row["status"] != Status.OK:
+            yield f"| {row['name']} | {row['status']}: {row['reason']} |" + " |" * 4
+        else:
+            yield f"| {row['name']} | {' | '.join(compressed(row, sweep.baseline))} |"
+
+
+def compressed(row: Row, base: Row) -> Iterator[str]:
+    yield peak(row, base) if value_at(row, "memory.by_kind_max.gradients") else "trains nothing"
+    file = value_at(row, FILE_SIZE)
+    yield (
+        ""
+        if file is None
+        else f"{file / MIB:.2f}" + ("" if row is base else f" ({percent(times(row, base, FILE_SIZE))})")
+    )
+    for path in ("loss.eval", "eval.loss_exported"):
+        loss = value_at(row, path)
+        yield "" if loss is None else f"{loss:.4f}"
+    exported, plain = (value_at(row, f"export.latency_{which}") for which in ("ms", "fp32_ms"))
+    yield f"{exported / plain:.2f}" if exported and plain else ""
+
+
 def uses(devices: Mapping[str, Mapping[str, Found]]) -> Iterator[str]:
     """Of each technique that was tried: the knob's own facts, and when to take it."""
     tried = [
@@ -209,10 +240,17 @@ def option_of(words: str) -> tuple[str, str]:
     return next((group, option) for group, _, option in pairs if group in neutral_options())
 
 
-SECTIONS = {"one_at_a_time": techniques, "waterfall": techniques, "sharding": ranks, "batch_size": batches}
+SECTIONS = {
+    "one_at_a_time": techniques,
+    "waterfall": techniques,
+    "sharding": ranks,
+    "batch_size": batches,
+    "compression": smaller,
+}
 HEADINGS = {
     "one_at_a_time": "one technique at a time",
     "waterfall": "one after another",
     "sharding": "over several ranks",
     "batch_size": "the batch size",
+    "compression": "smaller models",
 }

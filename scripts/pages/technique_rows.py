@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,10 @@ class Sweep:
         common = {key_of(word) for word in shlex.split(self.command)}
         return shlex.join(word for word in point_words(row) if key_of(word) not in common)
 
+    def named(self, name: str) -> Row | None:
+        """The point of this name, if it ran to its end."""
+        return next((row for row in self.rows if row["name"] == name and row["status"] == Status.OK), None)
+
     def found(self, words: str) -> Row | None:
         """The point of these words, if it ran to its end."""
         fitting = (row for row in self.rows if self.words(row) == words and row["status"] == Status.OK)
@@ -85,7 +89,9 @@ def keep(folder: Path, results: Path, before: str = "") -> Path:
     if len({row["choices"]["model"] for row in rows}) > 1:
         raise Refused(f"{folder} holds several models: keep one sweep for each")
     words = _what(OmegaConf.load(note).hydra.overrides.task)
-    sweep = Sweep(shlex.join([*shlex.split(before), "python", "train.py", *words]), list(map(stripped, rows)))
+    points = {row["id"]: row["name"] for row in rows}
+    kept = [stripped(row, points) for row in rows]
+    sweep = Sweep(shlex.join([*shlex.split(before), "python", "train.py", *words]), kept)
     return write(results / FOLDER / f"{sweep.name}_{sweep.model}.jsonl", sweep)
 
 
@@ -95,17 +101,28 @@ def write(path: Path, sweep: Sweep) -> Path:
     return path
 
 
-def stripped(row: Row) -> Row:
-    """What a reader of the figures needs: no paths, of the plan its sums, no losses of each step."""
+def stripped(row: Row, points: Mapping[str, str]) -> Row:
+    """What a reader of the figures needs: no paths, of the plan its sums, no losses of each step.
+
+    Args:
+        points: the names of the sweep's points by their ids, which are also their folders.
+    """
     kept = {key: value for key, value in row.items() if key not in WITHOUT}
     plan = row["plan"] and {key: row["plan"].get(key) for key in KEPT_PLAN}
     config = {key: row["config"][key] for key in KEPT_CONFIG if key in row["config"]}
     fidelity = row["fidelity"] and {key: value for key, value in row["fidelity"].items() if key not in OF_STEPS}
     choices = {group: option for group, option in row["choices"].items() if group != "logger"}
-    command = shlex.join(["python", "train.py", *_what(point_words(row))])
+    command = shlex.join(["python", "train.py", *(linked(word, points) for word in _what(point_words(row)))])
     provenance = {**row["provenance"], "command": command}
     about = {"choices": choices, "config": config, "plan": plan, "fidelity": fidelity, "provenance": provenance}
     return {**kept, **about}
+
+
+def linked(word: str, points: Mapping[str, str]) -> str:
+    """The word; if its value is the folder of a point, the point's name instead."""
+    key, _, value = word.partition("=")
+    names = [points[part] for part in Path(value.strip("'\"")).parts if part in points]
+    return f"{key}=point:{names[-1]}" if names else word
 
 
 def _what(words: Sequence[str]) -> list[str]:

@@ -117,8 +117,36 @@ def test_batches_are_compared_over_seeds() -> None:
     text = page_of(
         of("batch_size", *(batch(size, seed, size / 10 + seed, size) for size in (8, 16) for seed in (0, 1)))
     )
-    assert line(text, "8 ") == "| 8 | 400 | 8.0 | 1.300 (0.800–1.800) | 2 |"
+    assert line(text, "8 |") == "| 8 | 400 | 8.0 | 1.300 (0.800–1.800) | 2 |"
     assert "batch 8 to 16: evaluation loss 1.300 to 2.100, peak 8.0 to 16.0 MiB" in line(text, "Small batches")
+
+
+def compressed(name: str, words: str, file_mib: float, loss: float, **more: Any) -> Row:
+    row = point("", "compression", **more)
+    about = {"name": name, "id": f"id-{name}", "export": {"file_bytes": file_mib * MIB}, "loss": {"eval": loss}}
+    command = f"{row['provenance']['command']} {words}"
+    return merge(row, {**about, "provenance": {"command": command}})
+
+
+def test_smaller_models_are_compared_by_file_and_loss() -> None:
+    exported = {"export": {"latency_ms": 3.0, "latency_fp32_ms": 2.0}, "eval": {"loss_exported": 2.125}}
+    small = merge(compressed("8 bits", "", 0.5, 2.0), exported)
+    pruned = merge(compressed("pruned", "", 1.0, 2.5), {"memory": {"by_kind_max": dict.fromkeys(SIZES)}})
+    text = page_of(of("compression", compressed("baseline", "", 2.0, 2.0), small, pruned))
+    assert line(text, "baseline") == "| baseline | 100.0 | 2.00 | 2.0000 |  |  |"
+    assert line(text, "8 bits |") == "| 8 bits | 100.0 (0 %) | 0.50 (−75 %) | 2.0000 | 2.1250 | 1.50 |"
+    assert line(text, "pruned |") == "| pruned | trains nothing | 1.00 (−50 %) | 2.5000 |  |  |"
+    assert "| 8 bits: peak 0 %, file −75 %, loss 2.000 to 2.125 |" in line(text, "8 bits:")
+
+
+def test_a_folder_that_a_point_goes_on_from_is_kept_by_the_points_name(tmp_path: Path) -> None:
+    points = (
+        compressed("baseline", "", 2.0, 2.0),
+        compressed("on", "model.init=/home/somebody/id-baseline/model", 2.0, 1.0),
+    )
+    path = keep(left(tmp_path / "sweep", points), tmp_path / "results" / "cpu")
+    assert "somebody" not in path.read_text()
+    assert read(path).words(read(path).rows[1]) == "model.init=point:baseline"
 
 
 def test_what_has_no_row_says_so() -> None:

@@ -174,8 +174,12 @@ class Cache:
         try:
             self.about = About(**json.loads((self.folder / ABOUT).read_bytes()))
             self.lines = np.load(self.folder / INDEX)
-        except (OSError, ValueError, TypeError) as error:
-            raise BadInput(KEY, name, f"the folder of a run with mode=teach ({error})") from None
+        except OSError:
+            allowed = f"the folder of a run with mode=teach: it holds no {FOLDER}/ with {ABOUT} and {INDEX} to read"
+            raise BadInput(KEY, name, allowed) from None
+        except (ValueError, TypeError):
+            allowed = f"as it was written: {ABOUT} or {INDEX} in it is damaged; run mode=teach again"
+            raise BadInput(KEY, name, allowed) from None
         if self.lines.dtype != LINE or self.about.key != self.about.key_for(self.lines):
             raise BadInput(KEY, name, f"as it was written: {self.folder / INDEX} doesn't match {ABOUT}")
         self.check_files()

@@ -193,7 +193,7 @@ def with_other_entries(folder: Path) -> tuple[Samples, int]:
         (without_a_shard, "ids-00000.npy is missing or damaged"),
         (with_a_changed_shard, "values-00000.npy is missing or damaged"),
         (with_other_lines, "doesn't match cache.json"),
-        (with_other_entries, "the folder of a run with mode=teach"),
+        (with_other_entries, "cache.json or index.npy in it is damaged"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(change: object, what: str, tmp_path: Path) -> None:
