@@ -87,7 +87,8 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
     """`make`, with hooks in its optimizers: when they load a state, they keep their own settings and shard whole
-    tensors as their parameters are; and the state of parameters in host memory is marked as host memory, too."""
+    tensors as their parameters are; and where parameters are in host memory, the host's processor updates them, and
+    their state is marked as host memory, too."""
 
     def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
@@ -96,6 +97,8 @@ def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable
             optimizer.register_load_state_dict_pre_hook(_placed_state)
         if any(map(host.holds, parameters)):
             optimizer.register_step_post_hook(_mark_state)
+        if all(map(host.holds, parameters)):
+            optimizer.step = _on_host(optimizer.step)
         return optimizer
 
     return make_loading
@@ -108,6 +111,16 @@ def _with_own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str,
         for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     return {**state, "param_groups": groups}
+
+
+def _on_host(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's step, whose temporary tensors count as host memory."""
+
+    def step_on_host(*args: Any) -> Any:
+        with host.computing():
+            return step(*args)
+
+    return step_on_host
 
 
 def _mark_state(optimizer: Optimizer, *_: Any) -> None:

@@ -92,6 +92,14 @@ def test_the_device_holds_one_block_and_the_host_all_the_rest(device: torch.devi
     assert all(local(parameter).device.type == "cpu" for parameter in rig.model.parameters())
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_the_host_updates_its_weights_in_its_own_memory(device: torch.device) -> None:
+    """An update of 16-bit weights computes in fp32: the temporary tensors are where the weights are."""
+    _, alone = measured(device, {"precision": "bf16_pure"})
+    _, peak = measured(device, {"precision": "bf16_pure", "offload": "parameters"})
+    assert peak.by_kind_max[Kind.OTHER] < alone.by_kind_max[Kind.OTHER] / 4
+
+
 def test_what_travels_is_counted() -> None:
     rig, batch = assemble(DEEP, knobs_of(offload="parameters", accum="x2"), CPU), make_batch(TOKENS, 32)
     weights = sum(parameter.numel() * 4 for parameter in rig.model.parameters())
