@@ -45,8 +45,9 @@ def why_not(pairs: frozenset[Pair]) -> list[str]:
 PAIRS = all_pairs(KNOBS)
 REFUSED = {two for two in PAIRS if why_not(two)}
 ROWS = covering_rows(PAIRS - REFUSED, why_not)
-# One graph of all chunks; many small tensors in codes.
+# One graph of all chunks, or of all roundings; many small tensors in codes.
 TAKE_LONG = [{("compile", "model"), ("tile", tile)} for tile in ("mlp", "blocks")]
+TAKE_LONG += [{("compile", what), ("qat", option)} for what in ("blocks", "model") for option in ("int8", "int4")]
 TAKE_LONG += [{("activations", option), ("tile", "blocks")} for option in ("int8", "int4")]
 
 

@@ -106,6 +106,7 @@ CHATML = (
 )
 
 
+@pytest.mark.slow
 def test_conversations_are_learnt_and_answered(call: Call, tmp_path: Path) -> None:
     folder = save_chat_tokenizer(Path(shutil.copytree(with_weights("llama"), tmp_path / "llama")), CHATML)
     answers = {"the fox": "is quick", "the dog": "sleeps"}

@@ -119,6 +119,7 @@ def test_the_run_in_wandb_is_marked(faulty_sweep: tuple[Outcome, Running], fault
     assert summary.get("reason") == outcome.rows[f"seed{number}"]["reason"]
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_reported_with_advice(call: Call) -> None:
     """For real: under a cap, in a model that would need more."""
     outcome = call(*TINY, "train.batch_size=256", "data.sequence_length=64", "vram=24MiB")

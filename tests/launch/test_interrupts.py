@@ -53,6 +53,7 @@ def test_ctrl_c_twice_kills(start: Start) -> None:
     call.wait_until_gone(1)
 
 
+@pytest.mark.slow
 def test_sigterm_of_the_program_saves(start: Start) -> None:
     """As schedulers of clusters send it: to one process, not to all."""
     call = start(*LONG)

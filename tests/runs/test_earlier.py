@@ -113,6 +113,7 @@ def is_of_point(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_set_up_of_a_finished_run_changes_nothing(start: Start, finished: Path) -> None:
     before = files(finished)
     running = start(f"resume={RUN}", "train.steps=9", "name=hang@0")

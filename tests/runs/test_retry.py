@@ -182,6 +182,7 @@ def test_time_is_that_of_all_attempts(call: Call) -> None:
     assert outcome.row["reason"] == "still running after timeout_s=2"
 
 
+@pytest.mark.slow
 def test_a_sweep_and_its_table(call: Call) -> None:
     """Each point grows by itself, keeps its place, and is final."""
     words = ("-m", *TINY, AUTO, "seed=1,2", "name=2.out_of_memory", "hydra.sweep.dir=outputs/sweep")

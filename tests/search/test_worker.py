@@ -68,6 +68,7 @@ def vram_of(least_bytes: float) -> str:
     return f"vram={1.09 * least_bytes / MIB}MiB"
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits_only_without_its_margin_is_measured_first() -> None:
     words = (*LARGE, "search.groups=[accum]")
     every = search(book("vram=2GiB", *words), [])["ranking"]

@@ -177,6 +177,7 @@ def test_ctrl_c_while_the_ranks_are_set_up(start: Start) -> None:
     call.wait_until_gone(1)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_program(start: Start) -> None:
     call = start(*LONG)
     in_steps(call, 1)
