@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.compat.torch_compiler import use_eager_random_numbers
+from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
 
@@ -46,10 +47,18 @@ class Mode(Enum):
     max_autotune = "max-autotune-no-cudagraphs"
 
 
+class Backend(Enum):
+    """torch.compile's backend: what becomes of the graphs."""
+
+    inductor = "inductor"  # code is written for them
+    aot_eager = "aot_eager"  # they run operator by operator
+
+
 @dataclass(frozen=True)
 class Compiled(Knob):
-    """Modules are compiled in place by inductor, at the first step. Parameters keep their names."""
+    """Modules are compiled in place, at the first step. Parameters keep their names."""
 
+    backend: Backend = Backend.inductor
     mode: Mode = Mode.default
     dynamic: bool | None = False
 
@@ -58,8 +67,13 @@ class Compiled(Knob):
     band = 1e-5
     extra_memory = True
 
+    def __post_init__(self) -> None:
+        written = self.backend is Backend.inductor or self.mode is Mode.default
+        require(written, "compile.mode", self.mode.name, "default with compile.backend=aot_eager, which writes no code")
+
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.C_COMPILER} if self.dynamic is not False else {Fact.C_COMPILER, Fact.FEW_SHAPES})
+        of_backend = {Fact.C_COMPILER} if self.backend is Backend.inductor else set[Fact]()
+        return frozenset(of_backend if self.dynamic is not False else {*of_backend, Fact.FEW_SHAPES})
 
     def breaks(self) -> frozenset[Fact]:
         # A backward graph writes into what the forward graph has saved ("donated buffers"). torch has a setting against
@@ -71,7 +85,7 @@ class Compiled(Knob):
         torch.compiler.config.fail_on_recompile_limit_hit = True  # by default torch silently goes on eagerly
         use_eager_random_numbers()
         for module in self.modules(rig):
-            module.compile(mode=self.mode.value, dynamic=self.dynamic)
+            module.compile(backend=self.backend.value, mode=self.mode.value, dynamic=self.dynamic)
         return rig
 
     @abstractmethod

@@ -20,13 +20,14 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.knob import Fact, Kind, Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, RecomputeSegments
-from lowvram.knobs.compile import CompiledBlocks, TorchScript
+from lowvram.knobs.compile import Backend, CompiledBlocks, Mode, TorchScript
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -68,6 +69,24 @@ def without_inductor() -> Any:
 
 def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
+
+
+# Fields
+
+
+def test_graphs_without_written_code_need_no_compiler_and_have_no_mode() -> None:
+    knob = CompiledBlocks(backend=Backend.aot_eager)
+    assert Fact.C_COMPILER not in knob.needs()
+    assert Fact.C_COMPILER in CompiledBlocks().needs()
+    with pytest.raises(BadInput, match="compile.mode=.max_autotune"):
+        CompiledBlocks(backend=Backend.aot_eager, mode=Mode.max_autotune)
+
+
+def test_the_backend_that_is_named_gets_the_graphs() -> None:
+    before = num_graphs()
+    train(TASKS["transformer"], knobs_of(compile=CompiledBlocks(backend=Backend.aot_eager)), [BATCH_SIZE])
+    assert num_graphs() > before
+    assert not counters["inductor"]
 
 
 # Numbers

@@ -14,7 +14,18 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
 from scripts.benchmarks.runs import Runs
 from scripts.pages import compatibility
-from scripts.pages.compatibility import FLOOR, PAGE, Grid, Tried, counted, fault, options_lines, options_on, tolerance
+from scripts.pages.compatibility import (
+    FLOOR,
+    PAGE,
+    Grid,
+    Tried,
+    counted,
+    fault,
+    is_its_own,
+    options_lines,
+    options_on,
+    tolerance,
+)
 from scripts.pages.pairs import all_pairs, label, why_not
 
 ABSENT = {fact: why for fact, why in absent_facts(torch.device("cpu")).items() if fact is not Fact.C_COMPILER}
@@ -80,6 +91,19 @@ def test_a_point_that_did_not_end_well_is_a_fault() -> None:
 
 def test_an_optimizer_is_compared_with_itself() -> None:
     assert tolerance(frozenset({**neutral_options(), "optimizer": "sgd"}.items())) == FLOOR
+
+
+def test_what_decides_what_is_learnt_is_compared_with_itself() -> None:
+    own = {option for option in all_options() if is_its_own(option)}
+    assert {("sparsity", "set"), ("stepping", "zeroth_order"), ("optimizer", "sgd"), ("adapter", "lora")} <= own
+    assert not own & {("precision", "bf16"), ("qat", "int8"), ("stepping", "in_backward"), ("accum", "auto")}
+
+
+def test_of_estimated_gradients_losses_alone_are_compared() -> None:
+    row = frozenset({**neutral_options(), "stepping": "zeroth_order"}.items())
+    reference = Tried(row, "transformer", "ok", None, [2.0, 1.0, 1.9], 0.0)
+    assert fault(Tried(row, "transformer", "ok", None, [2.0, 9.0, 1.9], 0.0), reference) is None
+    assert fault(Tried(row, "transformer", "ok", None, [2.0, 1.0, 1.8], 0.0), reference)
 
 
 def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
