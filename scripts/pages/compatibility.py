@@ -60,7 +60,7 @@ EXTRA = {
 }
 LACKS = {
     "transformer": frozenset[Fact](),
-    "resnet": frozenset({Fact.MLPS, Fact.INNER_LINEARS}),
+    "resnet": frozenset({Fact.MLPS, Fact.INNER_LINEARS, Fact.NORMS}),
 }  # options that need these are left out
 INTRODUCTION = """# Compatibility
 
