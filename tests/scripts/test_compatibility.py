@@ -16,6 +16,7 @@ from scripts.benchmarks.runs import Runs
 from scripts.pages import compatibility
 from scripts.pages.compatibility import (
     FLOOR,
+    FLOOR_OF_CODES,
     PAGE,
     Grid,
     Tried,
@@ -91,6 +92,7 @@ def test_a_point_that_did_not_end_well_is_a_fault() -> None:
 
 def test_an_optimizer_is_compared_with_itself() -> None:
     assert tolerance(frozenset({**neutral_options(), "optimizer": "sgd"}.items())) == FLOOR
+    assert tolerance(frozenset({**neutral_options(), "optimizer": "adamw_8bit"}.items())) == FLOOR_OF_CODES
 
 
 def test_what_decides_what_is_learnt_is_compared_with_itself() -> None:
