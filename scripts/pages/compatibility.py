@@ -72,10 +72,10 @@ torch {torch}, Python {python}, CPU. {rows} configurations contain every pair th
 left to the test suite. Each ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with
 two ranks where an option needs several. A pair trains if losses, gradient norms and the evaluation differ from those of
 a run that learns the same (optimizer, adapter, sparsity, zeroth_order), and all other options neutral, by no more than
-the sum of the errors that the options allow ([knobs.md](knobs.md)) + {floor:g}, or {of_codes:g} where the optimizer
-keeps its state in few bits. With `stepping=zeroth_order` losses alone are compared: its gradient is the difference of
-two that are nearly equal, and any rounding changes it. Compiled models ran with `compile.backend=aot_eager`; the code
-that inductor writes is left to the test suite.
+the sum of the errors that the options allow ([knobs.md](knobs.md)), once more in each step, + {floor:g}, or
+{of_codes:g} where the optimizer keeps its state in few bits. With `stepping=zeroth_order` losses alone are compared:
+its gradient is the difference of two that are nearly equal, and any rounding changes it. Compiled models ran with
+`compile.backend=aot_eager`; the code that inductor writes is left to the test suite.
 """
 ABSENT = absent_facts(torch.device("cpu"))
 
@@ -134,30 +134,29 @@ def is_its_own(option: Option) -> bool:
     return option[0] in ITS_OWN or (knob.exactness is Exactness.LOSSY and knob.reference() == knob)
 
 
-def tolerance(row: Row) -> float:
-    """Relative: what its options say of themselves, added up."""
+def tolerance(row: Row, step: int = 1) -> float:
+    """Relative: what its options say of themselves, added up; in each step as much is added to what was before."""
     (optimizer,) = (knob_of(option) for option in row if option[0] == "optimizer")
     floor = FLOOR_OF_CODES if optimizer.exactness is Exactness.LOSSY else FLOOR
-    return floor + sum(knob_of(option).band for option in row if not is_its_own(option))
+    return floor + step * sum(knob_of(option).band for option in row if not is_its_own(option))
 
 
-def compared(tried: Tried) -> list[float]:
-    """Its losses and gradient norms; without these where a gradient is the difference of two nearly equal losses."""
-    return tried.history[::2] if ("stepping", "zeroth_order") in tried.row else tried.history
-
-
-def distance(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference."""
-    assert len(found) == len(wanted)
-    return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
+def compared(tried: Tried) -> list[tuple[int, float]]:
+    """Its losses and gradient norms, each with its step; without norms where a gradient is the difference of two nearly
+    equal losses. The evaluation counts as one step more."""
+    steps = [(number // 2 + 1, value) for number, value in enumerate(tried.history)]
+    return steps[::2] if ("stepping", "zeroth_order") in tried.row else steps
 
 
 def fault(tried: Tried, reference: Tried) -> str | None:
     """Why a configuration does not train as it should; None if it does."""
     if tried.status != "ok":
         return f"{tried.status}: {tried.reason}"
-    off = distance(compared(tried), compared(reference))
-    return None if off <= tolerance(tried.row) else f"off by {off:.1e}, allowed {tolerance(tried.row):.1e}"
+    for (step, found), (_, wanted) in zip(compared(tried), compared(reference), strict=True):
+        off, allowed = abs(found - wanted) / abs(wanted), tolerance(tried.row, step)
+        if not off <= allowed:
+            return f"off by {off:.1e} in step {step}, allowed {allowed:.1e}"
+    return None
 
 
 class Grid:

@@ -75,14 +75,21 @@ BF16 = frozenset({**neutral_options(), "precision": "bf16"}.items())
     [
         (NEUTRAL, [2.0, 1.0], None),
         (NEUTRAL, [2.0, 1.0 + FLOOR / 2], None),
-        (NEUTRAL, [2.0, 1.001], "off by 1.0e-03, allowed 1.0e-04"),
+        (NEUTRAL, [2.0, 1.001], "off by 1.0e-03 in step 1, allowed 1.0e-04"),
         (BF16, [2.0, 1.001], None),
-        (BF16, [2.0, 1.5], "off by 5.0e-01, allowed 2.0e-02"),
+        (BF16, [2.0, 1.5], "off by 5.0e-01 in step 1, allowed 2.0e-02"),
     ],
 )
 def test_what_lies_outside_the_bands_is_a_fault(row: frozenset, history: list[float], found: str | None) -> None:
     reference = Tried(NEUTRAL, "transformer", "ok", None, [2.0, 1.0], 0.0)
     assert fault(Tried(row, "transformer", "ok", None, history, 0.0), reference) == found
+
+
+def test_in_each_step_as_much_error_is_added() -> None:
+    reference = Tried(NEUTRAL, "transformer", "ok", None, [2.0, 1.0, 2.0, 1.0], 0.0)
+    assert fault(Tried(BF16, "transformer", "ok", None, [2.0, 1.0, 2.0, 1.039], 0.0), reference) is None
+    assert fault(Tried(BF16, "transformer", "ok", None, [2.0, 1.039, 2.0, 1.0], 0.0), reference)
+    assert fault(Tried(NEUTRAL, "transformer", "ok", None, [2.0, 1.0, 2.0, float("nan")], 0.0), reference)
 
 
 def test_a_point_that_did_not_end_well_is_a_fault() -> None:
@@ -118,7 +125,7 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(compatibility, "try_out", try_out)
     runs, file = cast(Runs, None), tmp_path / "tried.jsonl"
     first = Grid(runs, file).check(BF16, "resnet")
-    assert first == "off by 5.0e-01, allowed 2.0e-02"
+    assert first == "off by 5.0e-01 in step 1, allowed 2.0e-02"
     assert tried == [(BF16, "resnet"), (NEUTRAL, "resnet")]
     assert Grid(runs, file).check(BF16, "resnet") == first
     assert len(tried) == 2
