@@ -32,6 +32,24 @@ def is_recomputed_later() -> bool:
     return _IS_RECOMPUTED.get()
 
 
+_KEEPS_EVERYTHING = ContextVar("keeps_everything", default=False)
+
+
+@contextmanager
+def nothing_recomputed() -> Iterator[None]:
+    """Around a model whose arithmetic is counted: what it would compute again by itself, it keeps."""
+    token = _KEEPS_EVERYTHING.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_EVERYTHING.reset(token)
+
+
+def keeps_everything() -> bool:
+    """Whether the running operator is inside `nothing_recomputed`."""
+    return _KEEPS_EVERYTHING.get()
+
+
 def has_backward(module: nn.Module, inputs: Any) -> bool:
     """Whether a call of the module with these inputs, in any nesting, gets a backward pass. Without one there is
     nothing to recompute, and torch.compile may fail on it."""

@@ -6,6 +6,7 @@ values, or all of them side by side.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -13,6 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROTARY_BASE = 10_000.0  # the ratio of the highest to (almost) the lowest frequency, as in RoFormer
+
+
+@final
+@dataclass(frozen=True)
+class Reach:
+    """Which tokens a token attends to: of those not later than itself the nearest `window`, itself included, and the
+    first `global_tokens` of its sequence."""
+
+    window: int
+    global_tokens: int = 0
+
+    def is_whole(self, length: int) -> bool:
+        """Whether a token of a sequence of `length` tokens attends to all that aren't later."""
+        return max(self.window, self.global_tokens) >= length
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether the token at one position attends to that at another one; positions broadcast, the result is bool."""
+        distance = query - key
+        return (distance >= 0) & ((distance < self.window) | (key < self.global_tokens))
 
 
 def grouped_attention(
@@ -37,14 +57,20 @@ def grouped_attention(
     return F.scaled_dot_product_attention(q_bntc, k_bntc, v_bntc, **options)
 
 
-def mask_of(positions_bt: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask that is added to attention scores, (b, 1, t, t): 0 where the other token is in the same sequence and not
-    later, else -inf. A sequence begins where the positions are 0. The mask is made once for all layers, in the format
-    of their scores: given booleans, torch would make and keep such a mask in each layer."""
+def mask_of(positions_bt: Tensor, dtype: torch.dtype, reach: Reach | None) -> Tensor:
+    """The mask that is added to attention scores, (b, 1, t, t): 0 where the other token is in the same sequence, not
+    later and within `reach`, else -inf. A sequence begins where the positions are 0. The mask is made once for all
+    layers, in the format of their scores: given booleans, torch would make and keep such a mask in each layer."""
     sequences_bt = (positions_bt == 0).cumsum(1)
     is_seen_btt = (sequences_bt[:, :, None] == sequences_bt[:, None]).tril()
-    mask_btt = torch.zeros(is_seen_btt.shape, dtype=dtype, device=positions_bt.device)
-    return mask_btt.masked_fill_(~is_seen_btt, -torch.inf)[:, None]
+    if reach is not None:
+        is_seen_btt &= reach.sees(positions_bt[:, :, None], positions_bt[:, None])
+    return as_mask(is_seen_btt, dtype)[:, None]
+
+
+def as_mask(is_seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that are added to attention scores: 0 where a token is seen, else -inf."""
+    return torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device).masked_fill_(~is_seen, -torch.inf)
 
 
 def dtype_of_scores(x: Tensor) -> torch.dtype:

@@ -19,11 +19,21 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
-from lowvram.models.attention import NoPositions, Rotary, dtype_of_scores, grouped_attention, mask_of
+from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
+from lowvram.models.local_attention import LocalAttention
 from lowvram.models.widths import InnerWidth, num_kept, one_each
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
+OPEN_SIZES = (  # fields that may be null
+    "vocab_size",
+    "num_kv_heads",
+    "num_distinct_layers",
+    "embedding_width",
+    "mlp_width",
+    "head_width",
+    "window",
+)
 
 
 class Positions(Enum):
@@ -55,14 +65,19 @@ class TransformerConfig(OwnModel):
     embedding_width: int | None = None
     mlp_width: int | None = None
     head_width: int | None = None
+    window: int | None = None
+    global_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "num_heads", "context"):
             size = getattr(self, name)
             require(size > 0, f"model.{name}", size, "a positive number")
-        for name in ("vocab_size", "num_kv_heads", "num_distinct_layers", "embedding_width", "mlp_width", "head_width"):
+        for name in OPEN_SIZES:
             size = getattr(self, name)
             require(size is None or size > 0, f"model.{name}", size, "a positive number, or null")
+        require(self.global_tokens >= 0, "model.global_tokens", self.global_tokens, "at least 0")
+        allowed = "0 unless model.window is given: without it each token sees all before it"
+        require(self.window is not None or not self.global_tokens, "model.global_tokens", self.global_tokens, allowed)
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0 and less than 1")
         divides = self.head_width is not None or self.width % self.num_heads == 0
         allowed = f"a divisor of model.width={self.width}, unless model.head_width is given"
@@ -88,6 +103,11 @@ class TransformerConfig(OwnModel):
     def head_features(self) -> int:
         """Features of one head."""
         return self.head_width or self.width // self.num_heads
+
+    @property
+    def reach(self) -> Reach | None:
+        """What a token attends to; None: to all that aren't later."""
+        return None if self.window is None else Reach(self.window, self.global_tokens)
 
     @property
     def mlp_features(self) -> int:
@@ -173,7 +193,7 @@ class Transformer(OwnModule):
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
         width = config.embedding_width or config.width
-        self.num_layers = config.num_layers
+        self.num_layers, self.reach = config.num_layers, config.reach
         self.residual_std = INITIAL_STD / math.sqrt(2 * config.num_layers)
         self.factor_std = 1 / math.sqrt(width)
         self.token_embedding = nn.Embedding(vocab_size, width)
@@ -194,7 +214,9 @@ class Transformer(OwnModule):
             positions_bt: of rows of several sequences, in which each counts its tokens from 0; None: each row is one.
         """
         x_btd = self.dropout(self.position_embedding(self.widen(self.token_embedding(tokens_bt)), positions_bt))
-        places = () if positions_bt is None else (positions_bt, mask_of(positions_bt, dtype_of_scores(x_btd)))
+        places = (
+            () if positions_bt is None else (positions_bt, mask_of(positions_bt, dtype_of_scores(x_btd), self.reach))
+        )
         for block in islice(cycle(self.blocks), self.num_layers):
             x_btd = block(x_btd, *places)
         return self.head(self.narrow(self.norm(x_btd)))
@@ -298,6 +320,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = (config.num_heads, config.kv_heads, config.kv_heads)  # of queries, keys, values
         self.dropout = config.dropout
+        self.attend = grouped_attention if config.reach is None else LocalAttention(config.reach)
         self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else NoPositions()
         # One projection for all three: under autocast its input is then cast, and saved for backward, once.
         self.qkv = nn.Linear(config.width, config.head_features * sum(self.heads))
@@ -306,7 +329,7 @@ class Attention(nn.Module):
     def forward(self, x_btd: Tensor, positions_bt: Tensor | None = None, mask_b1tt: Tensor | None = None) -> Tensor:
         qkv_btnc = self.qkv(x_btd).unflatten(-1, (sum(self.heads), -1))
         q_bntc, k_bntc, v_bntc = self.rotate(qkv_btnc, positions_bt).transpose(1, 2).split(self.heads, dim=1)
-        y_bntc = grouped_attention(q_bntc, k_bntc, v_bntc, self.dropout if self.training else 0.0, mask_b1tt)
+        y_bntc = self.attend(q_bntc, k_bntc, v_bntc, self.dropout if self.training else 0.0, mask_b1tt)
         return self.merge(y_bntc.transpose(1, 2).flatten(2))
 
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.ranks import num_ranks
+from lowvram.core.recomputed import nothing_recomputed
 from lowvram.core.step import step
 from lowvram.loops.session import Session
 from lowvram.planning.devices import find_device
@@ -61,7 +62,7 @@ def model_flops(problem: Problem, knobs: dict[str, Knob]) -> int:
     """Floating-point operations of forward and backward for one sample, without any recomputation."""
     needed = {name: knob for name, knob in knobs.items() if knob.stage in (Stage.OPTIMIZER, Stage.STEPPING)}
     plain = sdpa_kernel(SDPBackend.MATH)  # the counter doesn't know the CPU's fused attention
-    with fake_tensors() as known, plain, FlopCounterMode(display=False) as counter:
+    with fake_tensors() as known, plain, nothing_recomputed(), FlopCounterMode(display=False) as counter:
         batch = problem.as_loaded(example(problem.spec, NUM_SAMPLES, known))
         step(assemble(problem, needed, CPU), batch)
     return counter.get_total_flops() // NUM_SAMPLES
