@@ -20,7 +20,7 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
-from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, held_out_tenth
+from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, held_out_tenth, read_bytes
 from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.source import (
     Data,
@@ -296,9 +296,18 @@ class StoredImages:
 
     def load(self, row: int, size: int) -> Image.Image:
         """The image in RGB and upright. Raises RuntimeError, naming the row, when it can't be decoded."""
+        value = self.value(row)
+        return decoded(BytesIO(value) if isinstance(value, bytes) else value, f"in row {row}", size)
+
+    def encoded(self, row: int) -> tuple[bytes, str]:
+        value, name = self.value(row), f"in row {row}"
+        return (value if isinstance(value, bytes) else read_bytes(value, name)), name
+
+    def value(self, row: int) -> bytes | Path:
+        """The contents of the file, or its path."""
         value = self.column[row].as_py()
         value = (value["bytes"] or value["path"]) if isinstance(value, dict) else value
-        return decoded(BytesIO(value) if isinstance(value, bytes) else self.root / str(value), f"in row {row}", size)
+        return value if isinstance(value, bytes) else self.root / str(value)
 
 
 def image_column(dataset: Any, name: str) -> Any:

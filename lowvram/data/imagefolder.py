@@ -22,7 +22,7 @@ from lowvram.config.errors import require
 from lowvram.data.image_listing import BROKEN, ClassFolder, class_folders, external_links, skipped_files
 from lowvram.data.local import existing_path, load_local
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Data, FollowedModel, Samples, Source, require_count, resolved_size
+from lowvram.data.source import Cache, Data, FollowedModel, Samples, Source, require_count, resolved_size
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.data.splits import evenly_spaced
 
@@ -98,6 +98,10 @@ class ImageFiles:
         path = self.paths[row].as_py()
         return decoded(path, path, size)
 
+    def encoded(self, row: int) -> tuple[bytes, str]:
+        path = self.paths[row].as_py()
+        return read_bytes(path, path), path
+
 
 def decoded(file: str | Path | BytesIO, name: str, size: int) -> Image.Image:
     """The image in RGB and upright. Raises RuntimeError, with the `name`, when it can't be decoded."""
@@ -111,24 +115,43 @@ def decoded(file: str | Path | BytesIO, name: str, size: int) -> Image.Image:
         raise RuntimeError(f"the image {name} can't be decoded ({error}): mend it or take it out") from error
 
 
+def read_bytes(path: str | Path, name: str) -> bytes:
+    """The contents of an image's file. Raises RuntimeError, with the `name`, when it can't be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RuntimeError(f"the image {name} can't be read ({error}): mend it or take it out") from error
+
+
 class Images(Protocol):
     """Images and their classes, by row."""
 
     @property
     def labels(self) -> np.ndarray: ...
 
-    def load(self, row: int, size: int) -> Image.Image: ...
+    def load(self, row: int, size: int) -> Image.Image:
+        """The image in RGB and upright. Raises RuntimeError, naming it, when it can't be decoded."""
+        ...
+
+    def encoded(self, row: int) -> tuple[bytes, str]:
+        """The file's contents, and what to call it in messages."""
+        ...
 
 
 @final
 class CroppedImages(Samples):
     """The images of some rows, scaled to `size`; `crop` chooses a part of each, and whether it is mirrored."""
 
+    is_decoded = True
+
     def __init__(self, files: Images, rows: np.ndarray, size: int, crop: Crop) -> None:
         self.files, self.rows, self.size, self.crop = files, rows, size, crop
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def through(self, cache: Cache) -> CroppedImages:
+        return CroppedImages(cache.around(self.files), self.rows, self.size, self.crop)
 
     def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
         row = int(self.rows[index])

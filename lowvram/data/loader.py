@@ -10,10 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lowvram.compat.torch_data import end_workers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
+from lowvram.config.settings import parse_bytes
 from lowvram.core import host
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
@@ -62,16 +64,47 @@ class Loader(ABC):
         """These samples as one part on the CPU."""
 
 
+class CacheKind(Enum):
+    """Where decoded images are kept. The names are what a user types."""
+
+    none = "nowhere: each is decoded when it is used"
+    memory = "in memory, for this run"
+    disk = "in a folder, for later runs too"
+
+
+@dataclass(frozen=True)
 class Stacked(Loader):
     """Samples in a random order, one per row, unchanged."""
 
-    num_workers: int
-    prefetch: int
+    cache: CacheKind = field(default=CacheKind.none, kw_only=True)
+    cache_limit: str = field(default="4GiB", kw_only=True)
+    cache_folder: str | None = field(default=None, kw_only=True)
+
+    num_workers: ClassVar[int]
+    prefetch: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        parse_bytes("loader.cache_limit", self.cache_limit)
+        is_used = self.cache is CacheKind.disk or self.cache_folder is None
+        require(is_used, "loader.cache_folder", self.cache_folder, "null unless loader.cache=disk")
 
     def fit(self, data: Data, model: FollowedModel) -> Data:
         allowed = "at most 1 for a data set that can only be read in its own order: each worker would read all of it"
         require(self.num_workers <= 1 or not data.train.is_ordered, "loader.num_workers", self.num_workers, allowed)
-        return data
+        return data if self.cache is CacheKind.none else self.cached(data)
+
+    def cached(self, data: Data) -> Data:
+        """The data with images that come through the chosen cache."""
+        from lowvram.data import image_cache  # most runs don't need it
+
+        allowed = (
+            "none for these data: only images that are read from files are decoded (the tokens of texts are kept on"
+            " disk in any case)"
+        )
+        require(data.train.is_decoded, "loader.cache", self.cache.name, allowed)
+        limit_bytes = parse_bytes("loader.cache_limit", self.cache_limit)
+        cache = image_cache.CACHES[self.cache.name](limit_bytes, self.cache_folder)
+        return replace(data, train=data.train.through(cache), eval=data.eval.through(cache), cache=cache)
 
     def most_rows(self, samples: Samples, batch_size: int) -> int:
         return batch_size
@@ -108,6 +141,7 @@ class Workers(Stacked):
     prefetch: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         allowed = "at least 1: for none choose loader=inline"
         require(self.num_workers >= 1, "loader.num_workers", self.num_workers, allowed)
         require_prefetch(self.prefetch)

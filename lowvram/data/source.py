@@ -39,6 +39,18 @@ class FollowedModel(Protocol):
         ...
 
 
+class Cache(Protocol):
+    """What the loader keeps of decoded images (image_cache.py)."""
+
+    def around(self, images: Any) -> Any:
+        """The same images, through the cache."""
+        ...
+
+    def counts(self) -> tuple[int, int, int]:
+        """The bytes held, and how many images came from the cache, and didn't."""
+        ...
+
+
 class Unfit(Exception):
     """A sample can't be used. The message says why."""
 
@@ -47,6 +59,7 @@ class Samples(ABC):
     """A numbered set of samples."""
 
     is_ordered = False  # whether samples can only be read one after another, in the order of their numbers
+    is_decoded = False  # whether they are images that are decoded anew each time
 
     def keys(self, seed: int, start: int) -> Iterator[Key]:
         """Index and epoch of each sample in the order of training, from position `start` on, without end."""
@@ -54,6 +67,10 @@ class Samples(ABC):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    def through(self, cache: Cache) -> Samples:
+        """The same samples, with images that come through a cache; of those that `is_decoded`."""
+        raise NotImplementedError
 
     @abstractmethod
     def sample(self, index: int, epoch: int) -> tuple[Any, Any]:
@@ -95,6 +112,7 @@ class Data:
     train: Samples
     eval: Samples
     description: str  # one line for the log
+    cache: Cache | None = None  # of decoded images
 
 
 class Source(ABC):

@@ -116,6 +116,16 @@ def times(session: Session, step_ms: list[float], waits_s: list[float], token_co
     }
 
 
+def cached(session: Session) -> Fields:
+    """What the cache of decoded images holds, and which share of all images came from it. A collective: all ranks must
+    call it."""
+    if session.data.cache is None:
+        return {}
+    counts = torch.tensor(session.data.cache.counts(), device=session.rig.device)
+    held_bytes, num_hits, num_misses = summed(counts).tolist()
+    return {"data": {"cache_bytes": held_bytes, "cache_hit_frac": num_hits / max(1, num_hits + num_misses)}}
+
+
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The 5th percentile, the median and the 95th percentile of at least one value."""
     p05, *_, p95 = quantiles(values, n=20, method="inclusive") if len(values) > 1 else (values[0], values[0])

@@ -49,6 +49,7 @@ class Measure:
             fields.common(session),
             fields.losses(losses[0], losses[-1], evaluate(session)),
             fields.times(session, timed_ms, waits_s, token_counts),
+            fields.cached(session),
             disturbed,
             {"time": {"is_cut": len(step_ms) < limits.steps}},
             post_run(session, batches),

@@ -204,5 +204,6 @@ class TrainingRun:
             fields.losses(self.first_loss, self.last_loss, evaluation),
             exported,
             fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts),
+            fields.cached(self.session),
             post_run(measured, batches, peaks),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -13,19 +12,14 @@ from typing import IO, Any, final
 
 import torch
 
+from lowvram.config.cache_folder import cache_folder
 from lowvram.core.knob import Knob
 from lowvram.planning.target import Target
 from lowvram.planning.trace.events import Trace
 from lowvram.results.files.durable import write
 from lowvram.tasks import Problem
 
-CACHE_VARIABLE = "LOWVRAM_CACHE"  # an environment variable
 OBJECT_ADDRESS = " at 0x"  # in the default repr of an object, which doesn't identify its contents
-
-
-def cache_folder() -> Path:
-    """The folder of everything that lowvram caches on this machine."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lowvram")
 
 
 def default_folder() -> Path:

@@ -206,6 +206,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("throughput.tokens_per_s", "tokens/s", "tokens/s", better=LARGER, logger_name="throughput/tokens_per_s"),
     Metric("throughput.mfu", "mfu", logger_name="throughput/mfu", shown_in=NOWHERE),
     Metric(PADDING, "padding", better=SMALLER, shown_in=Shown.TABLE_WITH_PADDING),
+    Metric("data.cache_bytes", "cache {unit}", BYTES, logger_name="data/cache_gib", shown_in=Shown.SUMMARY),
+    Metric("data.cache_hit_frac", "cache hit frac", logger_name="data/cache_hit_frac", shown_in=Shown.SUMMARY),
     Metric("time.step_ms_p50", "step ms p50", "ms", better=SMALLER, logger_name="time/step_ms"),
     Metric("time.step_ms_p05", "step ms p05", "ms", shown_in=NOWHERE),
     Metric(SLOW_STEP, "step ms p95", "ms", shown_in=NOWHERE),

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from lowvram.config.cache_folder import cache_folder
 from lowvram.config.identity import device_name
-from lowvram.planning.cache import cache_folder, write_if_possible
+from lowvram.planning.cache import write_if_possible
 from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family
 from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
 from lowvram.planning.time.roofline import Extra, Rates, rates_tensor
