@@ -64,6 +64,9 @@ class Loader(ABC):
         """These samples as one part on the CPU."""
 
 
+NO_LIMIT = 2**62  # bytes
+
+
 class CacheKind(Enum):
     """Where decoded images are kept. The names are what a user types."""
 
@@ -77,7 +80,7 @@ class Stacked(Loader):
     """Samples in a random order, one per row, unchanged."""
 
     cache: CacheKind = field(default=CacheKind.none, kw_only=True)
-    cache_limit: str = field(default="4GiB", kw_only=True)
+    cache_limit: str | None = field(default="4GiB", kw_only=True)
     cache_folder: str | None = field(default=None, kw_only=True)
 
     num_workers: ClassVar[int]
@@ -102,7 +105,7 @@ class Stacked(Loader):
             " disk in any case)"
         )
         require(data.train.is_decoded, "loader.cache", self.cache.name, allowed)
-        limit_bytes = parse_bytes("loader.cache_limit", self.cache_limit)
+        limit_bytes = parse_bytes("loader.cache_limit", self.cache_limit) or NO_LIMIT
         cache = image_cache.CACHES[self.cache.name](limit_bytes, self.cache_folder)
         return replace(data, train=data.train.through(cache), eval=data.eval.through(cache), cache=cache)
 
