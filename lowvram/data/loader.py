@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -83,17 +83,20 @@ class Stacked(Loader):
     cache_limit: str | None = field(default="4GiB", kw_only=True)
     cache_folder: str | None = field(default=None, kw_only=True)
 
-    num_workers: ClassVar[int]
-    prefetch: ClassVar[int]
-
     def __post_init__(self) -> None:
         parse_bytes("loader.cache_limit", self.cache_limit)
         is_used = self.cache is CacheKind.disk or self.cache_folder is None
         require(is_used, "loader.cache_folder", self.cache_folder, "null unless loader.cache=disk")
 
+    @property
+    @abstractmethod
+    def ahead(self) -> tuple[int, int]:
+        """How many processes make batches ahead of time, and how many each keeps ready."""
+
     def fit(self, data: Data, model: FollowedModel) -> Data:
         allowed = "at most 1 for a data set that can only be read in its own order: each worker would read all of it"
-        require(self.num_workers <= 1 or not data.train.is_ordered, "loader.num_workers", self.num_workers, allowed)
+        num_workers, _ = self.ahead
+        require(num_workers <= 1 or not data.train.is_ordered, "loader.num_workers", num_workers, allowed)
         return data if self.cache is CacheKind.none else self.cached(data)
 
     def cached(self, data: Data) -> Data:
@@ -116,7 +119,7 @@ class Stacked(Loader):
         self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
         keys = batch_keys(samples, batch_size, seed, first_step)
-        return make_batches(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
+        return make_batches(keys, partial(self.collate, samples), *self.ahead, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
         return collate(samples, keys)
@@ -127,8 +130,9 @@ class Stacked(Loader):
 class Inline(Stacked):
     """The training process makes each batch when it needs it."""
 
-    num_workers = 0
-    prefetch = 0
+    @property
+    def ahead(self) -> tuple[int, int]:
+        return 0, 0
 
 
 @final
@@ -148,6 +152,10 @@ class Workers(Stacked):
         allowed = "at least 1: for none choose loader=inline"
         require(self.num_workers >= 1, "loader.num_workers", self.num_workers, allowed)
         require_prefetch(self.prefetch)
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        return self.num_workers, self.prefetch
 
 
 def require_workers(num_workers: int, prefetch: int) -> None:

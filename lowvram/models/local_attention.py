@@ -61,16 +61,16 @@ def in_blocks(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: float, re
     """
     length, size, num_global = q_bntc.shape[2], block_size(reach.window), reach.global_tokens
     num_first = min(length, num_global + size)
-    places = torch.arange(num_first, device=q_bntc.device)
-    mask = as_mask(reach.sees(places[:, None], places), q_bntc.dtype)
-    first = (x_bntc[:, :, :num_first] for x_bntc in (q_bntc, k_bntc, v_bntc))
-    y_btnc = grouped_attention(*first, dropout, mask[None, None]).transpose(1, 2)
+    q, k, v = (x_bntc[:, :, :num_first] for x_bntc in (q_bntc, k_bntc, v_bntc))
+    places = torch.arange(num_first, device=q.device)
+    mask = as_mask(reach.sees(places[:, None], places), q.dtype)
+    y_btnc = grouped_attention(q, k, v, dropout, mask[None, None]).transpose(1, 2)
     if num_first < length:
         q_bmnsc = as_blocks(q_bntc[:, :, num_first:], size)
-        k_bmnsc, v_bmnsc = (keys_of_blocks(x_bntc, num_first, size, num_global) for x_bntc in (k_bntc, v_bntc))
-        mask = mask_of_blocks(reach, size, q_bntc)
-        z_bmnsc = grouped_attention(*(x.flatten(0, 1) for x in (q_bmnsc, k_bmnsc, v_bmnsc)), dropout, mask[None, None])
-        z_btnc = z_bmnsc.transpose(1, 2).unflatten(0, q_bmnsc.shape[:2]).flatten(1, 2)
+        k, v = (keys_of_blocks(x_bntc, num_first, size, num_global).flatten(0, 1) for x_bntc in (k_bntc, v_bntc))
+        mask = mask_of_blocks(reach, size, q_bmnsc)
+        z = grouped_attention(q_bmnsc.flatten(0, 1), k, v, dropout, mask[None, None])
+        z_btnc = z.transpose(1, 2).unflatten(0, q_bmnsc.shape[:2]).flatten(1, 2)
         y_btnc = torch.cat([y_btnc, z_btnc[:, : length - num_first]], 1)
     return y_btnc.transpose(1, 2)
 
