@@ -26,6 +26,7 @@ from lowvram.data.source import Data
 from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.sample_finder import find_separate_blocks
+from lowvram.models.shape_finder import find_same_shape
 from lowvram.models.third_party import all_outputs
 
 
@@ -52,6 +53,8 @@ class ModelConfig(Protocol):
 
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool: ...
 
+    def branches_of(self, model: nn.Module) -> list[list[nn.Module]]: ...
+
     def is_random(self, model: nn.Module) -> bool: ...
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill: ...
@@ -70,6 +73,7 @@ class ModelConfig(Protocol):
 
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
 FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
+FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_MLPS: dict[str, tuple[tuple[str, str], ...]] = {}  # by the description of a problem, and the names sought
 
 
@@ -112,6 +116,15 @@ class Problem(Task):
             found = find_separate_blocks(model, self.call, self.short_inputs, self.blocks(model))
             FOUND_SEPARATE[self.description] = found
         return {model.get_submodule(name): count for name, count in FOUND_SEPARATE[self.description].items()}
+
+    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        if self.description not in FOUND_SAME_SHAPE:
+            found = find_same_shape(model, self.call, self.short_inputs(2), self.blocks(model))
+            FOUND_SAME_SHAPE[self.description] = found
+        return {model.get_submodule(name): count for name, count in FOUND_SAME_SHAPE[self.description].items()}
+
+    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
+        return self.model.branches_of(model)
 
     def short_inputs(self, num_samples: int) -> Any:
         """Inputs of so many samples, on the CPU; of texts the first tokens alone."""

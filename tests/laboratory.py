@@ -300,6 +300,12 @@ class InDouble(Task):
     def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
         return self.problem.separate_blocks(model)
 
+    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        return self.problem.same_shape_blocks(model)
+
+    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
+        return self.problem.branches(model)
+
     def is_random(self, model: nn.Module) -> bool:
         return self.problem.is_random(model)
 

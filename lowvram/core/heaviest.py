@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Part, Rig
@@ -24,3 +24,16 @@ def fix_heaviest(rig: Rig, batch: Part) -> None:
     for fix in choices:
         fix()
         step(rig, batch)
+
+
+def extremes(units: Sequence[int], num: int, sizes: Sequence[int]) -> list[frozenset[int]]:
+    """Choices of `num` of the units, one of which takes the most memory: some of the first ones, whose activations may
+    be the largest, as in a ResNet, together with the largest of the others."""
+    num = min(num, len(units))
+    choices = dict[tuple[int, ...], frozenset[int]]()  # by the sizes of its units: blocks of one size are alike
+    for num_first in range(num, -1, -1):
+        first = units[:num_first]
+        largest = sorted(units[num_first:], key=lambda unit: -sizes[unit])[: num - num_first]
+        chosen = [*first, *largest]
+        choices.setdefault(tuple(sorted(sizes[unit] for unit in chosen)), frozenset(chosen))
+    return list(choices.values())

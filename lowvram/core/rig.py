@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -219,6 +219,17 @@ class Task(ABC):
         del model
         return {}
 
+    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        """The blocks that return a tensor (samples, ...) of the shape and dtype of the first one that they are given,
+        and how many values each returns, as `separate_blocks` counts them. Empty if they aren't known."""
+        del model
+        return {}
+
+    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
+        """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
+        del model
+        return []
+
     def has_plain_blocks(self, model: nn.Module) -> bool:
         """Whether blocks take only tensors, as positional arguments, and return one tensor."""
         del model
@@ -277,6 +288,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 Run = Callable[["Rig", list[Part], Tensor], Tensor]  # as `one_after_another`
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+RigChange = Callable[["Rig", int], "Rig"]  # rig, seed -> the changed rig
 
 
 @final
@@ -299,8 +311,8 @@ class Rig:
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
-    # Called with the seed once there is a stepper: has the stepper change from step to step what trains.
-    over_time: Callable[[Rig, int], Rig] = lambda rig, seed: rig
+    # Called with the seed once there is a stepper: has the stepper change from step to step what trains or computes.
+    over_time: RigChange = lambda rig, seed: rig
     # Where that changes, each of these fixes one of the choices with which a step may take the most memory.
     heaviest: Sequence[Callable[[], None]] = ()
 
@@ -308,6 +320,10 @@ class Rig:
         total, trained = (sum(map(Tensor.numel, each)) for each in (self.model.parameters(), self.trainable))
         share = "" if trained == total else f", {trained:,} of them trained"
         return f"Rig({type(self.model).__name__}, {total:,} parameters{share}, {self.device})"
+
+    def then_over_time(self, change: RigChange) -> Rig:
+        """The rig whose `over_time` makes one more change, after those that it already makes."""
+        return replace(self, over_time=lambda rig, seed: change(self.over_time(rig, seed), seed))
 
     @property
     def trainable(self) -> list[nn.Parameter]:

@@ -111,7 +111,7 @@ class CompiledModel(Compiled):
     """The whole model is compiled as one: the fastest code, which takes longest to compile."""
 
     def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.SAME_PARAMS}  # else the whole model would be compiled for each choice of them
+        return super().needs() | {Fact.SAME_PARAMS, Fact.EVERY_BLOCK}  # else it would be compiled for each choice
 
     def modules(self, rig: Rig) -> list[nn.Module]:
         return [rig.model]
@@ -130,7 +130,8 @@ class TorchScript(Knob):
     def needs(self) -> frozenset[Fact]:
         # A trace keeps the parameters, control flow and shapes of the run that was recorded; torch.jit (2.13) fails in
         # torchao's rounding of weights.
-        return frozenset({Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES, Fact.PLAIN_PRODUCTS})
+        blocks = {Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FIXED_BLOCKS}
+        return frozenset({*blocks, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES, Fact.PLAIN_PRODUCTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EAGER_AUTOGRAD, Fact.EAGER})

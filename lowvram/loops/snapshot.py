@@ -21,7 +21,7 @@ from lowvram.results.files.run_folder import SNAPSHOT_NAME, made_folders, snapsh
 
 FORMED_BY = {  # for each part of a snapshot, the groups that determine the names and shapes in it
     "model": ("model", "task", "data", "adapter"),
-    "stepper": ("optimizer", "sparsity", "stepping", "precision", "adapter", "model"),
+    "stepper": ("optimizer", "sparsity", "stepping", "precision", "adapter", "depth", "model"),
 }
 Check = Callable[[dict[str, Any]], None]
 

@@ -28,6 +28,10 @@ class OwnModule(nn.Module, ABC):
     def repeated_blocks(self) -> list[nn.Module]:
         """The repeated units, in the order of the forward pass."""
 
+    def branches(self) -> list[list[nn.Module]]:
+        """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
+        return []
+
     @abstractmethod
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one tensor in place with its initial value.
@@ -119,6 +123,9 @@ class OwnModel(ABC):
 
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
         return True
+
+    def branches_of(self, model: Any) -> list[list[nn.Module]]:
+        return model.branches()
 
     def is_random(self, model: nn.Module) -> bool:
         return has_dropout(model)

@@ -172,6 +172,10 @@ class ResNet(OwnModule):
         """The repeated units, in the order of the forward pass."""
         return list(self.blocks)
 
+    def branches(self) -> list[list[nn.Module]]:
+        """Of each block the last of the convolutions beside the shortcut."""
+        return [[block.get_submodule("last")] for block in self.blocks]
+
     @torch.no_grad()
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one tensor in place with its initial value.

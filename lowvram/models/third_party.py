@@ -84,6 +84,11 @@ class ForeignModel(ABC):
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
         return self.find_blocks(model, spec).has_plain_blocks
 
+    def branches_of(self, model: nn.Module) -> list[list[nn.Module]]:
+        """Not known: where a block adds is code."""
+        del model
+        return []
+
     def is_random(self, model: nn.Module) -> bool:
         return has_dropout(model)
 

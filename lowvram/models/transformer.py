@@ -225,6 +225,10 @@ class Transformer(OwnModule):
         """The repeated units, each once, in the order in which the forward pass first meets them."""
         return list(self.blocks)
 
+    def branches(self) -> list[list[nn.Module]]:
+        """Of each block its attention and its MLP."""
+        return [[block.get_submodule(name) for name in ("attention", "mlp")] for block in self.blocks]
+
     @torch.no_grad()
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one tensor in place with its initial value, as GPT-2 does.

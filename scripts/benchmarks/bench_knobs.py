@@ -45,7 +45,7 @@ ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE
 TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
-WITHOUT_ERROR = ("optimizer", "allocator", "adapter", "sparsity")  # other updates, no other numbers, or other weights
+WITHOUT_ERROR = ("optimizer", "allocator", "adapter", "depth", "sparsity")  # another model or update, no other numbers
 KEPT = ("peak_bytes", "process_peak_bytes", "by_kind", "by_kind_max")
 BASELINE = ""
 

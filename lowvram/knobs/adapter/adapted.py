@@ -61,6 +61,12 @@ class Adapted(Task):
     def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
         return self.plain.separate_blocks(model)
 
+    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        return self.plain.same_shape_blocks(model)
+
+    def branches(self, model: nn.Module) -> list[list[nn.Module]]:
+        return self.plain.branches(model)
+
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.plain.has_plain_blocks(model)
 

@@ -12,8 +12,9 @@ from typing import final
 
 import torch
 
+from lowvram.core.heaviest import extremes
 from lowvram.core.seeds import generator_for
-from lowvram.knobs.adapter.over_time import Active, OverTime, blocks_train, check_period, extremes
+from lowvram.knobs.adapter.over_time import Active, OverTime, blocks_train, check_period
 from lowvram.knobs.adapter.units import BEFORE
 
 

@@ -43,7 +43,7 @@ class OverTime(Frozen):
         return f"{self.what_rests()}{norms}"
 
     def apply(self, rig: Rig) -> Rig:
-        return replace(rig, over_time=self.switched)
+        return rig.then_over_time(self.switched)
 
     def switched(self, rig: Rig, seed: int) -> Rig:
         """The rig whose stepper switches between units."""
@@ -110,16 +110,3 @@ def check_period(blocks: int, every: int) -> None:
 
 def blocks_train(num: int) -> str:
     return "1 block trains" if num == 1 else f"{num} blocks train"
-
-
-def extremes(units: Sequence[int], num: int, sizes: Sequence[int]) -> list[Active]:
-    """Choices of `num` of the units, one of which takes the most memory: some of the first ones, whose activations may
-    be the largest, as in a ResNet, together with the largest of the others."""
-    num = min(num, len(units))
-    choices = dict[tuple[int, ...], Active]()  # by the sizes of its units: blocks of one size are alike
-    for num_first in range(num, -1, -1):
-        first = units[:num_first]
-        largest = sorted(units[num_first:], key=lambda unit: -sizes[unit])[: num - num_first]
-        chosen = [*first, *largest]
-        choices.setdefault(tuple(sorted(sizes[unit] for unit in chosen)), frozenset(chosen))
-    return list(choices.values())

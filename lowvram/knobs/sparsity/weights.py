@@ -96,7 +96,7 @@ class Masked(Sparsity):
         allowed = "the number of updates, where no train.steps gives it: set sparsity.steps, or call `for_steps`"
         require(self.steps is not None or is_fake(masks[0].masked), "sparsity.steps", self.steps, allowed)
         masking = Masking(masks, self.rule(masks))
-        return replace(rig, make_optimizer=masking.around(rig.make_optimizer), over_time=masking.start)
+        return replace(rig, make_optimizer=masking.around(rig.make_optimizer)).then_over_time(masking.start)
 
     def can_mask(self, layer: Any) -> bool:
         return layer.weight.requires_grad

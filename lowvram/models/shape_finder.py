@@ -1,0 +1,42 @@
+"""Finds the blocks whose output looks as their input does, so that the model can go on without one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowvram.core.rig import is_per_sample
+from lowvram.models.sample_finder import Use, uses_of
+
+
+def find_same_shape(
+    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs_of_two: Any, blocks: Sequence[nn.Module]
+) -> dict[str, int]:
+    """The dotted names of the blocks that return a tensor like the first one that they are given, and how many values
+    each returns, as `Task.same_shape_blocks` counts them: found in a forward pass on fake tensors. The model may be on
+    any device and isn't changed.
+
+    Args:
+        call: calls the model on inputs and returns its outputs.
+        inputs_of_two: the inputs of two samples, on the CPU.
+    """
+    name_of = {module: name for name, module in model.named_modules()}
+    names = [name_of[block] for block in blocks]
+    try:
+        uses = uses_of(model, call, inputs_of_two, names)
+    except Exception:  # of code that we don't know: its blocks aren't known
+        return {}
+    found = {name: uses[name] for name in names if name in uses and keeps_shape(uses[name])}
+    return {name: 0 if isinstance(use.output, Tensor) else len(use.output) for name, use in found.items()}
+
+
+def keeps_shape(use: Use) -> bool:
+    """Whether a block returned one tensor, with a row for each of two samples and of the shape and dtype of the first
+    float that it was given, and nothing else but None."""
+    first, *others = use.output if isinstance(use.output, tuple) else [use.output]
+    given = next((leaf for leaf in use.leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+    is_one = isinstance(first, Tensor) and all(other is None for other in others)
+    is_like = is_one and given is not None and (first.shape, first.dtype) == (given.shape, given.dtype)
+    return is_like and is_per_sample(first, 2)
