@@ -9,7 +9,7 @@ from lowvram.cli.call import Call
 from lowvram.cli.initial import words_to_train_on
 from lowvram.cli.job import Ending
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
-from lowvram.config.settings import is_prune
+from lowvram.config.settings import is_transform
 from lowvram.config.words import key
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import Launch
@@ -36,7 +36,7 @@ def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[
         ranks = [f"sharding.ranks={launch.num_ranks}"] if launch else []  # torchrun isn't part of the command
         again = words_of_resumed(words) if ending.row else []  # else they are in its folder
         print("\n".join(summary(row, ending.folder, [*again, *ranks])))
-        if is_prune(row["choices"]) and row["status"] == Status.OK:
+        if is_transform(row["choices"]) and row["status"] == Status.OK:
             tell(f"train on with: {command_line(*words_to_train_on(ending.folder, words))}")
         if launch and not launch.records and Status(row["status"]).exit_single == EXIT_FAILED:
             tell(

@@ -1,5 +1,5 @@
-"""model.init=FOLDER and prune.run=FOLDER: adds to the command line what the folder says, but for what was typed.
-Imports no torch."""
+"""model.init=FOLDER, prune.run=FOLDER and grow.run=FOLDER: adds to the command line what the folder says, but for what
+was typed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.secret import REFUSED
+from lowvram.config.settings import TRANSFORMS
 from lowvram.config.words import key
 from lowvram.results import row as rows
 from lowvram.results.files import manifest
@@ -24,9 +25,9 @@ from lowvram.runs.hydra_notes import FOLDER as NOTES
 from lowvram.runs.hydra_notes import OVERRIDES, words_of
 
 EXPORTED, CONFIG, APART = "model", "config.json", "lowvram.json"  # in a run's folder, and files in it
-OF_THE_DATA = ("task", "data", "loader", "accum")  # groups of a run's configuration that its pruned model needs, too
+OF_THE_DATA = ("task", "data", "loader", "accum")  # groups of a run's configuration that its next model needs, too
 OF_ONE_CALL = ("mode", "resume", "name", "sweep", "debug", "optimized_metric", "callbacks")  # what isn't passed on
-SECTIONS_OF_ONE_CALL = ("prune", "model", "hydra")
+SECTIONS_OF_ONE_CALL = (*TRANSFORMS, "model", "hydra")
 # With other values of these the same tensors would be another model, or some of them would be left out.
 FIXED = ("num_layers", "num_distinct_layers", "num_heads", "num_kv_heads", "head_width", "layers", "block")
 
@@ -47,33 +48,38 @@ def with_initial(words: list[str]) -> list[str]:
     return [*sizes, *others, word_for("model.init", str(folder.absolute()))]
 
 
-def with_pruned(words: list[str]) -> list[str]:
+def with_transformed(words: list[str]) -> list[str]:
     """With mode=prune the words; before them those for the model of the folder `prune.run`, and for the data on which
-    it was trained.
+    it was trained. With mode=grow the same, of `grow.run`.
 
     Raises:
         BadInput, HydraException: as `with_initial`.
     """
-    if "mode=prune" not in words:
-        return words
-    folder = typed_folder(words, "prune.run")
+    name, folder = transformed_in(words)
     if folder is None:
         return words
-    model = exported_in(folder, "prune.run")
-    sizes_in(model, "prune.run", words)  # before anything else is said about it
+    model = exported_in(folder, name)
+    sizes_in(model, name, words)  # before anything else is said about it
     row = rows.read(model.parent)
-    data = {} if row is None else data_of(row, words, folder)
+    data = {} if row is None else data_of(row, words, f"{name}={folder}")
     return [*untyped({"model.init": str(model), **data}, words), *words]
 
 
+def transformed_in(words: Sequence[str]) -> tuple[str, Path | None]:
+    """The folder from whose model another one is made, after the key under which it was typed; None: no such mode was
+    typed, or no folder."""
+    name = next((f"{mode}.run" for mode in TRANSFORMS if f"mode={mode}" in words), "")
+    return name, typed_folder(words, name) if name else None
+
+
 def words_to_train_on(folder: Path, words: Sequence[str]) -> list[str]:
-    """The words with which the pruned model of a run's folder trains on, as the model did that was pruned.
+    """The words with which the new model of a run's folder trains on, as the model did that it was made from.
 
     Args:
-        words: what was typed to prune it.
+        words: what was typed to make it.
     """
-    source = typed_folder(words, "prune.run")
-    run = folder if source is None else exported_in(source, "prune.run").parent
+    name, source = transformed_in(words)
+    run = folder if source is None else exported_in(source, name).parent
     before = words_of(run) if source is not None and (run / NOTES / OVERRIDES).is_file() else []
     typed = {key(word) for word in words}
     passed_on = [word for word in [*(word for word in before if key(word) not in typed), *words] if is_passed_on(word)]
@@ -145,7 +151,7 @@ def is_size(field: str) -> bool:
     return field not in ("model._target_", "model.init")
 
 
-def data_of(row: Row, words: Sequence[str], folder: Path) -> dict[str, Any]:
+def data_of(row: Row, words: Sequence[str], origin: str) -> dict[str, Any]:
     """The values of a run that say which data it was trained on, by their keys; without groups whose option was typed.
 
     Raises:
@@ -157,7 +163,7 @@ def data_of(row: Row, words: Sequence[str], folder: Path) -> dict[str, Any]:
         fields = {name: value for name, value in config[group].items() if name != "_target_"}
         values |= {group: row["choices"][group], **{f"{group}.{name}": value for name, value in fields.items()}}
     for name, value in values.items():
-        allowed = f"typed again beside prune.run={folder}: it held a secret, which is kept nowhere"
+        allowed = f"typed again beside {origin}: it held a secret, which is kept nowhere"
         require(name in typed or REFUSED not in str(value), name, REFUSED, allowed)
     return values
 

@@ -25,7 +25,7 @@ from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container
 from lowvram.config.errors import Refused
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
-from lowvram.config.settings import LoggerSettings, check_own, check_root, is_inline, is_plan, is_prune, is_search
+from lowvram.config.settings import LoggerSettings, check_own, check_root, is_inline, is_plan, is_search, is_transform
 from lowvram.config.source_checks import check_groups
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Logged, Point
@@ -157,7 +157,7 @@ def row_of(point: Point) -> Result:
             raise Refused("mode=search under torchrun: search without it, on one device")
         words = container(HydraConfig.get().overrides.task, resolve=False)
         return Searches(here.server, here.progress, stop_signals, here.plans.again).row(point, words), None
-    if is_prune(point.choices):  # no step of training, of which there could be a plan
+    if is_transform(point.choices):  # no step of training, of which there could be a plan
         return run_point(point, here.server, here.progress, stop_signals, here.plans.again), None
     point = here.plans.with_plan(point, plan_for_row(here.plans.of(point)))
     skipped = here.plans.skipped(point)

@@ -16,7 +16,7 @@ from lowvram.cli import hydra_hooks, job_process
 from lowvram.cli.call import Call
 from lowvram.cli.closing import close_run, close_sweep, show_sweep
 from lowvram.cli.errors import sentence, sorted_words, with_presets
-from lowvram.cli.initial import with_initial, with_pruned
+from lowvram.cli.initial import with_initial, with_transformed
 from lowvram.cli.job import hydra_job
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
@@ -83,7 +83,7 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
         The error in the words, or that of a point which ends the call.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
-    words = with_initial(with_pruned(with_resumed(with_presets(words))))
+    words = with_initial(with_transformed(with_resumed(with_presets(words))))
     if aside is not None:
         words = moved(words, aside)
     typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(words)]

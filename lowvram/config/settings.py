@@ -187,6 +187,26 @@ class PruneSettings:
         require(self.round_to >= 1, "prune.round_to", self.round_to, "at least 1 (any width)")
 
 
+class GrowthKind(Enum):
+    """Which blocks `mode=grow` copies, and where to. The names are what a user types."""
+
+    stack = "all of them, in order, after the last one (Gong et al., 2019)"
+    interleave = "each, after itself"
+    identity = "each, after itself, its last layers zero, so that it changes nothing yet (Wu et al., 2024)"
+
+
+@dataclass(frozen=True)
+class GrowSettings:
+    """`grow.*`"""
+
+    run: str | None
+    factor: int
+    how: GrowthKind
+
+    def __post_init__(self) -> None:
+        require(self.factor >= 2, "grow.factor", self.factor, "at least 2")
+
+
 @dataclass(frozen=True)
 class RootSettings:
     """The root keys that are plain values."""
@@ -232,6 +252,7 @@ class Settings:
     plan: PlanSettings
     search: SearchSettings
     prune: PruneSettings
+    grow: GrowSettings
     snapshot: SnapshotSettings
     export: ExportSettings
     groups: dict[str, Any]
@@ -254,6 +275,7 @@ SECTIONS = {
     "plan": PlanSettings,
     "search": SearchSettings,
     "prune": PruneSettings,
+    "grow": GrowSettings,
     "snapshot": SnapshotSettings,
     "export": ExportSettings,
 }
@@ -372,6 +394,10 @@ def is_search(choices: Mapping[str, str]) -> bool:
     return choices["mode"] == "search"
 
 
-def is_prune(choices: Mapping[str, str]) -> bool:
-    """Whether a point makes a trained model smaller, and trains nothing."""
-    return choices["mode"] == "prune"
+# Modes that make another model from that of a folder, the value `run` of the section with their name. They train nothing.
+TRANSFORMS = ("prune", "grow")
+
+
+def is_transform(choices: Mapping[str, str]) -> bool:
+    """Whether a point makes another model from a trained one."""
+    return choices["mode"] in TRANSFORMS

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput
+from lowvram.config.settings import GrowthKind
 from lowvram.core.rig import has_dropout
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
@@ -75,6 +76,23 @@ class OwnModel(ABC):
     def inner_widths(self) -> list[InnerWidth]:
         """The widths inside the blocks, each with its places in the model's tensors."""
         return []
+
+    def grown(self, factor: int, how: GrowthKind) -> Self:
+        """The configuration of the same model with each block of `runs_of_blocks` `factor` times, and without `init`.
+
+        Raises:
+            BadInput: the model can't be grown, or not so.
+        """
+        raise BadInput("model", type(self).__name__, "one that names its `runs_of_blocks`, to be grown")
+
+    def runs_of_blocks(self) -> list[range]:
+        """Consecutive blocks, by their numbers, that may stand in any order and any number of times."""
+        return []
+
+    @property
+    def last_layers(self) -> tuple[str, ...]:
+        """Of a block the names of the layers that, if they are zero, make it hand on what it is given."""
+        return ()
 
     @property
     @abstractmethod

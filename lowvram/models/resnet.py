@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
+from lowvram.config.settings import GrowthKind
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.builtin import OwnModel, OwnModule
 from lowvram.models.widths import InnerWidth, num_kept, one_each
@@ -128,6 +129,28 @@ class ResNetConfig(OwnModel):
             for index, stage in enumerate(stages)
             for writer, reader in pairwise(BLOCKS[self.block].convolutions)
         ]
+
+    def grown(self, factor: int, how: GrowthKind) -> ResNetConfig:
+        """Raises BadInput if norms that never change would keep a block switched off."""
+        is_dead = how is GrowthKind.identity and self.norm is NormKind.frozen
+        allowed = "stack or interleave with model.norm=frozen: a gamma of zero that never learns switches its block off"
+        require(not is_dead, "grow.how", how.name, allowed)
+        added = [(factor - 1) * len(run) for run in self.runs_of_blocks()]
+        return replace(self, layers=[old + new for old, new in zip(self.layers, added, strict=True)], init=None)
+
+    def runs_of_blocks(self) -> list[range]:
+        """Of each stage all blocks but the first, unless that keeps the shape, too."""
+        ends = list(accumulate(self.layers))
+        firsts = [end - num_blocks for end, num_blocks in zip(ends, self.layers, strict=True)]
+        keeps_shape = BLOCKS[self.block].expansion == 1  # in the first stage, whose input is the stem's
+        return [
+            range(first + (number > 0 or not keeps_shape), end)
+            for number, (first, end) in enumerate(zip(firsts, ends, strict=True))
+        ]
+
+    @property
+    def last_layers(self) -> tuple[str, ...]:
+        return ("last.norm",)
 
     def natural_shape(self) -> tuple[int, ...]:
         """The shape of a sample when the data does not say."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowvram.config.errors import require
+from lowvram.config.settings import GrowthKind
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
@@ -178,6 +179,21 @@ class TransformerConfig(OwnModel):
         features = torch.arange(self.head_features)
         rows, columns = (each[:, :, None] * self.head_features + features for each in (heads, queries))
         return rows.flatten(1), columns.flatten(1)
+
+    def grown(self, factor: int, how: GrowthKind) -> TransformerConfig:
+        """Raises BadInput if layers share blocks."""
+        allowed = (
+            f"null where blocks are copied: layers that share them are more with model.num_layers={self.num_layers}"
+        )
+        require(self.num_distinct_layers is None, "model.num_distinct_layers", self.num_distinct_layers, allowed)
+        return replace(self, num_layers=factor * self.num_layers, init=None)
+
+    def runs_of_blocks(self) -> list[range]:
+        return [range(self.num_layers)]
+
+    @property
+    def last_layers(self) -> tuple[str, ...]:
+        return ("attention.merge", "mlp.down")
 
     def check_packed(self) -> None:
         """Raises nothing: positions and an attention mask keep the sequences of a row apart."""

@@ -249,27 +249,28 @@ METRICS: tuple[Metric, ...] = (
     ),
     *(
         metric
+        for what in ("pruning", "growing")
         for when, shown in (("before", Shown.SUMMARY), ("after", Shown.TABLE | Shown.SUMMARY))
         for metric in (
             Metric(
-                f"pruning.parameters_{when}",
-                f"parameters {when} pruning",
+                f"{what}.parameters_{when}",
+                f"parameters {when} {what}",
                 format=Count(),
-                logger_name=f"pruning/parameters_{when}",
+                logger_name=f"{what}/parameters_{when}",
                 shown_in=shown,
             ),
             Metric(
-                f"pruning.file_{when}_bytes",
-                f"file {when} pruning {{unit}}",
+                f"{what}.file_{when}_bytes",
+                f"file {when} {what} {{unit}}",
                 BYTES,
-                logger_name=f"pruning/file_{when}_gib",
+                logger_name=f"{what}/file_{when}_gib",
                 shown_in=Shown.SUMMARY,  # in tables it is `export.file_bytes`
             ),
             Metric(
-                f"pruning.loss_{when}",
-                f"eval loss {when} pruning",
+                f"{what}.loss_{when}",
+                f"eval loss {when} {what}",
                 format=Digits(4),
-                logger_name=f"pruning/loss_{when}",
+                logger_name=f"{what}/loss_{when}",
                 shown_in=Shown.SUMMARY,  # afterwards it is `loss.eval` too
             ),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.cli.initial import as_hydra, with_initial, with_pruned
+from lowvram.cli.initial import as_hydra, with_initial, with_transformed
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.export.folder import export
@@ -72,6 +72,19 @@ def test_a_run_is_pruned_and_trains_on(call: Call, tmp_path: Path, name: str) ->
     assert ours["model"]["parameters"] == row["pruning"]["parameters_after"]
     assert ours["choices"]["optimizer"] == "sgd"
     assert ours["choices"]["data"] == "synthetic"
+
+
+def test_a_grown_model_is_planned(call: Call, exported: Path, tmp_path: Path) -> None:
+    grown = call("mode=grow", "grow.run=outputs/run", *WORDS, "logger=none", "hydra.run.dir=outputs/grown")
+    assert grown.code == 0, grown.said()
+    assert "grown by stack: model.num_layers=2" in grown.out
+    row = read_row(tmp_path / "outputs" / "grown")
+    assert row["growing"]["parameters_after"] > row["growing"]["parameters_before"]
+    words = printed(grown, "train on with: ")
+    assert "model.init=outputs/grown/model" in words
+    assert not [word for word in words if word.startswith(("grow", "mode="))]
+    planned = call(*words, "mode=plan", "plan.device=cpu")
+    assert planned.row["model"]["parameters"] == row["growing"]["parameters_after"]
 
 
 @pytest.mark.slow  # tests/models/test_widths.py compares them without processes
@@ -176,17 +189,17 @@ def test_a_resumed_run_gets_the_same_words(exported: Path) -> None:
 def test_words_stay_as_they_are_without_a_folder(tmp_path: Path) -> None:
     run = described(tmp_path / "run")
     for words in ([], ["model.init=null"], ["mode=train", f"prune.run={run}"]):
-        assert with_initial(with_pruned(words)) == words
+        assert with_initial(with_transformed(words)) == words
 
 
 def test_models_of_others_and_adapters_are_refused(tmp_path: Path) -> None:
     run = described(tmp_path / "run", _target_="lowvram.models.external.ExternalConfig")
     for key in ("model.init", "prune.run"):
         with pytest.raises(BadInput, match=rf"^{key}=.*: must be the folder of a trained model of lowvram's own"):
-            with_initial(with_pruned(["mode=prune", f"{key}={run}"]))
+            with_initial(with_transformed(["mode=prune", f"{key}={run}"]))
     (run / "model" / "config.json").rename(run / "model" / "lowvram.json")
     with pytest.raises(BadInput, match=r"^prune\.run=.* it holds an adapter alone: train with export\.merge=true"):
-        with_pruned(["mode=prune", f"prune.run={run}"])
+        with_transformed(["mode=prune", f"prune.run={run}"])
 
 
 def test_exports_in_other_formats_are_refused(exported: Path) -> None:
@@ -194,7 +207,7 @@ def test_exports_in_other_formats_are_refused(exported: Path) -> None:
     sentence = "of a model in safetensors: it holds an export of format int8; write its run again with resume="
     for key in ("model.init", "prune.run"):
         with pytest.raises(BadInput, match=rf"^{key}=.*{sentence}RUN export\.format=safetensors$"):
-            with_initial(with_pruned(["mode=prune", f"{key}={exported}"]))
+            with_initial(with_transformed(["mode=prune", f"{key}={exported}"]))
     rows.write(exported, {**rows.empty_row(), "name": "run"})
     with pytest.raises(BadInput, match=rf"{sentence}\S+/outputs/run export\.format=safetensors$"):
         with_initial([f"model.init={exported / 'model'}"])
@@ -208,7 +221,7 @@ VALUES = (None, True, 3, 1e-5, "rotary", "null", "3", 'a "b", c', "~/x y", [1, "
 def test_several_folders_are_refused(tmp_path: Path) -> None:
     for key in ("model.init", "prune.run"):
         with pytest.raises(BadInput, match=rf"^{key}='one,two': must be one folder: type a command for each"):
-            with_initial(with_pruned(["-m", "mode=prune", f"{key}=one,two"]))
+            with_initial(with_transformed(["-m", "mode=prune", f"{key}=one,two"]))
 
 
 @pytest.mark.parametrize("value", VALUES, ids=map(repr, VALUES))

@@ -22,8 +22,7 @@ from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
 from lowvram.knobs.adapter import BAdam
 from lowvram.knobs.compile import Traced
-from lowvram.knobs.depth import LayerDrop, StochasticDepth
-from lowvram.knobs.depth import stochastic
+from lowvram.knobs.depth import LayerDrop, StochasticDepth, stochastic
 from lowvram.knobs.depth.stochastic import Added, Branch, Draws
 from lowvram.knobs.sparsity import Magnitude
 from lowvram.knobs.tile.blocks import Tiled

@@ -16,6 +16,8 @@ from lowvram.config.settings import (
     EvalSettings,
     ExportFormat,
     ExportSettings,
+    GrowSettings,
+    GrowthKind,
     ImportanceKind,
     MeasureSettings,
     PlanSettings,
@@ -85,6 +87,7 @@ MEASURE = MeasureSettings(
 )
 
 PRUNE = PruneSettings(run=None, ratio=0.5, importance=ImportanceKind.magnitude, batches=2, round_to=4)
+GROW = GrowSettings(run=None, factor=2, how=GrowthKind.stack)
 
 
 def session_in(
@@ -100,6 +103,7 @@ def session_in(
     export: ExportFormat = ExportFormat.safetensors,
     metrics: list[str] | None = None,
     prune: PruneSettings = PRUNE,
+    grow: GrowSettings = GROW,
     **train: Any,
 ) -> Session:
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
@@ -113,6 +117,7 @@ def session_in(
         plan=PlanSettings(device="auto", host=None, margin=0.1, skip=False),
         search=SearchSettings(groups=None, lossy=False, probes=3),
         prune=prune,
+        grow=grow,
         snapshot=SnapshotSettings(every_steps=snapshot_every, keep=2),
         export=ExportSettings(merge=merge, format=export),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},

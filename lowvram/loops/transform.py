@@ -1,0 +1,124 @@
+"""What the modes have in common that make another model from a trained one: mode=prune and mode=grow. Nothing is
+trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from lowvram.config.errors import BadInput, Incompatible, require
+from lowvram.config.registry import neutral_options
+from lowvram.config.settings import ExportFormat
+from lowvram.core.assemble import assemble
+from lowvram.core.ranks import num_ranks
+from lowvram.core.rig import Rig
+from lowvram.export.folder import check_free, export, file_bytes
+from lowvram.export.plain import Origin
+from lowvram.knobs.adapter import NoAdapter
+from lowvram.loops import fields
+from lowvram.loops.evaluate import Evaluation, evaluate
+from lowvram.loops.profiling.post_run import run_peaks
+from lowvram.loops.session import Session
+from lowvram.models.builtin import OwnModel
+from lowvram.models.layout import EXPORTED, plain, weights_in
+
+ALLOWED = ("accum", "allocator")  # groups that change neither the weights nor how the model is called
+
+
+def transformed(
+    session: Session, what: str, models: tuple[OwnModel, OwnModel], values: Callable[[], Mapping[str, Tensor]]
+) -> fields.Fields:
+    """Write the new model into the session's folder, evaluate the old one and the new one; returns the row's fields.
+
+    Args:
+        what: the section of the row for the figures of both.
+        models: the configurations of both, the old one first.
+        values: makes the tensors of the new one, by name.
+    """
+    old, new = models
+    before = evaluate(session)
+    model = new.make(session.data.spec)
+    model.load_state_dict(values())
+    made_from = Origin(new, session.data.spec, NoAdapter(), session.settings.root.seed)
+    export(session.folder / EXPORTED, model, made_from, merge=True)
+    written = replace(new, init=str(session.folder / EXPORTED))
+    next_session = going_on(session, written)
+    after = evaluate(next_session)
+    figures = [about(session.rig, old.init, before, "before"), about(next_session.rig, written.init, after, "after")]
+    return fields.merged(
+        fields.common(next_session),
+        {"loss": {"eval": after.loss}, "eval": after.scores, "memory": run_peaks(session)},
+        {"export": {"file_bytes": file_bytes(session.folder / EXPORTED)}},
+        *({what: each} for each in figures),
+    )
+
+
+def trained_model(session: Session, mode: str, run: str | None) -> OwnModel:
+    """The configuration of the model that another one is made from.
+
+    Args:
+        mode: the mode's name.
+        run: the value `run` of its section.
+
+    Raises:
+        BadInput: a run would be replaced; no trained model is given, it isn't one of lowvram's, or the new one would be
+            written in another format.
+        Incompatible: a knob has changed the model, or may have.
+    """
+    model = session.problem.model
+    allowed = "train: a run that makes another model writes into a folder of its own, and can't be resumed"
+    require(not session.is_resumed, "mode", mode, allowed)
+    if not isinstance(model, OwnModel):
+        allowed = f"transformer or resnet with mode={mode}, which doesn't know what belongs together in other models"
+        raise BadInput("model", type(model).__name__, allowed)
+    allowed = "the folder of a finished run, or of an exported model"
+    if run is not None:
+        allowed = (
+            f"typed on the command line beside mode={mode}: from a preset, or with modes of a sweep, it isn't read"
+        )
+    require(model.init is not None, f"{mode}.run", run, allowed)
+    require(num_ranks() == 1, "sharding.ranks", num_ranks(), f"1 with mode={mode}, which computes in one process")
+    check_plain(session, mode)
+    allowed = f"safetensors with mode={mode}: the run that trains the new model on may write another format"
+    written = session.settings.export.format
+    require(written is ExportFormat.safetensors, "export.format", written.name, allowed)
+    check_free(session.folder / EXPORTED)
+    return model
+
+
+def check_plain(session: Session, mode: str) -> None:
+    """Raises Incompatible unless the session's model is the trained one as its file has it: knobs round weights, set
+    them to zero, move them away, freeze them, or call the model otherwise."""
+    chosen = {group: option for group, _, option in (name.partition("=") for name in session.knobs)}
+    neutral = {group: option for group, option in neutral_options().items() if group not in ALLOWED}
+    others = {group: option for group, option in neutral.items() if chosen.get(group, option) != option}
+    if others:
+        typed = ", ".join(f"{group}={chosen[group]}" for group in others)
+        remedy = " ".join(f"{group}={option}" for group, option in others.items())
+        raise Incompatible(f"{typed}: mode={mode} takes the model as its file has it, so it needs {remedy}")
+
+
+def going_on(session: Session, model: OwnModel) -> Session:
+    """The session in which the new model would train on. It reads what was written."""
+    settings = replace(session.settings, groups={**session.settings.groups, "model": model})
+    problem = settings.groups["task"].pose(model, session.data.spec)
+    rig = assemble(problem, session.knobs, session.rig.device, settings.root.seed)
+    return replace(session, settings=settings, problem=problem, rig=rig)
+
+
+def changes(old: OwnModel, new: OwnModel) -> str:
+    """The fields in which two configurations differ, as they are typed."""
+    before, after = plain(old), plain(new)
+    changed = [f"model.{name}={value}" for name, value in after.items() if name != "init" and value != before[name]]
+    return " ".join(changed) or "no size has changed"
+
+
+def about(rig: Rig, weights: str | None, evaluation: Evaluation, when: str) -> fields.Fields:
+    """The figures of the model before, or after, it was changed."""
+    return {
+        f"parameters_{when}": sum(parameter.numel() for parameter in rig.model.parameters()),
+        f"file_{when}_bytes": weights_in(str(weights)).stat().st_size,
+        f"loss_{when}": evaluation.loss,
+    }

@@ -1,0 +1,64 @@
+"""mode=grow as a loop: what it writes and tells; and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.config.settings import GrowSettings, GrowthKind
+from lowvram.export.folder import load
+from lowvram.loops.grow import Grow
+from lowvram.loops.session import Session
+from lowvram.models.resnet import BlockKind
+from lowvram.tasks import Auto
+from tests.laboratory import IMAGES, RESNET, knobs_of
+from tests.loops.sessions import GROW, session_in
+from tests.loops.test_prune import trained
+
+
+def to_grow(folder: Path, name: str, how: GrowthKind = GrowthKind.stack) -> Session:
+    session = trained(folder, name)
+    return replace(session, settings=replace(session.settings, grow=replace(GROW, how=how)))
+
+
+@pytest.mark.parametrize("how", GrowthKind)
+@pytest.mark.parametrize("name", ["transformer", "resnet"])
+def test_a_deeper_model_is_written(tmp_path: Path, name: str, how: GrowthKind) -> None:
+    session = to_grow(tmp_path, name, how)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "before").iterdir()}
+    fields = Grow().run(session)
+    figures, model = fields["growing"], load(tmp_path / "model")
+    assert figures["parameters_before"] == sum(each.numel() for each in session.rig.model.parameters())
+    assert figures["parameters_after"] == sum(each.numel() for each in model.parameters())
+    assert figures["parameters_after"] == fields["model"]["parameters"] > figures["parameters_before"]
+    assert figures["file_after_bytes"] == (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert figures["loss_after"] == fields["loss"]["eval"]
+    is_same = abs(figures["loss_after"] - figures["loss_before"]) < 1e-6
+    assert is_same is (how is GrowthKind.identity)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "before").iterdir()} == before
+
+
+def test_copies_are_values_of_the_file(tmp_path: Path) -> None:
+    Grow().run(to_grow(tmp_path, "transformer"))
+    before, after = (load(tmp_path / folder).state_dict() for folder in ("before", "model"))
+    for name in (name for name in before if "blocks" in name):
+        number = int(name.split(".")[1])
+        assert torch.equal(after[name.replace(f"blocks.{number}", f"blocks.{number + 3}", 1)], before[name])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^grow\.run=null: must be the folder of a finished run"):
+        Grow().run(session_in(tmp_path, "transformer"))
+    session = to_grow(tmp_path, "transformer")
+    with pytest.raises(Incompatible, match=r"mode=grow takes the model as its file has it, so it needs depth=none"):
+        Grow().run(replace(session, knobs=knobs_of(depth="layer_drop")))
+    with pytest.raises(BadInput, match=r"^grow\.factor=1: must be at least 2"):
+        GrowSettings(None, 1, GrowthKind.stack)
+    narrow = Auto().pose(replace(RESNET, layers=[1, 1], block=BlockKind.bottleneck, init="run"), IMAGES)
+    with pytest.raises(BadInput, match=r"^grow\.run='run': must be the folder of a model with a block that keeps"):
+        Grow().run(replace(session, problem=narrow))
+    assert not (tmp_path / "model").exists()
