@@ -19,7 +19,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.config.settings import Settings
 from lowvram.core.criterion import UserCriterion
-from lowvram.core.rig import IGNORE, Method, Part, Task
+from lowvram.core.rig import IGNORE, Method, Part, Tail, Task
 from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.source import Data
@@ -54,6 +54,8 @@ class ModelConfig(Protocol):
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool: ...
 
     def branches_of(self, model: nn.Module) -> list[list[nn.Module]]: ...
+
+    def tail_of(self, model: nn.Module) -> Tail | None: ...
 
     def is_random(self, model: nn.Module) -> bool: ...
 
@@ -125,6 +127,9 @@ class Problem(Task):
 
     def branches(self, model: nn.Module) -> list[list[nn.Module]]:
         return self.model.branches_of(model)
+
+    def tail(self, model: nn.Module) -> Tail | None:
+        return self.model.tail_of(model)
 
     def short_inputs(self, num_samples: int) -> Any:
         """Inputs of so many samples, on the CPU; of texts the first tokens alone."""

@@ -24,7 +24,7 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Method, Part, Rig, Task, Update
+from lowvram.core.rig import IGNORE, Method, Part, Rig, Tail, Task, Update
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.values import Fill
@@ -305,6 +305,9 @@ class InDouble(Task):
 
     def branches(self, model: nn.Module) -> list[list[nn.Module]]:
         return self.problem.branches(model)
+
+    def tail(self, model: nn.Module) -> Tail | None:
+        return self.problem.tail(model)
 
     def is_random(self, model: nn.Module) -> bool:
         return self.problem.is_random(model)

@@ -51,6 +51,7 @@ REFUSED = {
     (("tile", "mlp"), "resnet"): "the task knows the MLPs",
     (("tile", "blocks"), "resnet"): "each sample from that sample alone",  # BatchNorm
     (("tile", "blocks"), "t5"): "each sample from that sample alone",  # its blocks pass a bias that trains to the next
+    **{(("depth", "early_exit"), kind): "the head takes the output of an earlier block" for kind in CONFIGS},
     (("depth", "layer_drop"), "t5"): "inputs of several blocks can stand in",  # for the same reason
     (
         ("depth", "layer_drop"),

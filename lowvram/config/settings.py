@@ -394,7 +394,7 @@ def is_search(choices: Mapping[str, str]) -> bool:
     return choices["mode"] == "search"
 
 
-# Modes that make another model from that of a folder, the value `run` of the section with their name. They train nothing.
+# Modes that make another model from that of a folder, the value `run` of the mode's section. They train nothing.
 TRANSFORMS = ("prune", "grow")
 
 

@@ -103,7 +103,7 @@ BY_TRIAL = frozenset(
     {Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES}
 )  # it takes forward passes to find out
 TASK_FACTS = BY_TRIAL | {
-    *(Fact.HEAD, Fact.BLOCKS, Fact.INNER_LINEARS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.HARD_TARGETS),
+    *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.HARD_TARGETS),
     Fact.NO_RANDOMNESS,
 }
 
@@ -123,6 +123,8 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.MLPS] = "none were found: leave tile=none or, if they have unusual names, list those in tile.names"
     if Fact.SEPARATE_SAMPLES in asked and not task.separate_blocks(model):
         absent[Fact.SEPARATE_SAMPLES] = "not known of this model: leave tile=none, and choose ckpt and accum"
+    if (tail := task.tail(model)) is None or len(tail.blocks) < 2:
+        absent[Fact.EXITS] = "not known of this model: leave depth=none"
     if Fact.SKIPPABLE in asked and len(task.same_shape_blocks(model)) < 2:
         absent[Fact.SKIPPABLE] = "not known of this model: leave depth=none"
     if Fact.BRANCHES in asked and not (task.branches(model) or task.same_shape_blocks(model)):

@@ -31,7 +31,7 @@ class Stage(Enum):
 # The fields of the rig that each stage may write. Stages without any patch the model in place.
 WRITES: dict[Stage, frozenset[str]] = {
     Stage.PROCESS: frozenset({"finish"}),
-    Stage.BUILD: frozenset({"task", "model", "criterion", "rounding", "over_time"}),
+    Stage.BUILD: frozenset({"task", "model", "criterion", "eval_means", "rounding", "over_time"}),
     Stage.CHECKPOINT: frozenset(),
     Stage.COMPILE: frozenset(),
     Stage.SHARD: frozenset({"model", "forward", "sync", "run", "total"}),
@@ -61,6 +61,7 @@ class Fact(Enum):
     FIXED_BLOCKS = "a block computes the same in every step"
     EVERY_BLOCK = "every block computes in every step"
     SKIPPABLE = "the inputs of several blocks can stand in for their outputs"
+    EXITS = "the head takes the output of an earlier block, too"
     BRANCHES = "the task knows what blocks add to their inputs"
     NORMS = "the model has layer norms or RMS norms"
     INNER_LINEARS = "the model has linear layers besides the last"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -155,6 +155,13 @@ class Method(NamedTuple):
     name: str
 
 
+class Tail(NamedTuple):
+    """What a model computes after its last block."""
+
+    blocks: list[nn.Module]  # whose outputs it takes, in the order of the forward pass, the last block included
+    call: Callable[[Tensor], Tensor]  # such an output to logits
+
+
 def token_dim(states: Tensor) -> int:
     """The dimension along which tokens are cut: of hidden states (samples, tokens, ..., width) the second one, of
     (tokens, width) the first."""
@@ -229,6 +236,11 @@ class Task(ABC):
         """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
         del model
         return []
+
+    def tail(self, model: nn.Module) -> Tail | None:
+        """What the model computes after its last block; None if it isn't known."""
+        del model
+        return None
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         """Whether blocks take only tensors, as positional arguments, and return one tensor."""
@@ -311,6 +323,9 @@ class Rig:
     sync: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()  # around each part
     run: Run = one_after_another  # forward and backward of all parts
     finish: Callable[[], None] = lambda: None  # called after the update of each step
+    # What an evaluation tells besides the task's scores: means over all targets, by name. Each function gives the sum
+    # over the targets of one part (0-dim), right after its forward pass.
+    eval_means: Mapping[str, Callable[[Part], Tensor]] = field(default_factory=dict)
     # Called with the seed once there is a stepper: has the stepper change from step to step what trains or computes.
     over_time: RigChange = lambda rig, seed: rig
     # Where that changes, each of these fixes one of the choices with which a step may take the most memory.

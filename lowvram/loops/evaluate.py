@@ -45,20 +45,24 @@ def evaluate(session: Session) -> Evaluation:
         sums = summed(torch.stack(of_parts).sum(0))
     finally:
         rig.model.train()
-    loss, correct, num_targets = sums.tolist()
+    loss, correct, num_targets, *more = sums.tolist()
     if not num_targets:
         raise NonFinite(
             f"no target counts in the held-out samples, all are {IGNORE}: leave such samples out of the data"
         )
     scores = session.problem.scores(loss / num_targets, correct / num_targets)
+    scores |= {name: each / num_targets for name, each in zip(rig.eval_means, more, strict=True)}
     return Evaluation(loss / num_targets, scores | {name: metric.compute() for name, metric in metrics.items()})
 
 
 @torch.no_grad()
 def part_sums(session: Session, rig: Rig, part: Part, metrics: Mapping[str, Metric]) -> Any:
-    """(loss, correct answers, targets) of one part, summed: fp64 (3,). Updates the user's metrics."""
+    """(loss, correct answers, targets, and those of `Rig.eval_means`) of one part, summed: fp64. Updates the user's
+    metrics."""
     outputs = rig.forward(part)
     for metric in metrics.values():
         metric.update(outputs, part)
     loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
-    return torch.stack([loss.double(), correct.double(), session.problem.num_targets(part).double()])
+    more = [sum_of(part) for sum_of in rig.eval_means.values()]
+    sums = [loss, correct, session.problem.num_targets(part), *more]
+    return torch.stack([each.double() for each in sums])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.settings import GrowthKind
-from lowvram.core.rig import has_dropout
+from lowvram.core.rig import Tail, has_dropout
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality, TextRules
@@ -32,6 +32,10 @@ class OwnModule(nn.Module, ABC):
     def branches(self) -> list[list[nn.Module]]:
         """Of each block the modules whose outputs it adds to what it was given; empty if they aren't known."""
         return []
+
+    def tail(self) -> Tail | None:
+        """What the model computes after its last block; None if it isn't known."""
+        return None
 
     @abstractmethod
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -144,6 +148,9 @@ class OwnModel(ABC):
 
     def branches_of(self, model: Any) -> list[list[nn.Module]]:
         return model.branches()
+
+    def tail_of(self, model: Any) -> Tail | None:
+        return model.tail()
 
     def is_random(self, model: nn.Module) -> bool:
         return has_dropout(model)

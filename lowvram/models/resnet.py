@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.config.settings import GrowthKind
+from lowvram.core.rig import Tail
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.builtin import OwnModel, OwnModule
 from lowvram.models.widths import InnerWidth, num_kept, one_each
@@ -175,6 +176,7 @@ class ResNet(OwnModule):
 
     def __init__(self, config: ResNetConfig, num_channels: int, num_classes: int) -> None:
         super().__init__()
+        self.num_blocks_of_last_stage = config.layers[-1]
         self.last_gamma = 0.0 if config.zero_init_last_gamma else 1.0
         self.fill = FILLS[config.initialisation]
         self.memory_format = memory_format(config)
@@ -189,11 +191,19 @@ class ResNet(OwnModule):
         x_nchw = self.stem(images_nchw.contiguous(memory_format=self.memory_format))
         for block in self.blocks:
             x_nchw = block(x_nchw)
+        return self.after_blocks(x_nchw)
+
+    def after_blocks(self, x_nchw: Tensor) -> Tensor:
+        """To logits (n, k)."""
         return self.head(self.dropout(x_nchw.mean((2, 3))))
 
     def repeated_blocks(self) -> list[nn.Module]:
         """The repeated units, in the order of the forward pass."""
         return list(self.blocks)
+
+    def tail(self) -> Tail | None:
+        """Of the blocks of the last stage, which are as wide as the head."""
+        return Tail(list(self.blocks)[-self.num_blocks_of_last_stage :], self.after_blocks)
 
     def branches(self) -> list[list[nn.Module]]:
         """Of each block the last of the convolutions beside the shortcut."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
-from lowvram.core.rig import has_dropout
+from lowvram.core.rig import Tail, has_dropout
 from lowvram.core.values import own_tensors
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
@@ -88,6 +88,11 @@ class ForeignModel(ABC):
         """Not known: where a block adds is code."""
         del model
         return []
+
+    def tail_of(self, model: nn.Module) -> Tail | None:
+        """Not known: what follows the blocks is code."""
+        del model
+        return None
 
     def is_random(self, model: nn.Module) -> bool:
         return has_dropout(model)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.config.settings import GrowthKind
+from lowvram.core.rig import Tail
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
@@ -235,11 +236,19 @@ class Transformer(OwnModule):
         )
         for block in islice(cycle(self.blocks), self.num_layers):
             x_btd = block(x_btd, *places)
+        return self.after_blocks(x_btd)
+
+    def after_blocks(self, x_btd: Tensor) -> Tensor:
+        """To logits (b, t, v)."""
         return self.head(self.narrow(self.norm(x_btd)))
 
     def repeated_blocks(self) -> list[nn.Module]:
         """The repeated units, each once, in the order in which the forward pass first meets them."""
         return list(self.blocks)
+
+    def tail(self) -> Tail | None:
+        """Of all blocks, unless layers share them: then a block has several outputs."""
+        return Tail(list(self.blocks), self.after_blocks) if len(self.blocks) == self.num_layers else None
 
     def branches(self) -> list[list[nn.Module]]:
         """Of each block its attention and its MLP."""

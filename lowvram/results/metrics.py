@@ -239,6 +239,23 @@ METRICS: tuple[Metric, ...] = (
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
+    # Of exits after earlier blocks, with depth=early_exit.
+    *(
+        Metric(
+            f"eval.{name}",
+            title,
+            format=Digits(4),
+            better=better,
+            logger_name=f"eval/{name}",
+            shown_in=Shown.TABLE | Shown.SUMMARY,
+            of_training=True,
+        )
+        for name, title, better in (
+            ("loss_early", "eval loss early", SMALLER),
+            ("accuracy_early", "accuracy early", LARGER),
+            ("blocks_used", "blocks used", SMALLER),
+        )
+    ),
     Metric(
         "eval.perplexity",
         "perplexity",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lowvram.core.rig import IGNORE, Part
+from lowvram.knobs.depth import EarlyExit
 from lowvram.loops import evaluate as evaluate_module
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.session import Session
@@ -85,3 +86,18 @@ def test_a_model_trains_again_even_if_its_evaluation_fails(make_session: Callabl
 
 def test_metrics_have_wandbs_names() -> None:
     assert Evaluation(1.5, {"accuracy": 0.5}).metrics() == {"loss/eval": 1.5, "eval/accuracy": 0.5}
+
+
+@pytest.mark.parametrize(("threshold", "share"), [(1.0, 1.0), (0.0, 1 / 3)])
+def test_early_exits_are_evaluated_beside_the_whole_model(
+    make_session: Callable[..., Session], threshold: float, share: float
+) -> None:
+    """The whole model's figures are those that it has without exits."""
+    session = make_session(choices={"depth": EarlyExit([0], threshold=threshold)})
+    found, plain = evaluate(session), evaluate(make_session())
+    assert found.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert found.scores["accuracy"] == plain.scores["accuracy"]
+    assert found.scores["blocks_used"] == pytest.approx(share)
+    is_whole = found.scores["loss_early"] == pytest.approx(found.loss, rel=1e-6)
+    assert is_whole is (threshold == 1.0)
+    assert 0 <= found.scores["accuracy_early"] <= 1

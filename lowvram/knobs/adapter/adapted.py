@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.rig import Method, Part, Task
+from lowvram.core.rig import Method, Part, Tail, Task
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.knobs.adapter.layers import NAME, adapted, plain_name
@@ -66,6 +66,9 @@ class Adapted(Task):
 
     def branches(self, model: nn.Module) -> list[list[nn.Module]]:
         return self.plain.branches(model)
+
+    def tail(self, model: nn.Module) -> Tail | None:
+        return self.plain.tail(model)
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.plain.has_plain_blocks(model)
