@@ -1,4 +1,4 @@
-"""depth: which blocks of the model compute in a step, and for which samples."""
+"""depth: which blocks of the model compute in a step, for which samples, and which of them the head reads."""
 
 from lowvram.knobs.depth.early_exit import EarlyExit
 from lowvram.knobs.depth.layer_drop import LayerDrop
