@@ -41,6 +41,7 @@ from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.sample_finder import find_separate_blocks
+from lowvram.models.shape_finder import find_same_shape
 from lowvram.models.third_party import all_outputs, logits_of
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
@@ -122,6 +123,10 @@ class ModuleTask(Task):
 
     def separate_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
         found = find_separate_blocks(model, self.call, self.samples, self.blocks(model))
+        return {model.get_submodule(name): count for name, count in found.items()}
+
+    def same_shape_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        found = find_same_shape(model, self.call, self.samples(2), self.blocks(model))
         return {model.get_submodule(name): count for name, count in found.items()}
 
     def samples(self, num_samples: int) -> Any:

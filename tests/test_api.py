@@ -61,6 +61,16 @@ def test_the_step_trains_the_module_itself() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_blocks_of_ones_own_module_are_skipped() -> None:
+    module = model()
+    rig = lowvram.assemble(lowvram.task(module, BATCH.inputs), "depth=layer_drop depth.count=2", "cpu")
+    calls = list[nn.Module]()
+    for number in (1, 2, 3):
+        module.get_submodule(f"{number}.self_attn").register_forward_pre_hook(lambda module, _: calls.append(module))
+    assert lowvram.step(rig, BATCH)[1].applied
+    assert len(calls) == 1
+
+
 def test_one_string_holds_all_knobs() -> None:
     task = lowvram.task(model(), BATCH.inputs)
     rig = lowvram.assemble(task, "precision=bf16 optimizer.momentum=0 optimizer=sgd ckpt=every2 ckpt.every=3", "cpu")
