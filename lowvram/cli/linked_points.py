@@ -13,8 +13,9 @@ from typing import final
 from omegaconf import DictConfig
 
 from lowvram.cli import hydra_hooks
-from lowvram.cli.initial import with_initial, with_pruned, word_for
+from lowvram.cli.initial import with_initial, with_transformed, word_for
 from lowvram.cli.sweep import POINT, Batch, Compose, SweepBatch, axes_of, names_of, rename
+from lowvram.config.settings import TRANSFORMS
 from lowvram.config.words import key
 from lowvram.results.row import Status
 from lowvram.results.terminal import tell
@@ -42,10 +43,10 @@ def linked(words: Sequence[str], folders: Mapping[int, Path]) -> list[str]:
         BadInput: a folder holds no trained model.
     """
     before = references(words)
-    is_given = before.keys() & {"model.init", "prune.run"}
+    is_given = before.keys() & {"model.init", *(f"{mode}.run" for mode in TRANSFORMS)}
     others = [word for word in words if key(word) not in before and not (is_given and key(word).startswith("model."))]
     return with_initial(
-        with_pruned([*others, *(word_for(name, str(folders[place])) for name, place in before.items())])
+        with_transformed([*others, *(word_for(name, str(folders[place])) for name, place in before.items())])
     )
 
 
