@@ -148,6 +148,21 @@ def compressed(name: str, against: str = "baseline", *, loaded: bool = False) ->
     return measured
 
 
+def early(found: Found) -> str | None:
+    """What leaving at an exit saves of the blocks, and costs."""
+    sweep = found.get("compression")
+    row = sweep.named("early exit") if sweep else None
+    if row is None:
+        return None
+    used, whole, left = (value_at(row, path) for path in ("eval.blocks_used", "loss.eval", "eval.loss_early"))
+    return None if used is None else f"{used:.1%} of the blocks, loss {whole:.3f} to {left:.3f}"
+
+
+def elsewhere(place: str) -> Measured:
+    """Of what no sweep of this page holds: where its own measurement stands."""
+    return lambda found: f"[measured there]({place})"
+
+
 PEAK, ACTIVATIONS = "memory.peak_bytes", "memory.by_kind_max.activations"
 CLAIMS: dict[str, Measured] = {
     "All together: up to 20 times less memory": in_all,
@@ -170,5 +185,12 @@ CLAIMS: dict[str, Measured] = {
     ),
     "4 bits: an eighth of the size at little loss": compressed("4 bits", loaded=True),
     "Distillation: a smaller model that is nearly as good": compressed("pruned, taught", "pruned, trained on"),
+    "Stochastic depth: better deep models": compressed("stochastic depth"),
+    "LayerDrop: less memory and time": compressed("a block left out"),
+    "Early exits: faster answers": early,
+    "Growing a model: less training": elsewhere("dynamic_depth.md#what-it-saved"),
+    "Local attention: memory grows with the length, not with its square": elsewhere("local_attention.md#what-it-saves"),
+    "Caching decoded data: no waiting": elsewhere("your_own_data.md#decoding-images-once"),
+    "LARS, LAMB and scaled learning rates: large batches train as well": elsewhere("large_batches.md#measured"),
     "Small batches converge better for as many samples": convergence,
 }
