@@ -96,7 +96,7 @@ def ran(commands: str, folder: Path) -> str:
 
 
 def keep(place: Place, folders: Iterable[Path], printed: str, results: Path) -> None:
-    rows = [stripped(row) for folder in folders for row in table.collect(folder)]
+    rows = [stripped(row, {}) for folder in folders for row in table.collect(folder)]
     SHAPES[place.shape].keep(place, rows, printed, results)
 
 
