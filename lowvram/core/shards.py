@@ -99,6 +99,20 @@ def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     return norms(tensors, dtype) if tensors else []
 
 
+def whole_norms(norms: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of each of some tensors (n,), given those of this rank's shards (0-dim, on one device).
+
+    With shards it is one collective for all: all ranks must call it. Doesn't wait for a CUDA device.
+    """
+    sharded = [place for place, tensor in enumerate(of) if is_sharded(tensor)]
+    if not sharded:
+        return torch.stack(list(norms))
+    squares = torch.stack([norms[place] for place in sharded]).square()
+    dist.all_reduce(squares, group=of[sharded[0]].device_mesh.get_group())  # pyright: ignore[reportAttributeAccessIssue]
+    found = dict(enumerate(norms)) | dict(zip(sharded, squares.sqrt().unbind(), strict=True))
+    return torch.stack(list(found.values()))
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this rank holds only a part of a tensor."""
     return isinstance(tensor, DTensor) and not all(isinstance(place, Replicate) for place in tensor.placements)

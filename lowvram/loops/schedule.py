@@ -1,27 +1,82 @@
-"""schedule: the learning rate as a pure function of the step."""
+"""schedule: the learning rate as a pure function of the step, and how it follows the size of the batch."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import Enum
 
 from lowvram.config.errors import require
+from lowvram.data.batch_sizes import BatchSizes
 
 
+class BatchRule(Enum):
+    """By which factor `optimizer.lr` is multiplied. The names are what a user types; each value is a power of the
+    batch, relative to `schedule.base_batch_size`."""
+
+    none = 0.0
+    linear = 1.0  # Goyal et al., "Accurate, Large Minibatch SGD" (2017)
+    sqrt = 0.5  # Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014)
+
+
+@dataclass(frozen=True)
 class Schedule(ABC):
-    """A factor that multiplies `optimizer.lr`."""
+    """A factor that multiplies `optimizer.lr`: up in a straight line over the warm-up, if there is one, then along the
+    option's own curve."""
+
+    batch_rule: BatchRule = BatchRule.none
+    base_batch_size: int | None = None
+    warmup_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        base, rule = self.base_batch_size, self.batch_rule
+        is_given = rule is BatchRule.none if base is None else base >= 1
+        allowed = (
+            f"at least 1 with schedule.batch_rule={rule.name}: the train.batch_size for which optimizer.lr is meant"
+        )
+        require(is_given, "schedule.base_batch_size", base, allowed)
+        samples = self.warmup_samples
+        require(samples is None or samples >= 0, "schedule.warmup_samples", samples, "null or at least 0")
+
+    def factor(self, step: int, num_steps: int, sizes: BatchSizes) -> float:
+        """The factor for update `step` (from 0) of `num_steps`. Its curve goes by samples."""
+        seen, size, warmup = sizes.before(step), sizes.at(step), self.warmup(num_steps, sizes)
+        if seen < warmup:
+            by = (seen + size) / (warmup + size)  # above 0 at the first step, 1 at the first after the warm-up
+        else:
+            by = self.curve(seen - warmup, sizes.before(num_steps - 1) - warmup, sizes.before(num_steps) - warmup)
+        return by * self.of_batch(sizes.largest)
+
+    def of_batch(self, batch_size: int) -> float:
+        """The factor by `batch_rule`."""
+        return 1.0 if self.base_batch_size is None else (batch_size / self.base_batch_size) ** self.batch_rule.value
+
+    def warmup(self, num_steps: int, sizes: BatchSizes) -> int:
+        """How many samples the warm-up takes."""
+        return sizes.before(self.warmup_steps(num_steps)) if self.warmup_samples is None else self.warmup_samples
+
+    def warmup_steps(self, num_steps: int) -> int:
+        """How many steps it takes unless `warmup_samples` says it. Default: none."""
+        del num_steps
+        return 0
 
     @abstractmethod
-    def factor(self, step: int, num_steps: int) -> float:
-        """The factor for update `step` (from 0) of `num_steps`."""
+    def curve(self, done: int, last: int, end: int) -> float:
+        """The factor after the warm-up.
+
+        Args:
+            done: samples since the warm-up, before the step.
+            last: those before the last step.
+            end: those after the last step.
+        """
 
 
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same learning rate throughout."""
 
-    def factor(self, step: int, num_steps: int) -> float:
+    def curve(self, done: int, last: int, end: int) -> float:
         return 1.0
 
 
@@ -32,27 +87,25 @@ class Cosine(Schedule):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        require(0 <= self.floor <= 1, "schedule.floor", self.floor, "between 0 and 1")
+        super().__post_init__()
+        check_floor(self.floor)
 
-    def factor(self, step: int, num_steps: int) -> float:
-        return half_cosine(step / max(1, num_steps - 1), self.floor)
+    def curve(self, done: int, last: int, end: int) -> float:
+        return half_cosine(done / max(1, last), self.floor)
 
 
 @dataclass(frozen=True)
-class WarmupCosine(Schedule):
+class WarmupCosine(Cosine):
     """Up in a straight line over the first `warmup_frac` of the steps, then along half a cosine down to `floor`."""
 
     warmup_frac: float = 0.05
-    floor: float = 0.1
 
     def __post_init__(self) -> None:
-        check_shares(self.warmup_frac, self.floor)
+        super().__post_init__()
+        check_warmup(self.warmup_frac)
 
-    def factor(self, step: int, num_steps: int) -> float:
-        warmup_steps = math.ceil(self.warmup_frac * num_steps)
-        if step < warmup_steps:
-            return warmup(step, warmup_steps)
-        return half_cosine((step - warmup_steps) / max(1, num_steps - 1 - warmup_steps), self.floor)
+    def warmup_steps(self, num_steps: int) -> int:
+        return math.ceil(self.warmup_frac * num_steps)
 
 
 @dataclass(frozen=True)
@@ -64,24 +117,23 @@ class Linear(Schedule):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        check_shares(self.warmup_frac, self.floor)
+        super().__post_init__()
+        check_warmup(self.warmup_frac)
+        check_floor(self.floor)
 
-    def factor(self, step: int, num_steps: int) -> float:
-        warmup_steps = math.ceil(self.warmup_frac * num_steps)
-        if step < warmup_steps:
-            return warmup(step, warmup_steps)
-        progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-        return 1 - (1 - self.floor) * progress
+    def warmup_steps(self, num_steps: int) -> int:
+        return math.ceil(self.warmup_frac * num_steps)
+
+    def curve(self, done: int, last: int, end: int) -> float:
+        return 1 - (1 - self.floor) * min(1.0, done / max(1, end))
 
 
-def check_shares(warmup_frac: float, floor: float) -> None:
+def check_warmup(warmup_frac: float) -> None:
     require(0 <= warmup_frac < 1, "schedule.warmup_frac", warmup_frac, "at least 0 and below 1")
+
+
+def check_floor(floor: float) -> None:
     require(0 <= floor <= 1, "schedule.floor", floor, "between 0 and 1")
-
-
-def warmup(step: int, warmup_steps: int) -> float:
-    """Above 0 at the first step, 1 at the first after the warm-up."""
-    return (step + 1) / (warmup_steps + 1)
 
 
 def half_cosine(progress: float, floor: float) -> float:

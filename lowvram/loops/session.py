@@ -17,6 +17,7 @@ from lowvram.core.knob import Knob
 from lowvram.core.ranks import agree, num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig, Update
 from lowvram.core.step import step
+from lowvram.data.batch_sizes import BatchSizes, SameSize
 from lowvram.data.loader import Loader, TimedBatches
 from lowvram.data.source import Data
 from lowvram.loops.schedule import Schedule
@@ -100,6 +101,11 @@ class Session:
             **parts,
         )
 
+    @property
+    def sizes(self) -> BatchSizes:
+        """Of the logical batches, over all ranks."""
+        return SameSize(self.settings.train.batch_size)
+
     def batches(self, first_step: int) -> TimedBatches:
         """The logical batches from `first_step` on, without end; each rank gets its slice."""
         loader: Loader = self.settings.groups["loader"]
@@ -132,7 +138,7 @@ class Session:
     def lr(self, num_applied: int, num_steps: int) -> float:
         """The learning rate after `num_applied` updates: a skipped update doesn't advance the schedule."""
         schedule: Schedule = self.settings.groups["schedule"]
-        return self.settings.groups["optimizer"].lr * schedule.factor(num_applied, num_steps)
+        return self.settings.groups["optimizer"].lr * schedule.factor(num_applied, num_steps, self.sizes)
 
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank, so that all end at the same step. A collective: all ranks must call

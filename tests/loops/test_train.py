@@ -48,7 +48,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
     make_session: MakeSession, problem: str, choices: dict[str, str | Knob]
 ) -> None:
     """Data, dropout, schedule, optimizer and loss scale: all are where they were."""
-    common: dict[str, Any] = {"choices": choices, "schedule": WarmupCosine(0.3), "eval_every": 2}
+    common: dict[str, Any] = {"choices": choices, "schedule": WarmupCosine(warmup_frac=0.3), "eval_every": 2}
     whole, first, second = Told(), Told(stop_at=3), Told()
     uninterrupted = make_session(problem, told=whole, **common)
     Train().run(uninterrupted)
@@ -197,7 +197,7 @@ def test_a_row_says_what_the_knobs_did(make_session: MakeSession) -> None:
 
 def test_a_skipped_step_does_not_move_the_schedule(make_session: MakeSession) -> None:
     told, choices = Told(), {"precision": Fp16(init_scale=2.0**24)}
-    row = Train().run(make_session(told=told, choices=choices, schedule=WarmupCosine(0.5), steps=12))
+    row = Train().run(make_session(told=told, choices=choices, schedule=WarmupCosine(warmup_frac=0.5), steps=12))
     skipped = row["precision"]["skipped_steps"]
     rates = [lr for _, lr in told.values("lr")]
     assert 0 < skipped < 11

@@ -11,8 +11,11 @@ from lowvram.knobs.optimizer.low_bit import AdamW4bit, AdamW8bit
 from lowvram.knobs.optimizer.muon import Muon
 from lowvram.knobs.optimizer.plain import SGD, AdamW, Moments
 from lowvram.knobs.optimizer.sinkgd import SinkGD
+from lowvram.knobs.optimizer.trust import LAMB, LARS
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
     "Adafactor",
     "AdamMini",

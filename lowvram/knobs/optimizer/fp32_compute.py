@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -71,6 +71,9 @@ class Weight(NamedTuple):
     correction: Tensor | None  # what its rounding keeps beside it
 
 
+Trained = tuple[nn.Parameter, dict[str, Any]]  # a parameter that has a gradient, and its group
+
+
 class RoundingOptimizer(torch.optim.Optimizer, ABC):
     """Updates one parameter after the other in fp32, whatever the dtype in which its weight is kept."""
 
@@ -92,11 +95,20 @@ class RoundingOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        trained = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         with noise_of_step(self.param_groups):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self.update(parameter, group)
+            self.begin_step(trained)
+            for parameter, group in trained:
+                self.update(parameter, group)
+
+    def begin_step(self, trained: Sequence[Trained]) -> None:
+        """What must be known of all parameters before one of them is updated. Default: nothing."""
+        del trained
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
