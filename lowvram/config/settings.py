@@ -47,6 +47,7 @@ class TrainSettings:
     epochs: float | None
     eval_every: int | None
     log_every: int
+    noise_scale: bool
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "log_every"):

@@ -20,6 +20,7 @@ from lowvram.core.step import step
 from lowvram.data.batch_sizes import BatchSizes, SameSize
 from lowvram.data.loader import Loader, TimedBatches
 from lowvram.data.source import Data
+from lowvram.loops.noise_scale import Noise, NotMeasured
 from lowvram.loops.schedule import Schedule
 from lowvram.tasks import Problem
 
@@ -69,6 +70,7 @@ class Session:
     malloc_bytes: int | None  # what malloc had allocated before the model was made; None: not known
     chosen: Mapping[str, Any] = field(default_factory=dict)  # the option of each group, and each value, by dotted key
     run: str | None = None  # the run's id, which its snapshots carry
+    noise: Noise = field(default_factory=NotMeasured)
 
     def with_more_before(self, num_bytes: int) -> Session:
         """The same, as if malloc had allocated so many bytes more before the model was made: they don't count."""

@@ -107,7 +107,8 @@ class TrainingRun:
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
             self.last_loss, self.last_loss_step = loss.item(), self.step
             self.first_loss = self.last_loss if self.step == 1 else self.first_loss
-            self.log({"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr})
+            values = {"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr}
+            self.log(values | self.session.noise.metrics())
 
     def log(self, values: dict[str, float]) -> None:
         """Send one row of metrics.jsonl, with the throughput since the last row, not counting the time to compile.
@@ -159,6 +160,7 @@ class TrainingRun:
             "last_loss": self.last_loss,
             "last_loss_step": self.last_loss_step,
             "random": gather_from_all(random_state()),
+            "noise": self.session.noise.state(),
             **self.formed_state(),
         }
 
@@ -182,6 +184,7 @@ class TrainingRun:
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
         self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
         self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
+        self.session.noise.restore(state.get("noise", {}))  # the same
 
     def export(self) -> dict[str, Any]:
         """Write the trained model, from rank 0; return the row's fields about the file."""

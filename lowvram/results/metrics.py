@@ -326,6 +326,14 @@ METRICS: tuple[Metric, ...] = (
         shown_in=Shown.TABLE | Shown.SUMMARY,
         of_training=True,
     ),
+    Metric(
+        "gradient.noise_scale",
+        "noise scale",
+        "samples",
+        logger_name="noise_scale",
+        shown_in=Shown.TABLE | Shown.SUMMARY,
+        of_training=True,
+    ),
     # No best value is marked: below some size they are all noise.
     Metric("fidelity.gradient_error", "gradient error", format=PowersOfTen(), logger_name="fidelity/gradient_error"),
     Metric(

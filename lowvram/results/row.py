@@ -97,6 +97,7 @@ def _without_figures() -> Row:
         "loss": _nulls("first last eval"),
         "eval": _nulls("accuracy perplexity"),
         "precision": _nulls("skipped_steps scale"),
+        "gradient": _nulls("noise_scale noise_scale_reason"),
         **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
         "provenance": _nulls(
             "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"

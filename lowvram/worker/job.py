@@ -21,6 +21,7 @@ from lowvram.core.knob import Knob
 from lowvram.core.quiet import quiet
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
+from lowvram.loops.noise_scale import Measured, NotMeasured
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
@@ -49,7 +50,8 @@ def run(
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
     check_decided(settings, device)
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
-    knobs = {**named_knobs(settings, request["choices"], device), **more}
+    noise = Measured() if settings.train.noise_scale else NotMeasured()
+    knobs = {**named_knobs(settings, request["choices"], device), **more, **noise.knobs()}
     data = open_data(settings)
     settings = with_steps(settings, data)
     data = settings.groups["task"].attached(data, settings)
@@ -61,7 +63,7 @@ def run(
     torch.manual_seed(settings.root.seed + ranks.rank())  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
     folder, is_resumed = Path(request["folder"]), request["resume"]
-    about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"))
+    about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"), noise)
     session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
     results = settings.groups["mode"].run(session)
     choices, samples_per_s = request["choices"], whole_samples_per_s(session, results.get("throughput", {}))

@@ -33,6 +33,7 @@ from lowvram.core.knob import Knob
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
+from lowvram.loops.noise_scale import Measured, NotMeasured
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.schedule import Constant, Schedule
 from lowvram.loops.session import Session
@@ -40,7 +41,14 @@ from lowvram.tasks import Auto
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 
 BATCH_SIZE = 4
-TRAIN: dict[str, Any] = {"batch_size": BATCH_SIZE, "steps": 6, "epochs": None, "eval_every": None, "log_every": 1}
+TRAIN: dict[str, Any] = {
+    "batch_size": BATCH_SIZE,
+    "steps": 6,
+    "epochs": None,
+    "eval_every": None,
+    "log_every": 1,
+    "noise_scale": False,
+}
 
 
 class Drawn(Samples):
@@ -109,6 +117,8 @@ def session_in(
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
     task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
+    noise = Measured() if train.get("noise_scale") else NotMeasured()
+    knobs |= noise.knobs()
     settings = Settings(
         root=RootSettings(0, "cpu", vram=None, timeout_s=None, resume=None, name=None, process="child", callbacks=None),
         train=TrainSettings(**{**TRAIN, **train}),
@@ -126,6 +136,5 @@ def session_in(
     torch.manual_seed(0)
     data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
     told = told or Told()
-    return Session(
-        settings, knobs, task, rig, data, told, told, folder, is_resumed, time.monotonic(), 0, allocated_bytes()
-    )
+    about = (is_resumed, time.monotonic(), 0, allocated_bytes())
+    return Session(settings, knobs, task, rig, data, told, told, folder, *about, noise=noise)

@@ -40,6 +40,7 @@ SECTIONS = {
     "loss": "first last eval",
     "eval": "accuracy perplexity",
     "precision": "skipped_steps scale",
+    "gradient": "noise_scale noise_scale_reason",
     "provenance": (
         "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"
     ),
