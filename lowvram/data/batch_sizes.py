@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import final
 
 
@@ -22,6 +24,15 @@ class BatchSizes(ABC):
     def before(self, step: int) -> int:
         """How many samples all earlier steps had."""
 
+    @abstractmethod
+    def logged(self, num_steps: int) -> dict[str, float]:
+        """What is worth logging after so many steps."""
+
+    def steps_for(self, num_samples: float) -> int:
+        """How many steps take at least so many samples."""
+        most = next(steps for power in count() if self.before(steps := 2**power) >= num_samples)
+        return bisect_left(range(most), num_samples, key=self.before)
+
 
 @final
 @dataclass(frozen=True)
@@ -39,3 +50,35 @@ class SameSize(BatchSizes):
 
     def before(self, step: int) -> int:
         return step * self.size
+
+    def logged(self, num_steps: int) -> dict[str, float]:
+        return {}
+
+
+@final
+class RisingSizes(BatchSizes):
+    """Up in a straight line from `start` to `largest` samples, over the first `num_samples`. In between all sizes are
+    multiples of `start`, so that batches have few shapes."""
+
+    def __init__(self, start: int, largest: int, num_samples: int) -> None:
+        self._largest = largest
+        self._rising: list[int] = []  # the sizes below `largest`, by step
+        seen = 0
+        while seen < num_samples and (size := start + (largest - start) * seen // num_samples) < largest:
+            self._rising.append(size // start * start)
+            seen += self._rising[-1]
+        self._before = [0, *accumulate(self._rising)]
+
+    @property
+    def largest(self) -> int:
+        return self._largest
+
+    def at(self, step: int) -> int:
+        return self._rising[step] if step < len(self._rising) else self._largest
+
+    def before(self, step: int) -> int:
+        num_rising = min(step, len(self._rising))
+        return self._before[num_rising] + (step - num_rising) * self._largest
+
+    def logged(self, num_steps: int) -> dict[str, float]:
+        return {"data/batch_size": self.at(num_steps - 1), "data/samples": self.before(num_steps)}

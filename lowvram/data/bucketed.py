@@ -15,6 +15,7 @@ import torch
 from lowvram.config.errors import BadInput, require
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
+from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.loader import Loader, collate, make_batches, require_workers, slice_of
 from lowvram.data.randomness import Key, Stream, generator
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
@@ -38,6 +39,8 @@ class Bucketed(Loader):
     num_workers: int = 0
     prefetch: int = 2
 
+    takes_any_sizes = False  # a pool is cut into batches of one size
+
     def __post_init__(self) -> None:
         require(self.pool_batches >= 1, "loader.pool_batches", self.pool_batches, "at least 1")
         require(self.multiple >= 1, "loader.multiple", self.multiple, "at least 1 token")
@@ -55,10 +58,10 @@ class Bucketed(Loader):
         return batch_size
 
     def batches(
-        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+        self, samples: Samples, sizes: BatchSizes, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
         assert isinstance(samples, Texts)
-        keys = bucketed_keys(samples, batch_size, seed, first_step, self.pool_batches)
+        keys = bucketed_keys(samples, sizes.largest, seed, first_step, self.pool_batches)
         return make_batches(keys, partial(self.collate, samples), self.num_workers, self.prefetch, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import islice
-from typing import Any, TypeVar, final
+from itertools import count, islice
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -26,6 +26,7 @@ from lowvram.config.settings import parse_bytes
 from lowvram.core import host
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
+from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.randomness import Key
 from lowvram.data.source import Data, FollowedModel, Samples
 
@@ -35,6 +36,8 @@ Item = TypeVar("Item")
 class Loader(ABC):
     """The configuration of one option of `loader`: which samples form a batch, how they are laid out in its tensors,
     and whether worker processes make it ahead of time."""
+
+    takes_any_sizes: ClassVar[bool] = True  # whether batches may have other sizes than `train.batch_size`
 
     @abstractmethod
     def fit(self, data: Data, model: FollowedModel) -> Data:
@@ -50,7 +53,7 @@ class Loader(ABC):
 
     @abstractmethod
     def batches(
-        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+        self, samples: Samples, sizes: BatchSizes, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
         """Endless logical batches, from that of step `first_step` on. Close the generator when done. They are in host
         memory, pinned if the device is a card: the step moves them there part by part.
@@ -116,9 +119,9 @@ class Stacked(Loader):
         return batch_size
 
     def batches(
-        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+        self, samples: Samples, sizes: BatchSizes, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
-        keys = batch_keys(samples, batch_size, seed, first_step)
+        keys = batch_keys(samples, sizes, seed, first_step)
         return make_batches(keys, partial(self.collate, samples), *self.ahead, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:
@@ -288,11 +291,12 @@ def stacked(trees: Sequence[Any]) -> Any:
     return tree_map(lambda *tensors: torch.stack(tensors), trees[0], *trees[1:])
 
 
-def batch_keys(samples: Samples, batch_size: int, seed: int, first_step: int) -> Iterator[list[Key]]:
-    """The keys of each batch from step `first_step` on, without end; each rank gets its slice."""
-    keys = samples.keys(seed, first_step * batch_size)
-    while True:
-        yield slice_of(list(islice(keys, batch_size)), rank(), num_ranks())
+def batch_keys(samples: Samples, sizes: BatchSizes, seed: int, first_step: int) -> Iterator[list[Key]]:
+    """The keys of each batch from step `first_step` on, without end; each rank gets its slice. Samples have the same
+    order whatever the sizes of batches."""
+    keys = samples.keys(seed, sizes.before(first_step))
+    for step in count(first_step):
+        yield slice_of(list(islice(keys, sizes.at(step))), rank(), num_ranks())
 
 
 def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowvram.config.errors import BadInput
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import IGNORE, Part
+from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.bucketed import texts_of
 from lowvram.data.loader import Loader, make_batches, require_workers, slice_of
 from lowvram.data.randomness import Key
@@ -37,6 +38,8 @@ class Packed(Loader):
     num_workers: int = 0
     prefetch: int = 2
 
+    takes_any_sizes = False  # parts of one number of rows would hold other numbers of samples
+
     def __post_init__(self) -> None:
         require_workers(self.num_workers, self.prefetch)
 
@@ -58,10 +61,10 @@ class Packed(Loader):
         return min(batch_size, -(-samples.longest(batch_size) // samples.padded_length))
 
     def batches(
-        self, samples: Samples, batch_size: int, seed: int, first_step: int, device: torch.device
+        self, samples: Samples, sizes: BatchSizes, seed: int, first_step: int, device: torch.device
     ) -> Generator[Part, None, None]:
         assert isinstance(samples, Texts)
-        rows = packed_batches(samples, batch_size, seed, first_step)
+        rows = packed_batches(samples, sizes.largest, seed, first_step)
         return make_batches(rows, partial(to_part, samples), self.num_workers, self.prefetch, device)
 
     def collate(self, samples: Samples, keys: list[Key]) -> Part:

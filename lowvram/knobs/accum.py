@@ -4,7 +4,7 @@ memory, the same gradients (up to rounding).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -76,6 +76,11 @@ class Parts(Knob):
         """The parts, along the first dimension; fewer than `parts` if the batch has fewer samples."""
         num_parts = min(self.parts, batch.num_samples)
         return [batch.map(lambda tensor, at=at: tensor.tensor_split(num_parts)[at]) for at in range(num_parts)]
+
+
+def in_parts_of(num_samples: int) -> Callable[[Part], list[Part]]:
+    """A `Rig.split` for batches of several sizes: into as few parts as have at most so many samples each."""
+    return lambda batch: Parts(-(-batch.num_samples // num_samples)).split(batch)
 
 
 @dataclass(frozen=True)

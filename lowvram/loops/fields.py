@@ -76,30 +76,41 @@ def losses(first: float, last: float, evaluation: Evaluation) -> Fields:
     return {"loss": {"first": first, "last": last, "eval": evaluation.loss}, "eval": evaluation.scores}
 
 
-def pace(session: Session, token_counts: list[Tensor], seconds: float) -> dict[str, float]:
+def pace(
+    session: Session, token_counts: list[Tensor], seconds: float, num_samples: int | None = None
+) -> dict[str, float]:
     """Throughput of all ranks, without padding, by the names that metrics.jsonl and loggers use.
 
     Args:
         token_counts: of each step on this rank, see `Problem.token_counts`.
+        num_samples: of these steps, over all ranks; None: all batches are of the full size.
     """
     num_steps = len(token_counts)
-    values = {"throughput/samples_per_s": num_steps * session.settings.train.batch_size / seconds}
+    num_samples = num_steps * session.settings.train.batch_size if num_samples is None else num_samples
+    values = {"throughput/samples_per_s": num_samples / seconds}
     if session.data.spec.modality in TEXTS:
         num_tokens, num_places = summed(torch.stack(token_counts).sum(0).to(session.rig.device)).tolist()
         values |= {"throughput/tokens_per_s": num_tokens / seconds, "data/padding": 1 - num_tokens / num_places}
     return values | {"time/step_ms": 1e3 * seconds / num_steps}
 
 
-def times(session: Session, step_ms: list[float], waits_s: list[float], token_counts: list[Tensor]) -> Fields:
+def times(
+    session: Session,
+    step_ms: list[float],
+    waits_s: list[float],
+    token_counts: list[Tensor],
+    num_samples: int | None = None,
+) -> Fields:
     """Throughput, and the median and spread of the time of the timed steps; without timed steps, only their number.
 
     Args:
         step_ms, waits_s, token_counts: of each timed step: its time, the wait for its data, `Problem.token_counts`.
+        num_samples: of these steps, over all ranks; None: all batches are of the full size.
     """
     if not step_ms:
         return {"time": {"steps": 0}}
     seconds = sum(step_ms) / 1e3
-    values = pace(session, token_counts, seconds)
+    values = pace(session, token_counts, seconds, num_samples)
     p05, p50, p95 = percentiles(step_ms)
     sections = {
         section: {name.partition("/")[2]: value for name, value in values.items() if name.startswith(f"{section}/")}

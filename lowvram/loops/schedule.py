@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lowvram.config.errors import require
-from lowvram.data.batch_sizes import BatchSizes
+from lowvram.data.batch_sizes import BatchSizes, RisingSizes, SameSize
 
 
 class BatchRule(Enum):
@@ -28,6 +28,8 @@ class Schedule(ABC):
     batch_rule: BatchRule = BatchRule.none
     base_batch_size: int | None = None
     warmup_samples: int | None = None
+    batch_start: int | None = None
+    batch_warmup_samples: int | None = None
 
     def __post_init__(self) -> None:
         base, rule = self.base_batch_size, self.batch_rule
@@ -38,6 +40,12 @@ class Schedule(ABC):
         require(is_given, "schedule.base_batch_size", base, allowed)
         samples = self.warmup_samples
         require(samples is None or samples >= 0, "schedule.warmup_samples", samples, "null or at least 0")
+        start, samples = self.batch_start, self.batch_warmup_samples
+        allowed = "at least 1 with schedule.batch_warmup_samples: the samples of the first batch"
+        require(samples is None if start is None else start >= 1, "schedule.batch_start", start, allowed)
+        allowed = "at least 1 with schedule.batch_start: the samples over which the batch grows"
+        is_given = start is None if samples is None else samples >= 1
+        require(is_given, "schedule.batch_warmup_samples", samples, allowed)
 
     def factor(self, step: int, num_steps: int, sizes: BatchSizes) -> float:
         """The factor for update `step` (from 0) of `num_steps`. Its curve goes by samples."""
@@ -48,8 +56,15 @@ class Schedule(ABC):
             by = self.curve(seen - warmup, sizes.before(num_steps - 1) - warmup, sizes.before(num_steps) - warmup)
         return by * self.of_batch(sizes.largest)
 
+    def sizes(self, batch_size: int) -> BatchSizes:
+        """Of the batches of a run whose largest one has `batch_size` samples."""
+        if self.batch_start is None or self.batch_warmup_samples is None:
+            return SameSize(batch_size)
+        return RisingSizes(self.batch_start, batch_size, self.batch_warmup_samples)
+
     def of_batch(self, batch_size: int) -> float:
-        """The factor by `batch_rule`."""
+        """The factor by `batch_rule`. It is that of the largest batch throughout: where batches grow, as in the papers,
+        the learning rate doesn't follow them."""
         return 1.0 if self.base_batch_size is None else (batch_size / self.base_batch_size) ** self.batch_rule.value
 
     def warmup(self, num_steps: int, sizes: BatchSizes) -> int:

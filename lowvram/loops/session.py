@@ -17,9 +17,10 @@ from lowvram.core.knob import Knob
 from lowvram.core.ranks import agree, num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig, Update
 from lowvram.core.step import step
-from lowvram.data.batch_sizes import BatchSizes, SameSize
+from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.loader import Loader, TimedBatches
 from lowvram.data.source import Data
+from lowvram.knobs.accum import in_parts_of
 from lowvram.loops.noise_scale import Noise, NotMeasured
 from lowvram.loops.schedule import Schedule
 from lowvram.tasks import Problem
@@ -61,6 +62,7 @@ class Session:
     problem: Problem
     rig: Rig
     data: Data
+    sizes: BatchSizes  # of the logical batches
     events: Events
     stop: StopRequest
     folder: Path
@@ -103,16 +105,21 @@ class Session:
             **parts,
         )
 
-    @property
-    def sizes(self) -> BatchSizes:
-        """Of the logical batches, over all ranks."""
-        return SameSize(self.settings.train.batch_size)
+    def growing(self) -> Session:
+        """The same, with batches that grow as the schedule says. Their parts are at most as large as those of the
+        largest batch, so that none takes more memory."""
+        batch_size, parts = self.settings.train.batch_size, self.settings.groups["accum"].parts
+        sizes = self.settings.groups["schedule"].sizes(batch_size)
+        if sizes == self.sizes:
+            return self
+        split = in_parts_of(batch_size // (num_ranks() * parts))
+        return replace(self, sizes=sizes, rig=replace(self.rig, split=split))
 
     def batches(self, first_step: int) -> TimedBatches:
         """The logical batches from `first_step` on, without end; each rank gets its slice."""
         loader: Loader = self.settings.groups["loader"]
-        batch_size, seed = self.settings.train.batch_size, self.settings.root.seed
-        return TimedBatches(loader.batches(self.data.train, batch_size, seed, first_step, self.rig.device), first_step)
+        seed, device = self.settings.root.seed, self.rig.device
+        return TimedBatches(loader.batches(self.data.train, self.sizes, seed, first_step, device), first_step)
 
     def largest(self, batches: TimedBatches, last: Part) -> Part:
         """The largest of the batches so far, made again; `last` if all have the same size."""

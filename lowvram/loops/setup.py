@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -69,6 +68,17 @@ def open_data(settings: Settings) -> Data:
     return settings.groups["loader"].fit(resolve_source(settings.groups["data"], model).open(settings.root.seed), model)
 
 
+def check_batch_warmup(settings: Settings, num_ranks: int) -> None:
+    """Raises BadInput if the batches of the schedule's batch-size warm-up can't be made."""
+    start, batch_size = settings.groups["schedule"].batch_start, settings.train.batch_size
+    if start is None:
+        return
+    allowed = f"at most {batch_size} (train.batch_size), and a multiple of {num_ranks} (the ranks)"
+    require(start <= batch_size and start % num_ranks == 0, "schedule.batch_start", start, allowed)
+    allowed = "null with this option of loader, whose batches have one size: choose loader=inline or loader=workers"
+    require(settings.groups["loader"].takes_any_sizes, "schedule.batch_start", start, allowed)
+
+
 def undecided(settings: Settings) -> str | None:
     """The group whose knob leaves a choice of blocks to a plan that hasn't been made; None if there is none."""
     return next((group for group in KNOB_GROUPS if settings.groups[group].with_blocks(()) is not None), None)
@@ -97,7 +107,7 @@ def with_steps(settings: Settings, data: Data) -> Settings:
     if train.epochs is None:
         return settings
     try:
-        steps = math.ceil(train.epochs * len(data.train) / train.batch_size)
+        steps = settings.groups["schedule"].sizes(train.batch_size).steps_for(train.epochs * len(data.train))
     except TypeError as error:
         raise BadInput("train.epochs", train.epochs, f"null, with train.steps: {error}") from None
     return replace(settings, train=replace(train, steps=steps))

@@ -41,6 +41,7 @@ class Train:
     def run(self, session: Session) -> dict[str, Any]:
         check_free(session.folder / EXPORTED)
         checked_format(session.settings.export.format, session.settings.groups["qat"].group, session.problem)
+        session = session.growing()
         run, settings = TrainingRun(session), session.settings
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
         run.begin()
@@ -123,12 +124,13 @@ class TrainingRun:
         steps = self.step - self.logged_step
         compile_s = compile_seconds()
         seconds = now - self.logged_at - (compile_s - self.logged_compile_s)
-        pace = fields.pace(self.session, self.token_counts[-steps:], seconds)
+        num_samples = self.session.sizes.before(self.step) - self.session.sizes.before(self.logged_step)
+        pace = fields.pace(self.session, self.token_counts[-steps:], seconds, num_samples)
         memory = fields.memory_now(self.session)
         if self.step <= FIRST_HELD or is_due(self.step, HELD_EVERY * self.session.settings.train.log_every):
             memory |= fields.memory_held(self.session)
         reading_s = time.monotonic() - now  # counts for no step
-        self.journal.send(self.step, values | pace | memory)
+        self.journal.send(self.step, values | pace | memory | self.session.sizes.logged(self.step))
         self.logged_at, self.logged_step, self.logged_compile_s = now + reading_s, self.step, compile_s
 
     def evaluate(self) -> Evaluation:
@@ -197,6 +199,7 @@ class TrainingRun:
         the row's fields. What the export takes is no part of the run's memory."""
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
+        num_samples = sum(self.session.sizes.at(batches.first_step + index) for index in timed)
         self.save()  # first, so that interrupting the evaluation loses nothing
         evaluation = self.evaluate()
         peaks, malloc_bytes = run_peaks(self.session), allocated_bytes()
@@ -206,7 +209,7 @@ class TrainingRun:
             fields.common(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
             exported,
-            fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts),
+            fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts, num_samples),
             fields.cached(self.session),
             post_run(measured, batches, peaks),
         )

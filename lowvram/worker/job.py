@@ -19,13 +19,21 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
 from lowvram.core.quiet import quiet
+from lowvram.data.batch_sizes import SameSize
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.noise_scale import Measured, NotMeasured
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
-from lowvram.loops.setup import acting_allocator, check_decided, check_metrics, open_data, with_steps
+from lowvram.loops.setup import (
+    acting_allocator,
+    check_batch_warmup,
+    check_decided,
+    check_metrics,
+    open_data,
+    with_steps,
+)
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s
@@ -48,6 +56,7 @@ def run(
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
     num_ranks = rendezvous.count(sharding, device, settings.root.names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
+    check_batch_warmup(settings, num_ranks)
     check_decided(settings, device)
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     noise = Measured() if settings.train.noise_scale else NotMeasured()
@@ -64,7 +73,8 @@ def run(
     events("ready", fields=ready_fields(device))
     folder, is_resumed = Path(request["folder"]), request["resume"]
     about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"), noise)
-    session = Session(settings, knobs, problem, rig, data, events, stop, folder, *about)
+    sizes = SameSize(settings.train.batch_size)
+    session = Session(settings, knobs, problem, rig, data, sizes, events, stop, folder, *about)
     results = settings.groups["mode"].run(session)
     choices, samples_per_s = request["choices"], whole_samples_per_s(session, results.get("throughput", {}))
     return fields.merged(

@@ -32,6 +32,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts, choose_device
 from lowvram.core.knob import Fact
 from lowvram.core.rig import Part
+from lowvram.data.batch_sizes import SameSize
 from lowvram.export.folder import load
 from lowvram.fidelity.worker import compared
 from lowvram.loops.setup import open_data
@@ -146,7 +147,7 @@ def in_double(row: Row) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     plain = {name: knob_of((name, option)) for name, option in neutral_options().items()}
     rig = assemble(problem, plain, cpu, built.root.seed)
     rig.model.double()
-    batch = next(built.groups["loader"].batches(data.train, built.train.batch_size, built.root.seed, 0, cpu))
+    batch = next(built.groups["loader"].batches(data.train, SameSize(built.train.batch_size), built.root.seed, 0, cpu))
     before = {name: parameter.detach().clone() for name, parameter in rig.model.named_parameters()}
     part = as_double(batch)
     loss = rig.criterion(rig.forward(part), part) / part.num_targets

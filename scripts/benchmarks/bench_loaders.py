@@ -30,6 +30,7 @@ from lowvram.config.schema import build
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import Part
 from lowvram.core.step import step
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.documents import Documents, as_documents
 from lowvram.data.loader import Loader
 from lowvram.data.python_source import library_files
@@ -102,7 +103,7 @@ def contestant(name: str, texts: Data) -> Contestant:
     model, loader = replace(config, context=LENGTH), build(option("loader", name), "loader")
     assert isinstance(loader, Loader)
     data = loader.fit(texts, model)
-    batches = loader.batches(data.train, BATCH_SIZE, 0, 0, CPU)
+    batches = loader.batches(data.train, SameSize(BATCH_SIZE), 0, 0, CPU)
     return Contestant(name, data, Auto().pose(model, data.spec), batches)
 
 

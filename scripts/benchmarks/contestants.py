@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from lowvram.config.identity import ROOT
+from lowvram.data.batch_sizes import SameSize
 
 if TYPE_CHECKING:
     from lowvram.config.settings import Settings
@@ -124,7 +125,7 @@ def samples_of(case: Case, whole: Settings, num_steps: int) -> list[dict[str, An
     from lowvram.worker import job
 
     data = job.open_data(whole)
-    batches = islice(batch_keys(data.train, case.batch_size, whole.root.seed, 0), num_steps)
+    batches = islice(batch_keys(data.train, SameSize(case.batch_size), whole.root.seed, 0), num_steps)
     samples = [data.train.sample(index, epoch) for keys in batches for index, epoch in keys]
     if case.head == "causal_lm":  # its own loss would shift the labels, and lose the last one
         return [{"input_ids": inputs, "labels": targets, "shift_labels": targets} for inputs, targets in samples]

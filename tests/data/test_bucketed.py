@@ -9,6 +9,7 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data import bucketed as bucketed_module
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.bucketed import Bucketed, bucketed_keys
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.loader import Inline
@@ -27,7 +28,7 @@ LOADER = Bucketed(multiple=1)
 
 
 def taken(loader: Bucketed | Inline, number: int, first_step: int = 0, batch_size: int = 8) -> list[Part]:
-    batches = loader.batches(TEXTS, batch_size, 0, first_step, CPU)
+    batches = loader.batches(TEXTS, SameSize(batch_size), 0, first_step, CPU)
     parts = list(itertools.islice(batches, number))
     batches.close()
     return parts
@@ -88,7 +89,7 @@ def test_the_slices_of_all_ranks_make_the_batch(monkeypatch: pytest.MonkeyPatch)
 
 def test_texts_with_a_class_are_cut_too() -> None:
     data = LOADER.fit(PythonPackages(64, num_samples=400).open(seed=0), TRANSFORMER)
-    batches = LOADER.batches(data.train, 8, 0, 0, CPU)
+    batches = LOADER.batches(data.train, SameSize(8), 0, 0, CPU)
     for part in itertools.islice(batches, 20):
         assert part.inputs[IDS].shape == part.inputs[MASK].shape
         assert part.inputs[MASK].sum(1).max() == part.inputs[MASK].shape[1]

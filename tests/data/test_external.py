@@ -13,6 +13,7 @@ import torch
 
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import Part
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.external import External
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data
@@ -49,7 +50,7 @@ def test_what_samples_are_follows_from_the_first(sample: Any, spec: DataSpec) ->
     vocab_size = 50 if spec.modality is Modality.LABELLED_TOKENS else None
     data = opened([sample] * 3, vocab_size=vocab_size)
     assert data.spec == spec
-    batch = next(Inline().batches(data.train, 2, 0, 0, CPU))
+    batch = next(Inline().batches(data.train, SameSize(2), 0, 0, CPU))
     inputs, targets = spec.example(2)
     assert batch.targets.shape == targets.shape
     assert [each.shape for each in batch.map(lambda each: each).tensors()[:-1]] == [
@@ -72,7 +73,7 @@ def test_anything_else_is_reported_by_its_layout() -> None:
 )
 def test_targets_may_be_several_tensors(targets: Any) -> None:
     data = opened([([1.0, 2.0], targets)] * 3)
-    batch = next(Inline().batches(data.train, 2, 0, 0, CPU))
+    batch = next(Inline().batches(data.train, SameSize(2), 0, 0, CPU))
     inputs, like = data.spec.example(2)
     told = [(each.shape, each.dtype) for each in batch.tensors()]
     assert [(each.shape, each.dtype) for each in Part(inputs, like).tensors()] == told

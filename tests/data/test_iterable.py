@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowvram.config.errors import BadInput
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.bucketed import Bucketed
 from lowvram.data.iterable import Iterated
 from lowvram.data.loader import Inline, Loader, Workers
@@ -20,7 +21,7 @@ from tests.data.test_external import CPU, made_by
 
 def drawn(loader: Loader, first_step: int = 0, num_batches: int = 4) -> list[torch.Tensor]:
     data = made_by(yours.endless, eval_samples=3)
-    batches = loader.batches(data.train, 2, 0, first_step, CPU)
+    batches = loader.batches(data.train, SameSize(2), 0, first_step, CPU)
     try:
         return [torch.cat([next(batches).inputs, next(batches).targets], 1) for _ in range(num_batches)]
     finally:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowvram.core.rig import Part
 from lowvram.data import loader as loader_module
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.loader import Inline, Loader, TimedBatches, Workers, batch_keys, eval_batches, slice_of, stacked
 from lowvram.data.source import Samples
@@ -48,7 +49,7 @@ class Broken(Numbers):
 def first_batches(
     loader: Loader, samples: Samples, number: int, first_step: int = 0, seed: int = 0, batch_size: int = 4
 ) -> list[Part]:
-    batches = loader.batches(samples, batch_size, seed, first_step, CPU)
+    batches = loader.batches(samples, SameSize(batch_size), seed, first_step, CPU)
     parts = list(itertools.islice(batches, number))
     batches.close()
     return parts
@@ -91,7 +92,7 @@ def test_a_batch_may_be_larger_than_the_data() -> None:
 
 def test_the_order_follows_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        (keys,) = itertools.islice(batch_keys(Numbers(50), 50, seed, first_step=epoch), 1)
+        (keys,) = itertools.islice(batch_keys(Numbers(50), SameSize(50), seed, first_step=epoch), 1)
         assert {key[1] for key in keys} == {epoch}
         return [index for index, _ in keys]
 
@@ -120,7 +121,7 @@ def children() -> set[int]:
 @pytest.mark.parametrize("number", [1, 4])
 def test_closing_leaves_no_process_behind(number: int) -> None:
     before = children()
-    batches = Workers(num_workers=2).batches(Numbers(10), 4, 0, 0, CPU)
+    batches = Workers(num_workers=2).batches(Numbers(10), SameSize(4), 0, 0, CPU)
     for _ in range(number):
         next(batches)
     assert len(children() - before) == 2
@@ -131,7 +132,7 @@ def test_closing_leaves_no_process_behind(number: int) -> None:
 
 def test_ctrl_c_is_left_to_the_parent() -> None:
     before = children()
-    batches = Workers(num_workers=2).batches(Numbers(10), 4, 0, 0, CPU)
+    batches = Workers(num_workers=2).batches(Numbers(10), SameSize(4), 0, 0, CPU)
     parts = [next(batches)]
     for worker in children() - before:
         os.kill(worker, signal.SIGINT)
@@ -164,7 +165,7 @@ def test_evaluation_reads_every_sample_once_in_order() -> None:
 def test_waiting_is_counted_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # each look at the clock is a second
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    waited = TimedBatches(Inline().batches(Numbers(10), 4, 0, 0, CPU))
+    waited = TimedBatches(Inline().batches(Numbers(10), SameSize(4), 0, 0, CPU))
     for _ in range(2):
         next(waited)
         time.perf_counter()
@@ -180,7 +181,7 @@ def test_batches_for_a_card_are_pinned() -> None:
     samples = Glyphs(image_size=32).open(seed=0).train
     expected = first_batches(Inline(), samples, 20)
     for loader in (Inline(), Workers(2)):
-        batches = loader.batches(samples, 4, 0, 0, device)
+        batches = loader.batches(samples, SameSize(4), 0, 0, device)
         parts = list(itertools.islice(batches, 20))
         batches.close()
         assert all(part.inputs.is_pinned() and part.targets.is_pinned() for part in parts)

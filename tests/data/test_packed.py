@@ -10,6 +10,7 @@ import torch
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data import packed as packed_module
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.glyphs import Glyphs
 from lowvram.data.loader import collate
 from lowvram.data.packed import WIDEST, Packed, assign_rows, best_fit, narrowest, pack
@@ -28,7 +29,7 @@ TEXTS = documents([length + 1 for length in LENGTHS], SPEC)
 
 
 def taken(loader: Packed, number: int, first_step: int = 0, batch_size: int = 16) -> list[Part]:
-    batches = loader.batches(TEXTS, batch_size, 0, first_step, CPU)
+    batches = loader.batches(TEXTS, SameSize(batch_size), 0, first_step, CPU)
     parts = list(itertools.islice(batches, number))
     batches.close()
     return parts

@@ -25,6 +25,7 @@ from lowvram.core.knob import Knob
 from lowvram.core.rig import Part, Rig
 from lowvram.core.shards import whole
 from lowvram.core.step import step
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.loader import Inline, Loader, Workers
 from lowvram.data.source import Samples
 from lowvram.data.synthetic import SyntheticImages, SyntheticTokens
@@ -69,7 +70,7 @@ class Variant:
         choices, loader = (self.reference, Inline()) if device == CPU else (self.knobs, self.loader)
         rig = assemble(InDouble(PROBLEMS[problem]), knobs_of(**choices), device)
         losses: list[Tensor] = []
-        with closing(loader.batches(SAMPLES[problem], BATCH_SIZE, 0, 0, device)) as batches:
+        with closing(loader.batches(SAMPLES[problem], SameSize(BATCH_SIZE), 0, 0, device)) as batches:
             for batch in map(in_double, islice(batches, NUM_STEPS)):
                 self.before(rig, batch)
                 losses.append(step(rig, batch)[0])

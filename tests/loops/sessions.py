@@ -30,6 +30,7 @@ from lowvram.config.settings import (
 )
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
@@ -137,4 +138,5 @@ def session_in(
     data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")
     told = told or Told()
     about = (is_resumed, time.monotonic(), 0, allocated_bytes())
-    return Session(settings, knobs, task, rig, data, told, told, folder, *about, noise=noise)
+    sizes = SameSize(settings.train.batch_size)
+    return Session(settings, knobs, task, rig, data, sizes, told, told, folder, *about, noise=noise)

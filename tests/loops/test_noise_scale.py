@@ -28,7 +28,11 @@ from tests.loops.sessions import Told
 from tests.ranks import on_ranks
 
 MakeSession = Callable[..., Session]
-WIDTH, DISTANCE, SPREAD = 1000, 0.3, 0.5  # of the weights from the best ones, of samples around these; in each direction
+WIDTH, DISTANCE, SPREAD = (
+    1000,
+    0.3,
+    0.5,
+)  # of weights from the best ones; of samples around these
 SCALE = (SPREAD / DISTANCE) ** 2  # tr(S) / |G|**2
 
 
@@ -41,6 +45,10 @@ class Point(nn.Module):
         return (self.weight - samples).square().sum(1) / 2
 
 
+def fill(name: str, tensor: Tensor) -> None:
+    tensor.detach().fill_(DISTANCE)
+
+
 class Quadratic(Task):
     """Samples are normally distributed around 0, and the gradient of each is the weights less the sample."""
 
@@ -48,7 +56,7 @@ class Quadratic(Task):
         return Point()
 
     def values(self, model: nn.Module, seed: int) -> Fill:
-        return lambda name, tensor: tensor.detach().fill_(DISTANCE)
+        return fill
 
     def criterion(self, outputs: Tensor, part: Part) -> Tensor:
         return outputs[part.targets != IGNORE].sum()
@@ -125,7 +133,7 @@ def test_the_estimates_are_the_papers() -> None:
 
 def losses_and_peak(choices: dict[str, Any], found: Measured | None) -> tuple[list[float], int]:
     task = PROBLEMS["transformer"]
-    rig = assemble(task, knobs_of(**choices) | (found.knobs() if found else {}), CPU)
+    rig = assemble(task, {**knobs_of(**choices), **(found.knobs() if found else {})}, CPU)
     losses = [float(step(rig, make_batch(task.spec, 32, seed))[0]) for seed in range(3)]
     batch = make_batch(task.spec, 32)
     with ledger(rig.model, rig.stepper, batch.tensors()) as peak:

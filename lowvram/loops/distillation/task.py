@@ -82,7 +82,8 @@ class Distill(TaskConfig):
         if self.cache is None:
             return data
         train = settings.train
-        num_wanted = train.steps * train.batch_size if isinstance(settings.groups["mode"], Train) else None
+        sizes = settings.groups["schedule"].sizes(train.batch_size)
+        num_wanted = sizes.before(train.steps) if isinstance(settings.groups["mode"], Train) else None
         return taught(data, open_cache(self.cache), settings.root.seed, num_wanted)
 
 

@@ -77,7 +77,8 @@ def checked(session: Session) -> Distilled:
 def batches_of(session: Session) -> Iterator[list[Key]]:
     """The keys of those samples that as many steps of training would read, in parts."""
     train, root = session.settings.train, session.settings.root
-    keys = islice(session.data.train.keys(root.seed, 0), train.steps * train.batch_size)
+    num_samples = session.settings.groups["schedule"].sizes(train.batch_size).before(train.steps)
+    keys = islice(session.data.train.keys(root.seed, 0), num_samples)
     part_size = -(-train.batch_size // session.settings.groups["accum"].parts)
     while some := list(islice(keys, part_size)):
         yield some

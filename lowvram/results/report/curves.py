@@ -14,6 +14,7 @@ from lowvram.results.row import Row
 NUM_KEPT = 200  # values of one curve: a screen shows no more
 MOST_READ = 4000  # lines of one log; of a longer one evenly spaced lines are read
 LOSS, STEP_MS = "loss/train", "time/step_ms"
+SEEN = "data/samples"  # logged where batches grow
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Curve:
     """The training loss, with the time and the samples or tokens up to each value. Empty where nothing was logged.
 
     `seconds`: spent in steps, without set-up, evaluations and snapshots; None where no step was timed.
-    `seen`: samples or tokens trained on, in the unit of `seen_per_step`.
+    `seen`: samples or tokens trained on, in the unit of `per_sample`.
     `num_damaged`: lines of the log that can't be read, among those that were read.
     """
 
@@ -31,7 +32,7 @@ class Curve:
     num_damaged: int = 0
 
 
-def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
+def curve(folder: Path, row: Row, per_sample: float | None, batch_size: int | None) -> Curve:
     """The curve of the point in `folder`, thinned evenly to at most `NUM_KEPT` values, the last one among them.
 
     Where the log doesn't time its steps (mode=measure) each one counts as the median step.
@@ -47,9 +48,14 @@ def curve(folder: Path, row: Row, seen_per_step: float | None) -> Curve:
     return Curve(
         tuple(float(f"{logged[i][LOSS]:.5g}") for i in kept),
         None if times is None else tuple(round(times[i], 3) for i in kept),
-        None if seen_per_step is None else tuple(round(logged[i]["step"] * seen_per_step) for i in kept),
+        tuple(round(_samples(logged[i], batch_size) * per_sample) for i in kept) if batch_size and per_sample else None,
         lines.num_damaged,
     )
+
+
+def _samples(line: dict[str, Any], batch_size: int) -> float:
+    """Trained on up to the end of a logged step."""
+    return line.get(SEEN) or line["step"] * batch_size
 
 
 def _seconds(logged: Sequence[dict[str, Any]], step_ms: float | None) -> list[float] | None:

@@ -133,7 +133,7 @@ def _point(entry: Entry, differing: Settings, unit_bytes: int, has_tokens: bool)
         "gradient_error": value_at(row, "fidelity.gradient_error"),
         "loss_gap": value_at(row, "fidelity.loss_gap"),
         "over_step": kinds and _over_step(entry.folder, unit_bytes),
-        "curve": vars(curve(entry.folder, row, batch_size and per_sample and batch_size * per_sample)),
+        "curve": vars(curve(entry.folder, row, per_sample, batch_size)),
     }
 
 
