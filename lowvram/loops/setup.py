@@ -73,7 +73,8 @@ def check_batch_warmup(settings: Settings, num_ranks: int) -> None:
     start, batch_size = settings.groups["schedule"].batch_start, settings.train.batch_size
     if start is None:
         return
-    allowed = f"at most {batch_size} (train.batch_size), and a multiple of {num_ranks} (the ranks)"
+    of_ranks = f", and a multiple of {num_ranks}, the number of ranks" if num_ranks > 1 else ""
+    allowed = f"at most {batch_size} (train.batch_size){of_ranks}"
     require(start <= batch_size and start % num_ranks == 0, "schedule.batch_start", start, allowed)
     allowed = "null with this option of loader, whose batches have one size: choose loader=inline or loader=workers"
     require(settings.groups["loader"].takes_any_sizes, "schedule.batch_start", start, allowed)

@@ -118,6 +118,16 @@ def test_the_table_fits_the_window_and_names_are_never_hidden(tmp_path: Path, wi
     assert "<title>true true true true false true<" in page
 
 
+def test_the_noise_scale_is_marked_beside_the_losses_of_batches(tmp_path: Path) -> None:
+    rows = [
+        point(i, {}, config={"train": {"batch_size": size}}, gradient={"noise_scale": 20.0})
+        for i, size in enumerate((8, 16))
+    ]
+    shown = Shown(opened(report(tmp_path, rows), tmp_path / "profile"))
+    assert shown.classes.count("noise") == 1
+    assert "noise scale 20" in shown.words
+
+
 def test_a_batch_that_was_swept_and_the_memory_over_a_step_are_drawn(tmp_path: Path) -> None:
     rows = [point(i, {}, config={"train": {"batch_size": size}}) for i, size in enumerate((8, 16, 32))]
     leave(tmp_path, rows)

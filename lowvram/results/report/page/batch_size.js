@@ -10,7 +10,7 @@ function batchSizes() {
   const plot = (title, value, range) =>
     shown.points.some((point) => isOk(point) && value(point) !== null) ? drawing((width) => drawBatchSizes(width, title, value, range ?? (() => null), lines)) : null;
   return section(
-    "The size of the batch", "A line joins points that differ in nothing else. Bars: the 5th to the 95th percentile of the steps' times. Hollow: disturbed.", "wide",
+    "The size of the batch", `A line joins points that differ in nothing else. Bars: the 5th to the 95th percentile of the steps' times. Hollow: disturbed.${of.noise_scale ? " Dashed: the gradient noise scale, the median of the points. Batches much larger than it gain little." : ""}`, "wide",
     legend,
     h(
       "div",
@@ -25,7 +25,8 @@ function batchSizes() {
 function drawBatchSizes(width, title, value, range, lines) {
   const { sizes, title: sizesTitle } = shown.batch_sizes, height = 260, frame = { left: 76, top: 10, right: width - 14, bottom: height - 42 };
   const placed = shown.points.map((_, i) => i).filter((i) => isOk(shown.points[i]) && sizes[i] !== null && value(shown.points[i]) !== null);
-  const x = scale(placed.map((i) => sizes[i]), frame.left, frame.right, { log: true, ticks: [...new Set(placed.map((i) => sizes[i]))] });
+  const noise = title === "eval loss" ? shown.batch_sizes.noise_scale : null;
+  const x = scale([...placed.map((i) => sizes[i]), noise ?? NaN], frame.left, frame.right, { log: true, ticks: [...new Set(placed.map((i) => sizes[i]))] });
   const all = placed.flatMap((i) => [value(shown.points[i]), ...(range(shown.points[i]) ?? [])]);
   const wide = [0.99 * Math.min(...all), 1.01 * Math.max(...all)]; // so that what is equal up to rounding looks equal
   const y = scale([...all, ...wide], frame.bottom, frame.top, { zero: title !== "eval loss", log: false, gap: 45 });
@@ -35,7 +36,13 @@ function drawBatchSizes(width, title, value, range, lines) {
     const dots = own.map((i) => [bar(x(sizes[i]), range(shown.points[i]), y), spot(i, x(sizes[i]), y(value(shown.points[i])), style(n).stroke)]);
     return [s("polyline", { class: "curve", points, ...style(n) }), dots];
   });
-  return s("svg", { width, height }, axes(x, y, frame, sizesTitle, title), curves);
+  return s("svg", { width, height }, axes(x, y, frame, sizesTitle, title), noise && noiseMark(x(noise), noise, frame), curves);
+}
+
+// Where the batch is as large as the noise scale; its name is on the side that has more room.
+function noiseMark(at, noise, { left, top, right, bottom }) {
+  const isLeft = at > (left + right) / 2;
+  return s("g", {}, line(at, top, at, bottom, "noise"), text(at + (isLeft ? -5 : 5), top + 10, `noise scale ${short(noise)}`, { class: "soft", "text-anchor": isLeft ? "end" : "start" }));
 }
 
 function spot(i, cx, cy, colour) {
