@@ -23,10 +23,13 @@ from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import Part, Rig, Run, Stepper, StepperAround, Update
 from lowvram.core.shards import square_sum
 
-KEEP = 0.99  # share of the averages that stays in each step
+# Averages are over about the last fifth of the steps so far, as the noise scale rises while a run goes on, and over 100
+# at most.
+PART_OF_RUN, LEAST_WEIGHT = 5, 0.01
 NAME = "noise_scale"
 SINGLE = "it takes at least two parts in a step: choose accum=x2 or more"
 HIDDEN = "the noise hides the gradient: train for more steps, or with a larger train.batch_size"
+NO_NOISE = "no noise was seen: a part's gradient is that of the whole batch, so the noise scale is far below its size"
 
 
 class Noise(ABC):
@@ -84,13 +87,24 @@ class Measured(Noise):
         """The estimates of one step (0-dim, fp64). Those that aren't finite don't count."""
         new = torch.stack([trace, square])
         old = torch.zeros_like(new) if self.averages is None else self.averages.to(new.device)
-        self.averages = torch.where(new.isfinite().all(), old.lerp(new, 1 - KEEP), old)
+        weight = max(LEAST_WEIGHT, PART_OF_RUN / (PART_OF_RUN + self.num_steps))  # 1 in the first step
+        self.averages = torch.where(new.isfinite().all(), old.lerp(new, weight), old)
         self.num_steps += 1
 
+    def trace_and_square(self) -> tuple[float, float]:
+        """tr(S), per sample, and |G|**2. Estimates may be negative."""
+        return (0.0, 0.0) if self.averages is None else tuple(self.averages.tolist())
+
     def value(self) -> float | None:
-        """In samples; None if no step had several parts, or the noise hides the gradient."""
-        trace, square = (0.0, 0.0) if self.averages is None else self.averages.tolist()
+        """In samples; None if it isn't known."""
+        trace, square = self.trace_and_square()
         return trace / square if trace > 0 and square > 0 else None
+
+    def reason(self) -> str:
+        """Why it isn't known."""
+        if self.averages is None:
+            return SINGLE
+        return HIDDEN if self.trace_and_square()[0] > 0 else NO_NOISE
 
     def knobs(self) -> Mapping[str, Knob]:
         return {"train.noise_scale=true": MeasureNoise(self)}
@@ -102,9 +116,8 @@ class Measured(Noise):
     def fields(self) -> dict[str, Any]:
         if (value := self.value()) is not None:
             return {"gradient": {NAME: value}}
-        reason = HIDDEN if self.num_steps else SINGLE
-        print(f"noise scale: unknown: {reason}")
-        return {"gradient": {f"{NAME}_reason": reason}}
+        print(f"noise scale: unknown: {self.reason()}")
+        return {"gradient": {f"{NAME}_reason": self.reason()}}
 
     def state(self) -> dict[str, Any]:
         return {"averages": self.averages, "num_steps": self.num_steps}

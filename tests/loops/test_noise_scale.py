@@ -20,7 +20,7 @@ from lowvram.core.values import Fill
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
-from lowvram.loops.noise_scale import HIDDEN, SINGLE, Measured, estimates
+from lowvram.loops.noise_scale import HIDDEN, NO_NOISE, SINGLE, Measured, estimates
 from lowvram.loops.session import Session
 from lowvram.loops.train import Train
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
@@ -156,7 +156,7 @@ def test_a_run_has_it_in_its_rows(make_session: MakeSession, model: str) -> None
     row = Train().run(make_session(model, told=told, choices={"accum": "x2"}, noise_scale=True, steps=12))
     logged = told.values("noise_scale")
     value = row["gradient"].get("noise_scale")
-    assert (value is None) == (row["gradient"].get("noise_scale_reason") == HIDDEN)
+    assert (value is None) == (row["gradient"].get("noise_scale_reason") in (HIDDEN, NO_NOISE))
     assert value is None or (logged[-1] == (12, value) and value > 0)
 
 
@@ -184,6 +184,15 @@ def test_a_resumed_run_goes_on_with_its_averages() -> None:
 def take_in(found: Measured, numbers: Sequence[int]) -> None:
     for number in numbers:
         found.take_in(torch.tensor(10.0 + number).double(), torch.tensor(2.0).double())
+
+
+@pytest.mark.parametrize(("trace", "square", "reason"), [(2.0, -1.0, HIDDEN), (-1.0, 2.0, NO_NOISE)])
+def test_estimates_below_zero_are_no_value(trace: float, square: float, reason: str) -> None:
+    found = Measured()
+    found.take_in(torch.tensor(trace).double(), torch.tensor(square).double())
+    assert found.value() is None
+    assert found.metrics() == {}
+    assert found.fields() == {"gradient": {"noise_scale_reason": reason}}
 
 
 def test_what_is_not_finite_does_not_count() -> None:

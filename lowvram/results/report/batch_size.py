@@ -36,11 +36,11 @@ def batch_sizes(rows: Sequence[Row], differing: Sequence[Settings]) -> dict[str,
 
 def have_seen_equally_much(rows: Sequence[Row]) -> bool:
     """Whether the runs have seen equally many samples, up to one batch."""
-    sizes, steps = ([value_at(row, f"config.train.{name}") for row in rows] for name in ("batch_size", "steps"))
-    if not all((*sizes, *steps)):
-        return False
-    seen = [size * number for size, number in zip(sizes, steps, strict=True)]
-    return max(seen, default=0) - min(seen, default=0) <= max(sizes, default=0)
+    pairs = [(value_at(row, "config.train.batch_size"), value_at(row, "config.train.steps")) for row in rows]
+    known = [(size, size * steps) for size, steps in pairs if size and steps]
+    seen = [samples for _, samples in known]
+    is_known = 0 < len(known) == len(rows)
+    return is_known and max(seen) - min(seen) <= max(size for size, _ in known)
 
 
 def noise_scale(rows: Sequence[Row]) -> float | None:
