@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import count
 from typing import final
 
 
@@ -61,24 +61,26 @@ class RisingSizes(BatchSizes):
     multiples of `start`, so that batches have few shapes."""
 
     def __init__(self, start: int, largest: int, num_samples: int) -> None:
-        self._largest = largest
-        self._rising: list[int] = []  # the sizes below `largest`, by step
-        seen = 0
-        while seen < num_samples and (size := start + (largest - start) * seen // num_samples) < largest:
-            self._rising.append(size // start * start)
-            seen += self._rising[-1]
-        self._before = [0, *accumulate(self._rising)]
+        self._start, self._largest, self._num_samples = start, largest, num_samples
+        self._before = [0]  # samples before each step, as far as was asked
 
     @property
     def largest(self) -> int:
         return self._largest
 
     def at(self, step: int) -> int:
-        return self._rising[step] if step < len(self._rising) else self._largest
+        return self._size_after(self.before(step))
 
     def before(self, step: int) -> int:
-        num_rising = min(step, len(self._rising))
-        return self._before[num_rising] + (step - num_rising) * self._largest
+        while len(self._before) <= step and self._before[-1] < self._num_samples:
+            self._before.append(self._before[-1] + self._size_after(self._before[-1]))
+        known = min(step, len(self._before) - 1)
+        return self._before[known] + (step - known) * self._largest
+
+    def _size_after(self, seen: int) -> int:
+        """Of the batch that begins after so many samples."""
+        size = self._start + (self._largest - self._start) * seen // self._num_samples
+        return self._largest if size >= self._largest else size // self._start * self._start
 
     def logged(self, num_steps: int) -> dict[str, float]:
         return {"data/batch_size": self.at(num_steps - 1), "data/samples": self.before(num_steps)}

@@ -39,6 +39,10 @@ def test_batches_grow_in_a_straight_line_of_samples() -> None:
     assert {size for _, size in grown} == {8, 16, 24, 32, 40, 48, 56, 64}
 
 
+def test_only_the_steps_that_are_asked_for_are_counted() -> None:
+    assert RisingSizes(1, 1024, 10**15).at(1000) == 1
+
+
 @pytest.mark.parametrize("first_step", [0, 3, 40])
 def test_samples_have_one_order_whatever_the_sizes(first_step: int) -> None:
     """Across epochs, and from any step on."""
