@@ -136,27 +136,32 @@ def is_its_own(option: Option) -> bool:
 
 def tolerance(row: Row, step: int = 1) -> float:
     """Relative: what its options say of themselves, added up; in each step as much is added to what was before."""
-    (optimizer,) = (knob_of(option) for option in row if option[0] == "optimizer")
-    floor = FLOOR_OF_CODES if optimizer.exactness is Exactness.LOSSY else FLOOR
+    has_codes = any(group == "optimizer" and knob_of((group, name)).exactness is Exactness.LOSSY for group, name in row)
+    floor = FLOOR_OF_CODES if has_codes else FLOOR
     return floor + step * sum(knob_of(option).band for option in row if not is_its_own(option))
 
 
-def compared(tried: Tried) -> list[tuple[int, float]]:
-    """Its losses and gradient norms, each with its step; without norms where a gradient is the difference of two nearly
-    equal losses. The evaluation counts as one step more."""
-    steps = [(number // 2 + 1, value) for number, value in enumerate(tried.history)]
-    return steps[::2] if ("stepping", "zeroth_order") in tried.row else steps
+def deviation(row: Row, found: Sequence[float], wanted: Sequence[float]) -> str | None:
+    """Where a history leaves another one by more than the row's options allow; None if nowhere. Norms aren't compared
+    where a gradient is the difference of two nearly equal losses.
+
+    Args:
+        found, wanted: loss and gradient norm of each step, then of the evaluation, which counts as a step, the loss.
+    """
+    assert len(found) == len(wanted)
+    every = 2 if ("stepping", "zeroth_order") in row else 1
+    for place in range(0, len(found), every):
+        off, allowed = abs(found[place] - wanted[place]) / abs(wanted[place]), tolerance(row, place // 2 + 1)
+        if not off <= allowed:
+            return f"off by {off:.1e} in step {place // 2 + 1}, allowed {allowed:.1e}"
+    return None
 
 
 def fault(tried: Tried, reference: Tried) -> str | None:
     """Why a configuration does not train as it should; None if it does."""
     if tried.status != "ok":
         return f"{tried.status}: {tried.reason}"
-    for (step, found), (_, wanted) in zip(compared(tried), compared(reference), strict=True):
-        off, allowed = abs(found - wanted) / abs(wanted), tolerance(tried.row, step)
-        if not off <= allowed:
-            return f"off by {off:.1e} in step {step}, allowed {allowed:.1e}"
-    return None
+    return deviation(tried.row, tried.history, reference.history)
 
 
 class Grid:

@@ -17,6 +17,7 @@ from PIL import Image
 from lowvram.config.errors import BadInput
 from lowvram.core.rig import Part
 from lowvram.data import image_cache
+from lowvram.data.batch_sizes import SameSize
 from lowvram.data.hub import Hub
 from lowvram.data.image_cache import Counts, Memory, read_entry
 from lowvram.data.imagefolder import ImageFolder
@@ -58,7 +59,7 @@ def on_disk(folder: Path, kind: type[Stacked] = Inline) -> Stacked:
 
 
 def first_batches(loader: Stacked, data: Data, number: int, first_step: int = 0) -> list[Part]:
-    batches = loader.batches(data.train, BATCH, 0, first_step, CPU)
+    batches = loader.batches(data.train, SameSize(BATCH), 0, first_step, CPU)
     parts = list(itertools.islice(batches, number))
     batches.close()
     return parts

@@ -28,7 +28,7 @@ TASKS = {
     "resnet": Auto().pose(RESNET, DataSpec(Modality.IMAGES, 16, (3, 16, 16))),
 }
 WITHOUT_OVERFLOW: dict[Option, Knob] = {("precision", "fp16"): Fp16(init_scale=1024.0)}
-History = list[float]  # losses, then gradient norms
+History = list[float]  # loss and gradient norm of each step
 
 
 def history(row: Row, problem: str, device: torch.device) -> History:
@@ -37,7 +37,8 @@ def history(row: Row, problem: str, device: torch.device) -> History:
     with unfused():
         trained = train(TASKS[problem], knobs_of(**chosen), SIZES, device=device)
     assert all(update.applied for update in trained.updates)
-    return [*map(float, trained.losses), *(float(update.grad_norm) for update in trained.updates)]
+    pairs = zip(trained.losses, (update.grad_norm for update in trained.updates), strict=True)
+    return [float(value) for pair in pairs for value in pair]
 
 
 @contextmanager

@@ -3,13 +3,13 @@ CPU, or is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options, options_of
 from lowvram.core.knob import Fact
-from scripts.pages.compatibility import EXTRA, ITS_OWN, distance, tolerance
+from scripts.pages.compatibility import EXTRA, deviation, is_its_own
 from tests.calls import ROOT, TINY, TINY_RESNET, Outcome, history
 from tests.laboratory import IS_EMULATED, KNOBS
 
@@ -39,6 +39,11 @@ OTHERS = {  # of groups that hold no knobs
     "logger=wandb": (),
     "debug=measure": (),
 }
+
+
+def distance(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, wanted, strict=True))
 
 
 def learned(outcome: Outcome) -> list[float]:
@@ -79,8 +84,8 @@ def test_an_option_learns_what_the_plain_loop_does(
         assert "needs that the device is the CPU" in found.sentence
     else:
         losses = learned(found)
-        wanted = plain(call, *MODELS[model], *(words if option[0] in ITS_OWN else []))
-        assert distance(losses, wanted) <= tolerance(frozenset([option]))
+        wanted = plain(call, *MODELS[model], *(words if is_its_own(option) else []))
+        assert deviation(frozenset([option]), losses, wanted) is None
     record_property("points", 1)
 
 

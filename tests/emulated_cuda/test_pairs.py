@@ -11,7 +11,7 @@ import pytest
 from lowvram.config.registry import all_options
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
-from scripts.pages.compatibility import ITS_OWN, distance, tolerance, varied
+from scripts.pages.compatibility import deviation, is_its_own, varied
 from scripts.pages.pairs import Row, all_pairs, covering_rows, why_not
 from tests.emulated_cuda.configurations import CUDA, History, history, history_on_rank
 from tests.laboratory import CPU, IS_EMULATED, KNOBS
@@ -34,7 +34,7 @@ ROWS = covering_rows(PAIRS, why_not_here)
 
 @cache
 def plain_history(own: Row, problem: str) -> History:
-    """On the CPU, with a row's own optimizer and adapter."""
+    """On the CPU, with those of a row's options that decide what is learnt."""
     return history(own, problem, CPU)
 
 
@@ -45,8 +45,8 @@ def test_a_configuration_trains_as_the_plain_loop_on_the_cpu(
 ) -> None:
     is_for_ranks = any(Fact.MANY_RANKS in KNOBS[option].needs() for option in row)
     found = on_cards(history_on_rank, row, problem) if is_for_ranks else [history(row, problem, CUDA)]
-    wanted = plain_history(frozenset(option for option in row if option[0] in ITS_OWN), problem)
+    wanted = plain_history(frozenset(filter(is_its_own, row)), problem)
     for each in found:
-        assert distance(each, wanted) <= tolerance(row)
+        assert deviation(row, each, wanted) is None
     earlier = ROWS[: ROWS.index(row)]
     record_property("pairs", len(all_pairs(row) - set[Row]().union(*map(all_pairs, earlier))))
