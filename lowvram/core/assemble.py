@@ -99,9 +99,8 @@ def bare_model(task: Task) -> nn.Module:
 
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
-BY_TRIAL = frozenset(
-    {Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES}
-)  # it takes forward passes to find out
+# It takes forward passes to find out about these.
+BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES})
 TASK_FACTS = BY_TRIAL | {
     *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.HARD_TARGETS),
     Fact.NO_RANDOMNESS,

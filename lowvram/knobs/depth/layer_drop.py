@@ -7,7 +7,7 @@ keeps the activations of so many blocks less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
@@ -24,6 +24,8 @@ from lowvram.core.rig import Rig
 from lowvram.core.seeds import generator_for
 from lowvram.knobs.depth.each_step import EachStep
 from lowvram.knobs.depth.first_tensor import first_tensor
+
+Fix = Callable[[], None]  # one of `Rig.heaviest`
 
 
 @final
@@ -144,10 +146,10 @@ def least_saving(gates: Sequence[Gate], count: int) -> list[frozenset[int]]:
     return list(dict.fromkeys(choice for order in ordered for choice in extremes(order, count, sizes)))
 
 
-def with_each(ones: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
+def with_each(ones: Sequence[Fix], others: Sequence[Fix]) -> Sequence[Fix]:
     """Of two sets of choices, each choice of one with each of the other."""
 
-    def both(one: Any, other: Any) -> None:
+    def both(one: Fix, other: Fix) -> None:
         one()
         other()
 
