@@ -111,7 +111,8 @@ class Call:
             raise Refused(refused[0])
         assert self.sweep is not None
         self.sweep.check_points(configs)
-        self.sweep.note(configs[0])
+        if coming.first == 0:  # later points may have more words than were typed
+            self.sweep.note(configs[0])
         if self.is_elsewhere:
             here.server.stop()
             if coming.first == 0:

@@ -138,6 +138,8 @@ def compressed(name: str, against: str = "baseline", *, loaded: bool = False) ->
         row, other = (sweep.named(each) if sweep else None for each in (name, against))
         if row is None or other is None:
             return None
+        if row["status"] != Status.OK:
+            return f"{name}: refused"
         loss = value_at(row, "eval.loss_exported" if loaded else "loss.eval")
         words = [
             f"{title} {percent(times(row, other, path))}" for title, path in {"peak": PEAK, "file": FILE_SIZE}.items()

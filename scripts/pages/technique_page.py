@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 
 from lowvram.config.registry import knob_of, neutral_options
@@ -81,8 +81,13 @@ def page(devices: Mapping[str, Mapping[str, Found]]) -> str:
 def about(models: Mapping[str, Found]) -> str:
     """Device and versions, each once."""
     rows = [row for found in models.values() for sweep in found.values() for row in sweep.rows]
-    where = ", ".join(dict.fromkeys(map(machine, rows)))
+    where = ", ".join(machines(rows))
     return f"Measured on {where}. One run a point: small differences of speed mean nothing."
+
+
+def machines(rows: Iterable[Row]) -> Iterable[str]:
+    """Those on which points ran, each once."""
+    return dict.fromkeys(machine(row) for row in rows if row["status"] == Status.OK)
 
 
 def machine(row: Row) -> str:
@@ -100,9 +105,15 @@ def claims(models: Mapping[str, Found]) -> Iterator[str]:
 
 def ran(sweep: Sweep) -> list[str]:
     """The command, on what, and of what size."""
-    machines, model = dict.fromkeys(map(machine, sweep.rows)), sweep.baseline["model"]
+    model = sweep.baseline["model"]
     size = f"{model['blocks']}, {model['parameters'] / 1e6:.2f} million parameters" if model["parameters"] else "?"
-    return ["```bash", sweep.command, "```", "", f"{'; '.join(machines)}; {size}; {len(sweep.rows)} points."]
+    return [
+        "```bash",
+        sweep.command,
+        "```",
+        "",
+        f"{'; '.join(machines(sweep.rows))}; {size}; {len(sweep.rows)} points.",
+    ]
 
 
 def techniques(sweep: Sweep) -> Iterator[str]:

@@ -56,8 +56,9 @@ class Sweep:
         return shlex.join(word for word in point_words(row) if key_of(word) not in common)
 
     def named(self, name: str) -> Row | None:
-        """The point of this name, if it ran to its end."""
-        return next((row for row in self.rows if row["name"] == name and row["status"] == Status.OK), None)
+        """The point of this name, if it ran to its end or was refused."""
+        ended = (row for row in self.rows if row["status"] in (Status.OK, Status.INCOMPATIBLE))
+        return next((row for row in ended if row["name"] == name), None)
 
     def found(self, words: str) -> Row | None:
         """The point of these words, if it ran to its end."""

@@ -137,6 +137,10 @@ def test_smaller_models_are_compared_by_file_and_loss() -> None:
     assert line(text, "8 bits |") == "| 8 bits | 100.0 (0 %) | 0.50 (−75 %) | 2.0000 | 2.1250 | 1.50 |"
     assert line(text, "pruned |") == "| pruned | trains nothing | 1.00 (−50 %) | 2.5000 |  |  |"
     assert "| 8 bits: peak 0 %, file −75 %, loss 2.000 to 2.125 |" in line(text, "8 bits:")
+    refused = merge(small, {"status": "incompatible", "reason": "why", "provenance": {"threads": None}})
+    text = page_of(of("compression", compressed("baseline", "", 2.0, 2.0), refused))
+    assert "| 8 bits: refused |" in line(text, "8 bits:")
+    assert "None threads" not in text
 
 
 def test_an_early_exit_is_reported_by_the_blocks_that_are_used() -> None:
