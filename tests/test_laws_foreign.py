@@ -53,10 +53,6 @@ REFUSED = {
     (("tile", "blocks"), "t5"): "each sample from that sample alone",  # its blocks pass a bias that trains to the next
     **{(("depth", "early_exit"), kind): "the head takes the output of an earlier block" for kind in CONFIGS},
     (("depth", "layer_drop"), "t5"): "inputs of several blocks can stand in",  # for the same reason
-    (
-        ("depth", "layer_drop"),
-        "resnet",
-    ): "inputs of several blocks can stand in",  # of this one only one keeps its shape
     (("depth", "stochastic"), "t5"): "what blocks add to their inputs",
     (("norms", "output"), "resnet"): "the model has layer norms or RMS norms",
     **{

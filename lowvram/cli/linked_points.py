@@ -61,8 +61,9 @@ class Rounds:
 
     def __init__(self, batch: Batch, first: int, compose: Compose) -> None:
         self._batch, self._compose, self._first = batch, compose, first
+        self._named = {place for words in batch for place in references(words).values()}  # by points that go on
         self._indices: dict[int, int] = {}  # in the sweep, of the points that were launched, by their places
-        self._folders: dict[int, Path] = {}  # theirs
+        self._folders: dict[int, Path] = {}  # of those that are named
 
     def launch(self, launch: Callable[[SweepBatch], None]) -> int:
         """Run all points, unless the sweep is to end. Returns how many."""
@@ -73,9 +74,10 @@ class Rounds:
                 words = [self._words(place) for place in coming]
                 index = self._first + len(self._indices)
                 points = SweepBatch(words, index, self._compose, axes if len(in_order) > 1 else None)
-                self._folders |= {place: folder_of(points.composed(nth)) for nth, place in enumerate(coming)}
                 self._indices |= {place: index + nth for nth, place in enumerate(coming)}
                 launch(points)
+                named = self._named.intersection(coming)
+                self._folders |= {place: folder_of(points.composed(coming.index(place))) for place in named}
         return len(self._indices)
 
     def _can_begin(self, place: int) -> bool:

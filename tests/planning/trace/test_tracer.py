@@ -235,6 +235,7 @@ class Asking(nn.Module):
         super().__init__()
         self.inner, self.ask = inner, ask
         self.head, self.repeated_blocks, self.initialise = inner.head, inner.repeated_blocks, inner.initialise
+        self.tail = inner.tail
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.inner(tokens)
