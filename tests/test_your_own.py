@@ -52,6 +52,7 @@ def test_epochs_instead_of_steps(call: Call) -> None:
     assert rates == pytest.approx([0.001 * (1 - step / 12) for step in range(12)])  # 45 samples, 4 at a time
 
 
+@pytest.mark.slow
 def test_an_endless_data_set_is_resumed_where_it_was(call: Call) -> None:
     words = ("data=external", "data.target=tests.yours.endless", "model=external", "model.target=tests.yours.line")
     words += ("task=external", "task.target=torch.nn.MSELoss", *QUICK)

@@ -128,6 +128,7 @@ def test_what_cannot_be_used_is_refused(target: str, args: dict[str, Any] | None
         External(target, args=args)
 
 
+@pytest.mark.slow
 def test_from_the_command_line_with_a_plan_and_a_resumed_run(call: Callable[..., Outcome]) -> None:
     words = ("optimizer=external", "optimizer.target=torch.optim.RAdam", "train.batch_size=4", "logger=none")
     planned = call("mode=plan", "plan.device=rtx3060", *words)

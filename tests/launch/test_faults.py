@@ -319,6 +319,7 @@ def test_a_folder_that_is_removed_meanwhile_is_an_error(call: Call, tmp_path: Pa
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.slow
 def test_an_error_without_a_text_is_named(call: Call) -> None:
     row = call(*TINY, "name=silent_message").row
     assert row["status"] == "error"

@@ -113,6 +113,7 @@ def on_this_rank(choices: dict[str, str | Knob]) -> float | None:
     return found_of(choices, 50, 16).value()
 
 
+@pytest.mark.slow
 def test_with_ddp_it_is_over_all_ranks() -> None:
     values = on_ranks(on_this_rank, {"sharding": "ddp", "accum": Parts(2)})
     assert values[0] == values[1] == pytest.approx(SCALE, rel=0.1)

@@ -133,6 +133,7 @@ def test_a_cards_own_memory_is_the_budget_if_there_is_no_other() -> None:
 LARGE = (*TINY, "model.num_layers=4", "train.batch_size=64", "data.sequence_length=64", "device=cpu", "vram=32MiB")
 
 
+@pytest.mark.slow
 def test_a_run_computes_what_its_plan_has_chosen(call: Call) -> None:
     """The row names the blocks, and with them typed the same point runs again."""
     outcome = call(*LARGE, "ckpt=auto", "plan.margin=0")

@@ -28,6 +28,7 @@ def test_every_moment_is_told_in_its_order(call: Callable[..., Outcome]) -> None
     assert '"loss/train"' in (run.folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_a_run_that_fails_are_told(call: Callable[..., Outcome]) -> None:
     call(*QUICK, "hydra.run.dir=one")
     resumed = call("resume=one", "train.steps=3", "callbacks=[tests.yours.Diary]")
