@@ -46,6 +46,7 @@ class Call:
         self._elsewhere = ExitStack()  # the environment and signals of jobs in other processes
         self.is_elsewhere = False
         self.sweep: SweepFolder | None = None
+        self._typed: list[str] = []  # for all points of the sweep
         self.logger: Any = None
         self.endings: dict[int, Ending] = {}
         self.failure: str | None = None
@@ -61,6 +62,7 @@ class Call:
         check_left_to_us(config.hydra)
         check_plugins(config.hydra)
         self.sweep = SweepFolder(Path(config.hydra.sweep.dir))
+        self._typed = list(config.hydra.overrides.task)
         self.logger = container(config.get("logger"))
         self.is_elsewhere = launchers.is_elsewhere(config.hydra)
         if self.is_elsewhere:
@@ -111,8 +113,8 @@ class Call:
             raise Refused(refused[0])
         assert self.sweep is not None
         self.sweep.check_points(configs)
-        if coming.first == 0:  # later points may have more words than were typed
-            self.sweep.note(configs[0])
+        if coming.first == 0:
+            self.sweep.note(configs[0], self._typed)
         if self.is_elsewhere:
             here.server.stop()
             if coming.first == 0:

@@ -101,9 +101,9 @@ class SweepFolder:
             if points.setdefault(folder, point) != point:
                 raise other_point("hydra.sweep.subdir", subdir)
 
-    def note(self, config: DictConfig) -> None:
-        """Write what was typed, for people to read. The program never reads it."""
-        write_text(self.path / SWEEP_NOTE, sweep_note(config))
+    def note(self, config: DictConfig, typed: Sequence[str]) -> None:
+        """Write what was typed, for people to read, and the configuration of a point. The program never reads it."""
+        write_text(self.path / SWEEP_NOTE, sweep_note(config, typed))
 
     def forget(self, folder: Path) -> None:
         """Remove the folder that Hydra has made for a point that was stopped before it had a row, if it is empty."""

@@ -7,7 +7,7 @@ every typed password. We write them without secrets once the run starts, each to
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ def notes_of(config: DictConfig) -> Notes:
     }
 
 
-def sweep_note(config: DictConfig) -> str:
-    """`multirun.yaml` in a sweep's folder: what was typed, and the configuration around the points."""
-    plain = container(config, resolve=False)
-    return as_yaml(without_secrets(plain) | {"hydra": hydras_part(config.hydra)})
+def sweep_note(config: DictConfig, typed: Sequence[str]) -> str:
+    """`multirun.yaml` in a sweep's folder: what was typed, and the configuration of one of its points."""
+    plain, about = container(config, resolve=False), hydras_part(config.hydra)
+    about["overrides"]["task"] = words_without_secrets(typed)
+    return as_yaml(without_secrets(plain) | {"hydra": about})
 
 
 def hydras_part(hydra: Any) -> dict[str, Any]:

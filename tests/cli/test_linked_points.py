@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from lowvram.cli.linked_points import rounds
 from lowvram.cli.sweep import with_points
@@ -50,6 +51,8 @@ def test_models_are_pruned_and_taught_within_a_sweep(call: Call, tmp_path: Path)
     sizes = {name: rows[name]["model"]["parameters"] for name in ("large", "small, trained on")}
     assert sizes["small, trained on"] == rows["small"]["pruning"]["parameters_after"] < sizes["large"]
     assert rows["small, trained on"]["config"]["task"]["teacher"] == str(outcome.folders[0])
+    note = OmegaConf.load(tmp_path / "lineage" / "multirun.yaml")
+    assert set(note.hydra.overrides.task) == {"sweep=lineage", *TINY}  # what was typed, not what points add
     again = call(*words)
     assert again.code == 0
     assert ": started, 3 steps" not in again.out
