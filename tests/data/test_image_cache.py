@@ -269,6 +269,7 @@ def test_values_out_of_range_are_named(kind: type[Stacked]) -> None:
         kind(cache=CacheKind.memory, cache_folder="x")
 
 
+@pytest.mark.slow
 def test_a_row_says_what_the_cache_holds(call: Call, images: Path) -> None:
     words = ("model=resnet", "model.layers=[1]", "model.width=4", "data=imagefolder", f"data.path={images}")
     more = ("train.steps=6", f"train.batch_size={BATCH}", "logger=none", "device=cpu", "loader.cache=memory")
