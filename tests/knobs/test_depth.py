@@ -17,7 +17,7 @@ from lowvram.core.assemble import assemble
 from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import Part, Rig
+from lowvram.core.rig import Rig
 from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
 from lowvram.knobs.adapter import BAdam
@@ -42,6 +42,7 @@ from tests.laboratory import (
     make_batch,
     peak_as_planned,
     relative_error,
+    saved_bytes,
     train,
 )
 from tests.ranks import on_ranks
@@ -135,29 +136,10 @@ def test_so_many_blocks_less_are_kept(problem: str) -> None:
     """Each block keeps as much as another."""
     task = FIVE_BLOCKS[problem]
     batch = make_batch(task.spec, 8)
-    whole, *others = (
-        saved_in_a_step(task, knobs_of(depth=depth), batch) for depth in ("none", *map(LayerDrop, (1, 3)))
-    )
+    whole, *others = (saved_bytes(task, knobs_of(depth=depth), batch) for depth in ("none", *map(LayerDrop, (1, 3))))
     of_a_block = whole - others[0]
     assert of_a_block > whole / 10
     assert others[1] == whole - 3 * of_a_block
-
-
-def saved_in_a_step(task: Problem, knobs: Mapping[str, Knob], batch: Part) -> int:
-    rig = assemble(task, knobs, CPU)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in rig.model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    rig.stepper.begin(1)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = rig.forward(batch)
-    del outputs
-    return sum(kept.values())
 
 
 # depth=stochastic: what a step computes
