@@ -7,9 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 
+# Below torch.library.custom_op, whose wrappers in Python take longer at each call than a card does.
+LIBRARY = torch.library.Library("lowvram", "FRAGMENT")
 TAKEN: set[str] = set()  # the names of all operators
 
 
@@ -27,16 +30,27 @@ def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., No
     def compiled() -> Callable[..., None]:  # not before a card asks: torch imports its compiler here, for seconds
         return torch.compile(formula, dynamic=True)
 
+    def noted(kernel: Callable[..., None]) -> Callable[..., None]:
+        """The kernel; afterwards autograd knows that it has written."""
+
+        def call(*args: Any) -> None:
+            kernel(*args)
+            increment_version([args[place] for place in written])
+
+        return call
+
     def on_card(*args: Any) -> None:
         with without_dispatch_modes():  # inside one nothing may be compiled
             compiled()(*args)
 
     name, _, signature = schema.partition("(")
+    arguments = signature.partition(") ->")[0].split(", ")
+    written = [place for place, argument in enumerate(arguments) if "!)" in argument]
     if name in TAKEN:  # torch would silently replace the other one
         raise ValueError(f"there are two operators called {name}")
     TAKEN.add(name)
-    written = [argument.split()[1] for argument in signature.partition(") ->")[0].split(", ") if "!)" in argument]
-    operator = torch.library.custom_op(f"lowvram::{name}", in_pieces, mutates_args=written, schema=f"({signature}")
-    operator.register_kernel("cuda", on_card)
-    operator.register_fake(lambda *args: None)
-    return operator
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, noted(in_pieces), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, noted(on_card), "CUDA")
+    LIBRARY.impl(name, lambda *args: None, "Meta")
+    return getattr(torch.ops.lowvram, name).default

@@ -120,13 +120,13 @@ class Segment:
         if missing:
             self.repeat(max(missing))
         again = {origin: self.again.pop(origin) for origin in call.origins}
-        return call.arguments(again, self.read.pop(number, None) or call.kept.saved_tensors)
+        return call.arguments(again, self.read.pop(number, None) or call.kept())
 
     def repeat(self, last: int) -> None:
         """Run the calls up to `last` again, and keep those of their outputs that are inputs of others."""
         needed = {origin for call in self.calls for origin in call.origins}
         for number, call in enumerate(self.calls[: last + 1]):
-            self.read[number] = call.kept.saved_tensors  # once: another knob may have to fetch them from the host
+            self.read[number] = call.kept()  # once: another knob may have to fetch them from the host
             for leaf, tensor in enumerate(tree_leaves(call.repeat(self.again, self.read[number]))):
                 if (origin := Origin(number, leaf)) in needed:
                     self.again[origin] = tensor.detach()
@@ -159,7 +159,11 @@ class Call:
         self.inputs = tree_map_only(Tensor, lambda each: Input(origin_of(each), each.requires_grad), arguments)
         origins = (each.origin for each in tree_leaves(self.inputs) if isinstance(each, Input))
         self.origins = {origin for origin in origins if origin is not None}
-        self.kept = saved([tensor for tensor in tensors if origin_of(tensor) is None])
+        self.keeper = saved([tensor for tensor in tensors if origin_of(tensor) is None])
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """The arguments' tensors that no call of the segment has returned."""
+        return self.keeper.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
     def arguments(self, again: Mapping[Origin, Tensor], kept: tuple[Tensor, ...]) -> Arguments:
         """The arguments, from what was computed again and what is kept."""
@@ -203,9 +207,10 @@ class Keep(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def saved(tensors: list[Tensor]) -> Any:
-    """An autograd node whose `saved_tensors` are these. It belongs to no loss, so no backward pass frees them."""
-    return Keep.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors)).grad_fn  # pyright: ignore[reportOptionalMemberAccess]
+def saved(tensors: list[Tensor]) -> Tensor:
+    """A tensor whose `grad_fn.saved_tensors` are these while it is alive. It belongs to no loss, so no backward pass
+    frees them."""
+    return Keep.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))  # pyright: ignore[reportReturnType]
 
 
 def tensors_in(arguments: Arguments) -> list[Tensor]:

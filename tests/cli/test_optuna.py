@@ -118,9 +118,7 @@ def test_a_sweep_by_optuna_and_the_same_command_again(call: Call) -> None:
     outcome = call(*words)
     assert outcome.code == 0, outcome.said()
     assert "best of " in outcome.out
-    assert re.search(
-        r"^best of \d points: ckpt=\w+ accum=x2 \(plan.allocated_bytes [\d.]+ .iB\)$", outcome.out, re.M
-    )
+    assert re.search(r"^best of \d points: ckpt=\w+ accum=x2 \(plan.allocated_bytes [\d.]+ .iB\)$", outcome.out, re.M)
     assert outcome.statuses.get("none-x8", "incompatible") == "incompatible"
     assert len(outcome.statuses) < 5
     assert "ok" in outcome.statuses.values()

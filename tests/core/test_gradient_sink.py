@@ -21,7 +21,7 @@ from lowvram.core.step import step
 from lowvram.knobs.logits import LazyLogits, TiledLogits
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
-from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn, in_backward
+from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn, device_sums, in_backward
 from lowvram.knobs.stepping.device_sums import ALIGNED_NUMEL, Bf16, DeviceSums, FewBits
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto, Problem
@@ -85,6 +85,7 @@ class Exact(FewBits):
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where additions to sums began; stepping.sums=bf16 is exact."""
     monkeypatch.setattr(in_backward, "Bf16", Exact)
+    monkeypatch.setattr(device_sums, "Fp32", Exact)
     monkeypatch.setattr(Exact, "starts", [])
     return Exact.starts
 

@@ -18,7 +18,7 @@ Note = Callable[[str, object], None]
 pytestmark = [pytest.mark.emulated, pytest.mark.skipif(not IS_EMULATED, reason="not the emulated device")]
 MEASURED = ("mode=measure", "measure.warmup_steps=1", "measure.steps=2", "train.batch_size=32")
 MODELS = {
-    "transformer": (*TINY, *MEASURED),
+    "transformer": (*TINY, *MEASURED, "model.num_layers=2"),
     "resnet": (*TINY_RESNET, *MEASURED, "model.norm=group"),
 }
 SAME = 1e-6  # relative, of fp32 in the same order of sums

@@ -47,12 +47,18 @@ def test_not_a_bit_changes(choices: Choices, problem: str, device: torch.device)
         train(PROBLEMS[problem], knobs_of(**choices, offload=option), [32, 32, 27], device=device)
         for option in ("parameters", "none")
     )
-    band = 0.0 if device == CPU else 2e-6  # on CUDA the update is another kernel
+    band = 0.0 if device == CPU else band_on_card(choices)
     assert relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)}) <= band
     assert relative_error(to_cpu(found.gradients), to_cpu(wanted.gradients)) <= band
     assert relative_error(to_cpu(found.buffers), to_cpu(wanted.buffers)) <= band
     if device == CPU:
         assert relative_error(found.parameters, wanted.parameters) == 0
+
+
+def band_on_card(choices: Choices) -> float:
+    """Of three steps. There the host's update is another kernel than the card's; and in fp16 products differ, and so do
+    two runs of fused attention or of cuDNN, while AdamW doesn't shrink small gradients."""
+    return 1e-2 if "precision" in choices else 1e-5
 
 
 def to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,7 +130,7 @@ def test_with_tiles_of_the_last_weight_numbers_are_the_same(choices: Choices, ti
         train(problem, knobs_of(**choices, logits=TILES, offload=option), [32, 32, 27], device=device)
         for option in ("parameters", "none")
     )
-    band = 1e-2 if "precision" in choices else 2e-6  # products in fp16 differ, and AdamW doesn't shrink small gradients
+    band = 2e-6 if device == CPU and "precision" not in choices else band_on_card(choices)
     assert relative_error({"": torch.stack(found.losses)}, {"": torch.stack(wanted.losses)}) <= band
     assert relative_error(to_cpu(found.gradients), to_cpu(wanted.gradients)) <= band
 

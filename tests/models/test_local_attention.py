@@ -153,7 +153,7 @@ def test_only_queries_keys_and_values_are_kept() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         LocalAttention(Reach(20, 3))(*inputs, 0.1)
-    assert kept <= {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    assert kept - {0} <= {tensor.untyped_storage().data_ptr() for tensor in inputs}  # 0: an empty tensor
 
 
 @pytest.mark.parametrize(("window", "expected"), [(1, 32), (32, 32), (33, 40), (100, 104), (512, 512)])

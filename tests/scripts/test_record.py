@@ -258,6 +258,7 @@ def test_under_the_least_limit_segments_are_given_back_and_the_replay_does_the_s
     free = record_apart("transformer", tmp_path / "free.json.gz")
     limit_bytes = needs_of(free.events()).least_limit_bytes
     limited = record_apart("transformer", tmp_path / "limited.json.gz", limit_bytes)
-    assert limited.limit_bytes == limit_bytes < max(reserved_bytes(free))
-    assert any(action.kind is Kind.SEGMENT_FREE for action in limited.actions)
+    assert limited.limit_bytes == limit_bytes <= max(reserved_bytes(free))
+    is_less = limit_bytes < max(reserved_bytes(free))  # not on an H200, whose libraries take more at first
+    assert any(action.kind is Kind.SEGMENT_FREE for action in limited.actions) == is_less
     assert first_difference(limited) is None

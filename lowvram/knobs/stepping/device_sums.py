@@ -47,6 +47,21 @@ class FewBits(ABC):
 
 
 @final
+class Fp32(FewBits):
+    """4 bytes for a number, and nothing rounded: for vectors, which take little memory, and a card's time for each sum
+    is mostly its host's."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.sums = announce(torch.zeros(numel, device=device), Kind.GRADIENTS)
+
+    def add(self, values: Tensor, seed: int, start: int = 0) -> None:
+        self.sums[start : start + len(values)].add_(values)
+
+    def read(self, start: int, end: int) -> Tensor:
+        return self.sums[start:end].clone()
+
+
+@final
 class Bf16(FewBits):
     """2 bytes for a number."""
 
@@ -62,7 +77,8 @@ class Bf16(FewBits):
 
 def to_bf16(sums: Tensor, values: Tensor, seed: int) -> None:
     exact = sums.float() + values.float()
-    noise = bits_at_random(len(exact), seed, exact.device) & (LOW_BITS - 1)
+    noise = bits_at_random(len(exact), seed, exact.device).to(torch.int16)  # a kernel of torch 2.11 has 64 bits here
+    noise = noise.to(torch.int32) & (LOW_BITS - 1)
     bits = torch.where(exact.isfinite(), exact.view(torch.int32) + noise, exact.view(torch.int32))
     sums.copy_((bits & -LOW_BITS).view(torch.float32))
 
@@ -122,11 +138,12 @@ add_in_int8 = fused(
 
 @final
 class DeviceSums(Sums):
-    """The gradients of the current step, each summed over the step's parts in few bits on its device. Memory lasts from
-    a parameter's first gradient of a step until it is used. Of a sharded parameter only this rank's shard is kept.
+    """The gradients of the current step, each summed over the step's parts in few bits on its device; those of vectors
+    (biases, scales of norms) in fp32. Memory lasts from a parameter's first gradient of a step until it is used. Of a
+    sharded parameter only this rank's shard is kept.
 
     Args:
-        make: makes room for a gradient of so many elements on a device.
+        make: makes room for the gradient of a matrix, of so many elements, on a device.
     """
 
     def __init__(self, make: Callable[[int, torch.device], FewBits]) -> None:
@@ -152,7 +169,8 @@ class DeviceSums(Sums):
     def add(self, parameter: nn.Parameter, values: Tensor, start: int = 0) -> None:
         """Add the elements (n,) from `start` on of a gradient, in the order in memory."""
         if parameter not in self._sums:
-            self._sums[parameter] = self.make(local(parameter).numel(), values.device)
+            make = self.make if parameter.ndim > 1 else Fp32
+            self._sums[parameter] = make(local(parameter).numel(), values.device)
         self.num_taken += 1
         self._sums[parameter].add(values, seed_of(f"{self.num_steps}:{self.num_taken}") % MOST_SEEDS, start)
 

@@ -26,6 +26,7 @@ PRODUCT_EFFICIENCY = 0.6  # of the peak rate: large GEMMs reach 60 to 80 %
 BANDWIDTH_EFFICIENCY = 0.8  # of memory: what a large copy reaches
 PCIE_EFFICIENCY = 0.8  # of pinned copies
 LAUNCH_S = 4e-6  # per kernel, before and after its work
+DISPATCH_S = 25e-6  # of the host per operator that a trace counts: an H200's, a virtual one, took 28 to 34
 HOST_BYTES_PER_S = 25e9  # about half the peak of two channels of DDR4-3200
 
 
@@ -81,7 +82,7 @@ class DataSheet(Rates):
     source = SOURCE
 
     def __init__(self, device: DeviceSpec) -> None:
-        self.extra = Extra(launch_s=LAUNCH_S)
+        self.extra = Extra(launch_s=LAUNCH_S, dispatch_s=DISPATCH_S)
         peaks = device.peak_flops_per_s
         self.product_rates = PRODUCT_EFFICIENCY * rates_tensor([peaks.get(name) for name in FORMATS])
         pcie = None if device.pcie_bytes_per_s is None else PCIE_EFFICIENCY * device.pcie_bytes_per_s
