@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch.utils import _python_dispatch
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -39,6 +40,9 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     """Inside it no dispatch mode is active.
 
     torch.utils._python_dispatch._disable_current_modes, since 2.0: some libraries raise under a mode, or cache tensors
-    that they made under it. Replaced by a public name, if torch makes one.
+    that they made under it. Where none is active it isn't called, as it takes longer than a small operator:
+    torch._C._len_torch_dispatch_stack, since 2.0. Both replaced by public names, if torch makes them.
     """
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
     return _python_dispatch._disable_current_modes()

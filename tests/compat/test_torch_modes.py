@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,3 +74,13 @@ def test_a_lifted_mode_sees_nothing() -> None:
     seen = seen_inside(TorchDispatchMode, run)
     assert {"aten::sin", "aten::tan"} <= set(seen)
     assert "aten::cos" not in seen
+
+
+@needed("torch._C._len_torch_dispatch_stack", by="what fused operators cost a card's host")
+def test_where_there_is_no_mode_none_is_lifted() -> None:
+    from lowvram.compat.torch_fake import FakeTensorMode
+    from lowvram.compat.torch_modes import without_dispatch_modes
+
+    assert isinstance(without_dispatch_modes(), nullcontext)
+    with FakeTensorMode():
+        assert not isinstance(without_dispatch_modes(), nullcontext)
