@@ -208,9 +208,11 @@ def children(pid: int) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """That of the tests, without what would make another run of it, and with faults on demand."""
+    """That of the tests, without what would make another run of it, and with faults on demand. Where packages are found by
+    PYTHONPATH alone, that stays."""
     kept = {name: value for name, value in os.environ.items() if not re.match("HYDRA_|PYTHON|WANDB_", name)}
-    return {**kept, "PYTHONPATH": str(FAULTS), "WANDB_MODE": "offline", "COLUMNS": "200"}
+    path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, "WANDB_MODE": "offline", "COLUMNS": "200"}
 
 
 def begin(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Running:

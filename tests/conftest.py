@@ -140,7 +140,7 @@ class Borrowed:
 def shared_server() -> Iterator[Server]:
     server = Server()
     with pytest.MonkeyPatch.context() as patched:  # its children act faults on demand
-        patched.setenv("PYTHONPATH", str(FAULTS))
+        patched.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)
         server.wait_until_ready(lambda: None)
     yield server
     server.stop()
@@ -152,7 +152,7 @@ def call(
 ) -> Iterator[Callable[..., Outcome]]:
     """Like `train`, in a fraction of the time. Paths of data must be absolute: the children live in another folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(FAULTS))
+    monkeypatch.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(logging, "raiseExceptions", True)
     if "wandb" in sys.modules:  # it keeps the settings of whatever test first used it in this process
