@@ -114,13 +114,13 @@ def test_it_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sweep_by_optuna_and_the_same_command_again(call: Call) -> None:
     """Small, so that it chooses points twice: they run once. A batch that doesn't divide is a row, not the end."""
-    words = (*PLANNED, "ckpt=none,every1", "accum=x2,x8", "hydra.sweeper.n_trials=5", "hydra.sweep.dir=outputs/s")
+    words = (*PLANNED, "accum=x2,x8", "hydra.sweeper.n_trials=3", "hydra.sweep.dir=outputs/s")
     outcome = call(*words)
     assert outcome.code == 0, outcome.said()
     assert "best of " in outcome.out
-    assert re.search(r"^best of \d points: ckpt=\w+ accum=x2 \(plan.allocated_bytes [\d.]+ .iB\)$", outcome.out, re.M)
-    assert outcome.statuses.get("none-x8", "incompatible") == "incompatible"
-    assert len(outcome.statuses) < 5
+    assert re.search(r"^best of \d points: accum=x2 \(plan.allocated_bytes [\d.]+ .iB\)$", outcome.out, re.M)
+    assert outcome.statuses.get("x8", "incompatible") == "incompatible"
+    assert len(outcome.statuses) < 3
     assert "ok" in outcome.statuses.values()
     done = {folder: (folder / "result.json").stat().st_mtime_ns for folder in outcome.folders}
     again = call(*words)
