@@ -208,8 +208,8 @@ def children(pid: int) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """That of the tests, without what would make another run of it, and with faults on demand. Where packages are found by
-    PYTHONPATH alone, that stays."""
+    """That of the tests, without what would make another run of it, and with faults on demand. PYTHONPATH stays, as
+    packages may be found by it alone."""
     kept = {name: value for name, value in os.environ.items() if not re.match("HYDRA_|PYTHON|WANDB_", name)}
     path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
     return {**kept, "PYTHONPATH": path, "WANDB_MODE": "offline", "COLUMNS": "200"}

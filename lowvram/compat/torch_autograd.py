@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,3 +54,12 @@ def base_of(tensor: Tensor) -> Tensor | None:
     makes one.
     """
     return tensor._base
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Inside it operators go past autograd: nothing is recorded, nor noted as changed in place.
+
+    torch._C._AutoDispatchBelowADInplaceOrView, since 1.12: an operator's own kernel runs so only under a dispatch mode,
+    and compiled code is compiled again for it. Replaced by a public name, if torch makes one.
+    """
+    return C._AutoDispatchBelowADInplaceOrView()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from lowvram.compat.torch_autograd import below_autograd
 from lowvram.compat.torch_modes import without_dispatch_modes
 
 # Below torch.library.custom_op, whose wrappers in Python take longer at each call than a card does.
@@ -40,7 +41,8 @@ def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., No
         return call
 
     def on_card(*args: Any) -> None:
-        with without_dispatch_modes():  # inside one nothing may be compiled
+        # Inside a dispatch mode nothing may be compiled; wherever a kernel is called, it is compiled but once.
+        with torch.no_grad(), below_autograd(), without_dispatch_modes():
             compiled()(*args)
 
     name, _, signature = schema.partition("(")

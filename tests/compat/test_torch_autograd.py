@@ -80,3 +80,13 @@ def test_a_view_knows_its_base() -> None:
     tensor = torch.zeros(4)
     assert base_of(tensor) is None
     assert base_of(tensor.view(2, 2)[0]) is tensor
+
+
+@needed("torch._C._AutoDispatchBelowADInplaceOrView", by="fused operators, which a card compiles once")
+def test_below_autograd_nothing_is_recorded() -> None:
+    from lowvram.compat.torch_autograd import below_autograd
+
+    weight = torch.ones(2, requires_grad=True)
+    with below_autograd():
+        assert weight.sin().grad_fn is None
+    assert weight.sin().grad_fn is not None

@@ -10,6 +10,7 @@ from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.core.fused import fused
+from tests.laboratory import needs_gpu
 
 
 def add_double(sums: Tensor, values: Tensor, times: int) -> None:
@@ -54,3 +55,16 @@ def test_it_writes_into_its_argument_as_one_operator() -> None:
 def test_without_memory_it_does_nothing() -> None:
     with FakeTensorMode():
         operator(torch.ones(5), torch.ones(5), 1)
+
+
+@needs_gpu[0]
+@needs_gpu[1]
+def test_a_card_compiles_it_once() -> None:
+    """Inside and outside of dispatch modes, with and without gradients."""
+    sums, values = torch.ones(5000, device="cuda"), torch.ones(5000, device="cuda")
+    with torch.no_grad():
+        operator(sums, values, 3)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        operator(sums, values, 3)
+        with Seen():
+            operator(sums, values, 3)
