@@ -61,7 +61,7 @@ EXTRA = {
 }
 LACKS = {
     "transformer": frozenset[Fact](),
-    "resnet": frozenset({Fact.MLPS, Fact.INNER_LINEARS, Fact.NORMS}),
+    "resnet": frozenset({Fact.MLPS, Fact.INNER_LINEARS, Fact.NORMS, Fact.SKIPPABLE, Fact.EXITS}),
 }  # options that need these are left out
 INTRODUCTION = """# Compatibility
 
@@ -128,6 +128,12 @@ def since(began: float) -> float:
     return time.monotonic() - began
 
 
+def without_lacked(row: Row, model: str) -> Row:
+    """The row with neutral options in place of those that the model can't have."""
+    lacked = {option[0] for option in row if knob_of(option).needs() & LACKS[model]}
+    return frozenset((group, neutral_options()[group] if group in lacked else name) for group, name in row)
+
+
 def is_its_own(option: Option) -> bool:
     """Whether a run with it is compared with one that has it, too: it decides what is learnt, or is of ITS_OWN."""
     knob = knob_of(option)
@@ -181,8 +187,7 @@ class Grid:
 
     def check(self, row: Row, model: str) -> str | None:
         """The fault of one configuration on one model, without the options that the model can't have."""
-        left_out = {option[0] for option in row if knob_of(option).needs() & LACKS[model]}
-        row = frozenset((group, neutral_options()[group] if group in left_out else name) for group, name in row)
+        row = without_lacked(row, model)
         tried, reference = self.try_once(row, model), self.reference(row, model)
         found = fault(tried, reference)
         print(f"{model:12} {tried.seconds:5.1f} s  {found or 'ok':4}  {varied(row)}", flush=True)

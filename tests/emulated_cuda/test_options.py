@@ -9,7 +9,7 @@ import pytest
 
 from lowvram.config.registry import Option, all_options, knob_of, neutral_options, options_of
 from lowvram.core.knob import Fact
-from scripts.pages.compatibility import EXTRA, deviation, is_its_own
+from scripts.pages.compatibility import EXTRA, LACKS, deviation, is_its_own
 from tests.calls import ROOT, TINY, TINY_RESNET, Outcome, history
 from tests.laboratory import IS_EMULATED, KNOBS
 
@@ -82,6 +82,8 @@ def test_an_option_learns_what_the_plain_loop_does(
     found = call(*MODELS[model], "device=cuda", *words, *ranks, "hydra.run.dir=found")
     if Fact.CPU in needs:
         assert "needs that the device is the CPU" in found.sentence
+    elif needs & LACKS[model]:
+        assert "needs that the " in found.sentence
     else:
         losses = learned(found)
         wanted = plain(call, *MODELS[model], *(words if is_its_own(option) else []))
