@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lowvram.config.settings import TrainSettings
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import Part, Rig, Run, Stepper, StepperAround, Update
@@ -127,12 +128,18 @@ class Measured(Noise):
             self.averages, self.num_steps = state["averages"], state["num_steps"]
 
 
+def noise_of(train: TrainSettings) -> Noise:
+    """What `train.noise_scale` asks for. Its knobs belong to no group: whoever puts a point's knobs together, to run,
+    plan or choose them, adds these, so that all refuse the same."""
+    return Measured() if train.noise_scale else NotMeasured()
+
+
 @final
 @dataclass(frozen=True)
 class MeasureNoise(Knob):
     """Reads gradients after the first part of a step; changes nothing."""
 
-    found: Measured = field(default_factory=Measured)
+    found: Measured = field(default_factory=Measured, repr=False)
 
     stage = Stage.STEPPING
 

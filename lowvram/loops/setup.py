@@ -14,6 +14,7 @@ from lowvram.config.settings import KNOB_GROUPS, Settings
 from lowvram.core.knob import Fact, conflicts
 from lowvram.data.source import Data, resolve_source
 from lowvram.knobs.allocator import Allocator
+from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.user_metrics import user_metrics
 
 
@@ -47,6 +48,7 @@ def can_replace(
     def can_be(group: str, option: str) -> bool:
         groups: dict[str, Any] = settings.groups | {group: knob_of((group, option))}
         knobs = {f"{name}={({**choices, group: option})[name]}": groups[name] for name in KNOB_GROUPS}
+        knobs |= noise_of(settings.train).knobs()
         is_whole = settings.train.batch_size % (num_ranks * groups["accum"].parts) == 0
         helps = Fact.CUDA not in absent or not groups[group].moves_to_host
         return helps and is_whole and not conflicts(knobs, absent)

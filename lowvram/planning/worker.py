@@ -19,6 +19,7 @@ from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.distillation.teach import Teach
 from lowvram.loops.fields import about_model
+from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.setup import acting_allocator, can_replace, open_data, require_budget, undecided, wanted_ranks
 from lowvram.planning.advice import out_of_memory_advice
 from lowvram.planning.cache import TraceCache
@@ -30,6 +31,7 @@ from lowvram.planning.target import Target
 from lowvram.planning.time.calibration import Calibrations
 from lowvram.planning.time.roofline import DataSheet
 from lowvram.planning.trace.fake import CantPlan
+from lowvram.planning.trace.tracer import DeclarationsOnly
 from lowvram.tasks import Problem
 
 CPU = torch.device("cpu")
@@ -203,8 +205,10 @@ def advice_for(
 
 
 def named_knobs(settings: Settings, choices: Mapping[str, str]) -> dict[str, Knob]:
-    """The knobs by the names that messages use."""
-    return {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
+    """The knobs by the names that messages use. Measuring the noise scale takes next to nothing: of it only the facts
+    that it needs count."""
+    knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
+    return knobs | {name: DeclarationsOnly(knob) for name, knob in noise_of(settings.train).knobs().items()}
 
 
 def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:

@@ -13,6 +13,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of, neutral_options
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.knob import Exactness, Knob
+from lowvram.loops.noise_scale import noise_of
 from lowvram.planning.estimate import Fields, PlanDevice
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner
@@ -134,6 +135,7 @@ def offered(cache: PlanCache, groups: Sequence[str]) -> tuple[Space, Refused]:
             else:
                 knobs[group, name] = knob
     fixed = {f"{name}={cache.choices[name]}": cache.settings.groups[name] for name in KNOB_GROUPS if name not in groups}
+    fixed |= noise_of(cache.settings.train).knobs()
     base = {group: cache.choices[group] for group in groups}
     space, conflicting = space_of(base, knobs, fixed, cache.plan_device.target.absent())
     return space, refused | conflicting

@@ -22,7 +22,7 @@ from lowvram.core.quiet import quiet
 from lowvram.data.batch_sizes import SameSize
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
-from lowvram.loops.noise_scale import Measured, NotMeasured
+from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.profiling.compile_time import compile_fields
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.session import Events, Session, StopRequest
@@ -59,7 +59,7 @@ def run(
     check_batch_warmup(settings, num_ranks)
     check_decided(settings, device)
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
-    noise = Measured() if settings.train.noise_scale else NotMeasured()
+    noise = noise_of(settings.train)
     knobs = {**named_knobs(settings, request["choices"], device), **more, **noise.knobs()}
     data = open_data(settings)
     settings = with_steps(settings, data)

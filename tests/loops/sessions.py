@@ -34,7 +34,7 @@ from lowvram.data.batch_sizes import SameSize
 from lowvram.data.loader import Inline
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
-from lowvram.loops.noise_scale import Measured, NotMeasured
+from lowvram.loops.noise_scale import noise_of
 from lowvram.loops.profiling.malloc import allocated_bytes
 from lowvram.loops.schedule import Constant, Schedule
 from lowvram.loops.session import Session
@@ -118,8 +118,6 @@ def session_in(
     """A session of a tiny model over samples that are drawn once. Keywords: fields of `train`; `choices` of knobs."""
     task, knobs = PROBLEMS[problem], knobs_of(**(choices or {}))
     groups = {name.partition("=")[0]: knob for name, knob in knobs.items()}
-    noise = Measured() if train.get("noise_scale") else NotMeasured()
-    knobs |= noise.knobs()
     settings = Settings(
         root=RootSettings(0, "cpu", vram=None, timeout_s=None, resume=None, name=None, process="child", callbacks=None),
         train=TrainSettings(**{**TRAIN, **train}),
@@ -133,6 +131,8 @@ def session_in(
         export=ExportSettings(merge=merge, format=export),
         groups={**groups, "loader": Inline(), "schedule": schedule or Constant(), "model": task.model, "task": Auto()},
     )
+    noise = noise_of(settings.train)
+    knobs |= noise.knobs()
     rig = assemble(task, knobs, CPU)
     torch.manual_seed(0)
     data = Data(task.spec, Drawn(task.spec, 15), Drawn(task.spec, 10), "drawn")

@@ -11,12 +11,18 @@ from hydra import compose, initialize_config_dir
 
 from lowvram.config.compose import chosen, plain
 from lowvram.config.defaults import CONF
+from lowvram.config.errors import Incompatible
 from lowvram.config.identity import register_resolvers
 from lowvram.config.settings import Settings, settings
+from lowvram.core.assemble import assemble
+from lowvram.core.knob import Fact
+from lowvram.loops.noise_scale import noise_of
+from lowvram.loops.setup import can_replace
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.memory.overheads import OBJECTS, PAGES, SCRATCH, onednn_overheads
 from lowvram.planning.worker import Fields, Planner
 from lowvram.results.planned import plan_lines
+from lowvram.worker import job
 from tests.calls import TINY, TINY_RESNET
 
 MIB = 2**20
@@ -200,3 +206,49 @@ def test_traces_on_disk_are_used_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("lowvram.planning.scaling.trace", refuse)
     assert planned(*words, planner=Planner(TraceCache(tmp_path))) == first
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["stepping=in_backward"],
+        ["stepping=in_backward", "stepping.sums=int8"],
+        ["stepping=cpu_offload"],
+        ["stepping=zeroth_order"],
+        ["offload=parameters"],
+        ["sharding=fsdp", "sharding.ranks=2"],
+        ["sharding=fsdp"],  # for two reasons
+    ],
+    ids=" ".join,
+)
+def test_what_has_no_noise_scale_is_refused_by_a_plan_as_by_a_run(words: list[str]) -> None:
+    whole, choices = composed(*TINY, "device=cpu", "accum=x2", "train.noise_scale=true", *words)
+    knobs = job.named_knobs(whole, choices, torch.device("cpu")) | noise_of(whole.train).knobs()
+    several = {} if "sharding.ranks=2" not in words else {Fact.ONE_RANK: "there are two"}
+    problem = Planner().problem(whole)
+    with pytest.raises(Incompatible) as refused:
+        assemble(problem, knobs, torch.device("cpu"), absent=several or None)
+    fields = Planner().fields(whole, choices)
+    assert fields["status"] == "incompatible"
+    assert "train.noise_scale=true needs that " in fields["reason"]
+    assert fields["reason"] == str(refused.value)
+
+
+def test_the_noise_scale_takes_nothing_that_a_plan_counts(tmp_path: Path) -> None:
+    """And traces are those of runs without it."""
+    words = (*TINY, CARD, "accum=x2")
+    measured, planner = composed(*words, "train.noise_scale=true"), Planner(TraceCache(tmp_path))
+    first = planned(*words, planner=planner)
+    num_traces = len(list(tmp_path.iterdir()))
+    advice = {"advice": first["advice"].replace("stepping=cpu_offload", "ckpt=every1")}  # that is left of it
+    assert planner.fields(*measured)["plan"] == first | advice
+    assert Planner(TraceCache(tmp_path)).fields(*measured)["plan"] == first | advice
+    assert len(list(tmp_path.iterdir())) == num_traces
+
+
+def test_advice_offers_nothing_that_the_noise_scale_rules_out() -> None:
+    for is_measured in (False, True):
+        whole, choices = composed(*TINY, f"train.noise_scale={is_measured}")
+        can_be = can_replace(whole, choices, {}, num_ranks=1)
+        assert can_be("stepping", "in_backward") is not is_measured
+        assert can_be("ckpt", "every1")

@@ -150,6 +150,13 @@ def test_an_option_that_the_model_can_not_have_is_ruled_out() -> None:
     assert found["ranking"]
 
 
+def test_what_has_no_noise_scale_is_ruled_out_where_that_is_measured() -> None:
+    found = search(book("vram=1GiB", GROUPS, "train.noise_scale=true"), [])
+    why = "train.noise_scale=true needs that every gradient is alive when the update runs, and stepping=in_backward"
+    assert any(line.startswith(f"ruled out: stepping=in_backward: {why}") for line in found["account"])
+    assert all("stepping" not in plan["changes"] for plan in found["ranking"])
+
+
 def test_what_is_typed_stays() -> None:
     found = search(book("vram=1GiB", GROUPS, "ckpt=every1"), ["ckpt", "accum"])
     assert all(set(plan["changes"]) <= {"stepping", "logits"} for plan in found["ranking"])
