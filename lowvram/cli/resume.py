@@ -6,7 +6,9 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lowvram.config.defaults import CONF
 from lowvram.config.errors import BadInput
+from lowvram.config.registry import node_of, options_of
 from lowvram.config.words import key
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in, was_cut_off
@@ -39,11 +41,20 @@ def with_resumed(words: list[str]) -> list[str]:
         raise BadInput("resume", wanted, "last or the folder of a training run that left a snapshot")
     typed = [word for word in words if key(word) != "resume"]
     taken = {"resume", *map(key, typed)}
-    kept = [word for word in words_of(folder) if key(word) not in taken]
+    kept = [word for word in words_of(folder) if key(word) not in taken and not is_of_another_option(word, typed)]
     check_secrets(kept, folder)
     where = hydra_quoted(str(folder.resolve()))
     # One run, also if a preset of its words makes a sweep.
     return [*kept, *typed, f"resume={where}", f"hydra.run.dir={where}", "hydra.mode=RUN"]
+
+
+def is_of_another_option(word: str, typed: list[str]) -> bool:
+    """Whether a word of the resumed run sets a field that the option typed for its group doesn't have."""
+    group, _, field = key(word).partition(".")
+    if not field or not (CONF / group).is_dir():
+        return False
+    option = typed_value(typed, group)
+    return option in options_of(group) and field.partition(".")[0] not in node_of(group, str(option))
 
 
 def typed_value(words: list[str], wanted: str) -> str | None:

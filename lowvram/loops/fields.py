@@ -47,6 +47,13 @@ def common(session: Session) -> Fields:
     }
 
 
+def trained(session: Session) -> Fields:
+    """As `common`, of a run that has made all of its steps."""
+    told = common(session)
+    missed = session.settings.groups["sparsity"].missed(session.rig.stepper.state_dict())
+    return told | {"semantics_changed": f"{told['semantics_changed']}; {missed}"} if missed else told
+
+
 def about_model(task: Task, model: nn.Module, knobs: Iterable[Knob]) -> Fields:
     """The fields about the model that are known before it runs, and how knobs change what it computes."""
     sizes = [(parameter.numel(), ever_trains(parameter)) for parameter in model.parameters()]

@@ -23,6 +23,9 @@ FORMED_BY = {  # for each part of a snapshot, the groups that determine the name
     "model": ("model", "task", "data", "adapter"),
     "stepper": ("optimizer", "sparsity", "stepping", "precision", "adapter", "depth", "model"),
 }
+# Groups whose option a run keeps to its end, as the weights show which it was: with another one, the row would say of a
+# run what only its last steps did.
+KEPT = ("sparsity",)
 Check = Callable[[dict[str, Any]], None]
 
 
@@ -150,6 +153,7 @@ def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """
     chosen = now["chosen"]
     was = saved.get("chosen", chosen)  # an early version of lowvram saved none
+    check_kept(chosen, was)
     for part, groups in FORMED_BY.items():
         changed = [key for key in chosen if key.partition(".")[0] in groups and was.get(key) != chosen[key]]
         # If a group has another option, naming the option is enough: its fields differ anyway.
@@ -157,6 +161,15 @@ def check_form(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         if named and not has_form(saved[part], now[part]):
             changes = "; ".join(f"{key}={word(chosen[key])}: must be {word(was.get(key))}" for key in named)
             raise Incompatible(f"{changes} (as when the snapshot was saved: its {part} doesn't fit what was changed)")
+
+
+def check_kept(chosen: Mapping[str, Any], was: Mapping[str, Any]) -> None:
+    """Raises Incompatible if a group that a run keeps has another option than when the snapshot was saved."""
+    for group in KEPT:
+        option = was.get(group, chosen.get(group))
+        if chosen.get(group) != option:
+            allowed = f"must be {option}, with which this run was trained: leave {group} out beside resume="
+            raise Incompatible(f"{group}={chosen[group]}: {allowed}")
 
 
 def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

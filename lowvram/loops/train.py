@@ -206,7 +206,7 @@ class TrainingRun:
         exported = self.export()
         measured = self.session.with_more_before(grown_bytes(malloc_bytes))
         return fields.merged(
-            fields.common(self.session),
+            fields.trained(self.session),
             fields.losses(self.first_loss, self.last_loss, evaluation),
             exported,
             fields.times(self.session, chosen(step_ms, timed), waits_s, token_counts, num_samples),

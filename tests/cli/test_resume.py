@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowvram.cli.resume import is_of_another_option
 from tests.calls import TINY, TINY_RESNET, Outcome, history, read_row
 from tests.tiers import first_of
 
@@ -130,6 +131,35 @@ def test_what_a_snapshot_does_not_fit_is_refused(call: Call, interrupted: Path) 
         assert call("resume=last", *words.split()).sentence.startswith(expected)
         assert {file: file.read_bytes() for file in interrupted.glob("**/*") if file.is_file()} == before
     assert call("resume=last", "name=null", "precision=bf16", "ckpt=every1", "model.dropout=0.5").code == 0
+
+
+def test_a_finished_run_keeps_the_zeros_that_it_was_trained_with(call: Call) -> None:
+    """Another option of sparsity is refused, whether or not it knows the fields that were typed for the run."""
+    run = call(*TINY, "sparsity=rigl", "sparsity.drop=0.2", "hydra.run.dir=run")
+    assert run.code == 0, run.said()
+    before = {file: file.read_bytes() for file in run.folder.glob("**/*") if file.is_file()}
+    for option in ("magnitude", "none"):
+        sentence = f"sparsity={option}: must be rigl, with which this run was trained: leave sparsity out beside resume="
+        assert call("resume=run", f"sparsity={option}", "train.steps=4").sentence == sentence
+        assert {file: file.read_bytes() for file in run.folder.glob("**/*") if file.is_file()} == before
+
+
+def test_fields_that_the_option_typed_does_not_have_stay_behind() -> None:
+    typed = ["ckpt=none", "optimizer=sgd", "train.steps=4"]
+    words = {
+        "ckpt.every=3": True,
+        "+ckpt.every=3": True,
+        "ckpt=every2": False,  # of which the new one takes the place
+        "optimizer.lr=0.1": False,
+        "optimizer.betas=[0.9,0.99]": True,
+        "train.batch_size=8": False,
+        "stepping.clip=1": False,
+        "sparsity.share=0.2": False,
+    }
+    assert {word: is_of_another_option(word, typed) for word in words} == words
+    assert not is_of_another_option("ckpt.every=3", ["ckpt=every4"])
+    assert not is_of_another_option("ckpt.every=3", ["ckpt=evry4"])  # that is refused
+    assert not is_of_another_option("ckpt.every=3", [])
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from lowvram.knobs.sparsity.weights import Masked
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, MODELS, PROBLEMS, TOKENS, knobs_of, make_batch, peak_as_measured, peak_as_planned
+from tests.calls import TINY
 from tests.masks import (
     OFTEN,
     STEPS,
@@ -278,6 +279,29 @@ def test_zeros_stay_where_a_resumed_run_has_more_steps(option: str) -> None:
         assert all(not weight[masked].any() for weight, masked in masked_in(longer).values())
 
 
+@pytest.mark.parametrize("choices", [{}, {"precision": "fp16", "depth": "layer_drop"}], ids=str)
+@pytest.mark.parametrize("option", OFTEN)
+def test_a_run_that_ends_with_other_masks_than_it_promises_says_so(option: str, choices: Choices) -> None:
+    """Resumed with fewer steps, or with another share; with the same it says nothing."""
+    rig, knob = rig_of("transformer", sparsity=OFTEN[option], **choices), OFTEN[option]
+    assert isinstance(knob, Masked)
+    list(steps_of(rig, 1))
+    begun = knob.missed(rig.stepper.state_dict())
+    list(steps_of(rig, STEPS - 1, 1))
+    assert knob.missed(rig.stepper.state_dict()) is None
+    if option == "two_of_four":
+        assert begun and begun.startswith("0 of them are masked at the end, not 0.5: the run was resumed")
+        return
+    assert bool(begun) is (option in ("magnitude", "movement"))
+    less = replace(knob, share=0.3)  # pyright: ignore[reportCallIssue]
+    sentence = f"{knob.final_share:.4g} of them are masked at the end, not 0.3: the run was resumed with other steps"
+    assert str(less.missed(rig.stepper.state_dict())).startswith(sentence)
+
+
+def test_without_masks_nothing_is_promised() -> None:
+    assert NoSparsity().missed(rig_of("transformer").stepper.state_dict()) is None
+
+
 def masks_and_weights() -> list[list[Any]]:
     rig = assemble(PROBLEMS["transformer"], knobs_of(sparsity=OFTEN["rigl"], sharding="ddp"), CPU)
     for number in range(3):
@@ -380,6 +404,19 @@ def test_masks_that_no_optimizer_keeps_to_are_refused() -> None:
 def test_values_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make()
+
+
+def test_a_run_that_was_resumed_with_fewer_steps_says_which_share_it_has(call: Any) -> None:
+    words = (*TINY, "sparsity=magnitude", "sparsity.every=1", "sparsity.begin=0")
+    stopped = call(*words, "train.steps=20", "name=term@6")
+    assert stopped.code == 75, stopped.said()
+    run = call("resume=last", "train.steps=7", "name=null")
+    assert run.code == 0, run.said()
+    share = run.row["model"]["share_of_zeros"]
+    assert 0 < share < 0.5
+    missed = f"{share:.4g} of them are masked at the end, not 0.5: the run was resumed with other steps or shares"
+    assert missed in run.row["semantics_changed"]
+    assert missed in run.out
 
 
 def test_a_run_exports_real_zeros_and_tells_their_share(call: Any) -> None:

@@ -172,6 +172,18 @@ def test_only_what_was_changed_is_to_blame() -> None:
         check_form(other, saved)
 
 
+def test_a_run_keeps_its_sparsity() -> None:
+    """Also where the state would fit. Its fields may change, and early versions saved none."""
+    states = {"model": {"a": torch.ones(2)}, "stepper": {"b": 1}}
+    saved = {"chosen": {"sparsity": "rigl", "sparsity.share": 0.8, "train.steps": 3}, **states}
+    for option in ("magnitude", "none"):
+        now = saved | {"chosen": {**saved["chosen"], "sparsity": option, "sparsity.share": 0.5}}
+        with pytest.raises(Incompatible, match=rf"^sparsity={option}: must be rigl, with which this run was trained: "):
+            check_form(now, saved)
+        check_form(now, states)
+    check_form(saved | {"chosen": {**saved["chosen"], "sparsity.share": 0.5, "train.steps": 5}}, saved)
+
+
 def test_one_that_cannot_be_finished_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = Snapshots(tmp_path, keep=1)
     snapshots.save(1, state_of(1))

@@ -44,6 +44,10 @@ class Dynamic(Masked):
         check_time("end", self.end)
         require(0 < self.drop <= 1, "sparsity.drop", self.drop, "above 0 and at most 1: the share of weights dropped")
 
+    @property
+    def final_share(self) -> float:
+        return self.share
+
     def what_is_masked(self) -> str:
         return f"{self.share:.4g} of those in the masked layers from the first step on"
 

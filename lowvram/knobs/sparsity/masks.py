@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -188,6 +188,18 @@ class Masking:
             for parameter in group["params"]:
                 if (mask := self.masks.get(original(parameter))) is not None:  # pyright: ignore[reportArgumentType]
                     yield parameter, mask
+
+
+def masked_share(state: Mapping[str, Any]) -> float:
+    """Which share of the weights with masks is masked.
+
+    Args:
+        state: of the stepper of a rig with masks, whatever steppers are around that of the masks.
+    """
+    while "masked" not in state:
+        state = state["inner"]
+    masks: Iterable[Tensor] = state["masked"].values()
+    return sum(int(masked.count_nonzero()) for masked in masks) / sum(map(Tensor.numel, masks))
 
 
 @final

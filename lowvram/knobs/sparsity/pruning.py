@@ -57,6 +57,10 @@ class Gradual(Masked):
         check_time("end", self.end)
         require(self.begin <= self.end, "sparsity.begin", self.begin, f"at most sparsity.end={self.end:g}")
 
+    @property
+    def final_share(self) -> float:
+        return self.share
+
     def what_is_masked(self) -> str:
         return f"{self.share:.4g} of those in the masked layers from {self.end:.4g} of the steps on, fewer before"
 

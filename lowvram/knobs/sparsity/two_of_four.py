@@ -30,6 +30,10 @@ class TwoOfFour(Masked):
         super().__post_init__()
         check_time("begin", self.begin)
 
+    @property
+    def final_share(self) -> float:
+        return 0.5
+
     def what_is_masked(self) -> str:
         return f"two of each four in the masked layers from {self.begin:.4g} of the steps on"
 

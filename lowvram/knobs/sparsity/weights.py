@@ -15,10 +15,11 @@ from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.layers import is_transposed
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
-from lowvram.knobs.sparsity.masks import Mask, Masking, Rule
+from lowvram.knobs.sparsity.masks import Mask, Masking, Rule, masked_share
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 UNKNOWN_STEPS = 100  # the length of a run that is only planned
+VISIBLE = 1e-3  # a smaller difference of shares isn't told: `share` is met to the unit
 
 
 class Sparsity(Knob):
@@ -30,6 +31,15 @@ class Sparsity(Knob):
         """The layers whose weights have masks, by name."""
         del task, model
         return {}
+
+    def missed(self, state: Mapping[str, Any]) -> str | None:
+        """One sentence if a run has ended with other masks than `caveat` says, else None.
+
+        Args:
+            state: of its stepper.
+        """
+        del state
+        return None
 
 
 @final
@@ -98,11 +108,23 @@ class Masked(Sparsity):
         masking = Masking(masks, self.rule(masks))
         return replace(rig, make_optimizer=masking.around(rig.make_optimizer)).then_over_time(masking.start)
 
+    def missed(self, state: Mapping[str, Any]) -> str | None:
+        share = masked_share(state)
+        if abs(share - self.final_share) < VISIBLE:
+            return None
+        why = "the run was resumed with other steps or shares, and masks once set stay"
+        return f"{share:.4g} of them are masked at the end, not {self.final_share:.4g}: {why}"
+
     def can_mask(self, layer: Any) -> bool:
         return layer.weight.requires_grad
 
     def what_can_be_masked(self) -> str:
         return "whose weights train"
+
+    @property
+    @abstractmethod
+    def final_share(self) -> float:
+        """The share of the weights with masks that are masked at the end."""
 
     @abstractmethod
     def what_is_masked(self) -> str:
