@@ -15,7 +15,7 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.config.settings import GrowSettings
 from lowvram.loops.session import Session
-from lowvram.loops.transform import changes, trained_model, transformed
+from lowvram.loops.transform import changes, trained_model, trained_tensors, transformed
 from lowvram.models.builtin import OwnModel
 from lowvram.models.growth import grown, sources
 
@@ -42,4 +42,4 @@ def values(session: Session, shallow: OwnModel, settings: GrowSettings) -> dict[
     """The tensors of the deeper model."""
     num_blocks = len(session.problem.blocks(session.rig.model))
     deeper = sources(shallow.runs_of_blocks(), num_blocks, settings.factor, settings.how)
-    return grown(session.rig.model.state_dict(), deeper, shallow.last_layers)
+    return grown(trained_tensors(session, shallow), deeper, shallow.last_layers)

@@ -17,7 +17,7 @@ from lowvram.core.rig import Part
 from lowvram.data.loader import TimedBatches
 from lowvram.loops.importance import IMPORTANCES
 from lowvram.loops.session import Session
-from lowvram.loops.transform import changes, trained_model, transformed
+from lowvram.loops.transform import changes, trained_model, trained_tensors, transformed
 from lowvram.models.builtin import OwnModel
 from lowvram.models.widths import sliced
 
@@ -58,7 +58,7 @@ def kept_values(session: Session, large: OwnModel, small: OwnModel) -> dict[str,
         batches.close()
     numbers = (width.num_units for width in small.inner_widths())
     kept = [score.topk(number).indices for score, number in zip(scores, numbers, strict=True)]
-    return sliced(session.rig.model.state_dict(), widths, kept)
+    return sliced(trained_tensors(session, large), widths, kept)
 
 
 def counting(session: Session, batches: TimedBatches, num_batches: int) -> Iterator[Part]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.registry import neutral_options
@@ -14,6 +14,7 @@ from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Rig
+from lowvram.core.values import first_names, own_tensors
 from lowvram.export.folder import check_free, export, file_bytes
 from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
@@ -22,7 +23,7 @@ from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.profiling.post_run import run_peaks
 from lowvram.loops.session import Session
 from lowvram.models.builtin import OwnModel
-from lowvram.models.layout import EXPORTED, plain, weights_in
+from lowvram.models.layout import EXPORTED, dtypes_in, plain, weights_in
 
 ALLOWED = ("accum", "allocator")  # groups that change neither the weights nor how the model is called
 
@@ -35,12 +36,13 @@ def transformed(
     Args:
         what: the section of the row for the figures of both.
         models: the configurations of both, the old one first.
-        values: makes the tensors of the new one, by name.
+        values: makes the tensors of the new one, by name. They are written in the number formats that they have.
     """
     old, new = models
     before = evaluate(session)
-    model = new.make(session.data.spec)
-    model.load_state_dict(values())
+    model, tensors = new.make(session.data.spec), values()
+    model.load_state_dict(tensors)
+    change_formats(model, tensors)
     made_from = Origin(new, session.data.spec, NoAdapter(), session.settings.root.seed)
     export(session.folder / EXPORTED, model, made_from, merge=True)
     written = replace(new, init=str(session.folder / EXPORTED))
@@ -53,6 +55,26 @@ def transformed(
         {"export": {"file_bytes": file_bytes(session.folder / EXPORTED)}},
         *({what: each} for each in figures),
     )
+
+
+def trained_tensors(session: Session, old: OwnModel) -> dict[str, Tensor]:
+    """The tensors of the old model, by name, in the number formats of its file: those of a run with precision=bf16_pure
+    are mostly bf16. The session's model has them in fp32, with the values of the file, so that nothing is rounded."""
+    formats = dtypes_in(str(old.init))
+    tensors: dict[str, Tensor] = session.rig.model.state_dict()
+    return {name: tensor.to(formats.get(name, tensor.dtype)) for name, tensor in tensors.items()}
+
+
+def change_formats(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give each tensor of the model the number format of the one of its name; tied ones stay tied."""
+    names, changed = first_names(model), dict[Tensor, Tensor]()
+    for module in model.modules():
+        for name, tensor in own_tensors(module):
+            if tensor not in changed:
+                wanted = tensors.get(names[tensor], tensor).dtype
+                values = tensor.detach().to(wanted)
+                changed[tensor] = nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values
+            setattr(module, name, changed[tensor])
 
 
 def trained_model(session: Session, mode: str, run: str | None) -> OwnModel:

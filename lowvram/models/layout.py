@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
-from torch import Size, Tensor, nn
+from torch import Size, Tensor, dtype, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
@@ -57,6 +57,14 @@ def read_tensor(folder: str, name: str, shape: Size) -> Tensor:
     if saved is None or saved.shape != shape:
         raise BadInput("model.init", folder, f"{allowed}; its {CONFIG} tells its sizes")
     return saved
+
+
+def dtypes_in(folder: str) -> dict[str, dtype]:
+    """The number format of each tensor of an exported model, by all names of the tensor."""
+    with safe_open(weights_in(folder), "pt") as file:
+        formats = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+        tied = {name: formats[kept] for name, kept in (file.metadata() or {}).items() if kept in formats}
+    return formats | tied
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -207,8 +207,9 @@ def advice_for(
 def named_knobs(settings: Settings, choices: Mapping[str, str]) -> dict[str, Knob]:
     """The knobs by the names that messages use. Measuring the noise scale takes next to nothing: of it only the facts
     that it needs count."""
-    knobs = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
-    return knobs | {name: DeclarationsOnly(knob) for name, knob in noise_of(settings.train).knobs().items()}
+    knobs: dict[str, Knob] = {f"{group}={choices[group]}": settings.groups[group] for group in KNOB_GROUPS}
+    knobs |= {name: DeclarationsOnly(knob) for name, knob in noise_of(settings.train).knobs().items()}
+    return knobs
 
 
 def without_parts(knobs: Mapping[str, Knob]) -> dict[str, Knob]:

@@ -139,7 +139,9 @@ def test_a_finished_run_keeps_the_zeros_that_it_was_trained_with(call: Call) -> 
     assert run.code == 0, run.said()
     before = {file: file.read_bytes() for file in run.folder.glob("**/*") if file.is_file()}
     for option in ("magnitude", "none"):
-        sentence = f"sparsity={option}: must be rigl, with which this run was trained: leave sparsity out beside resume="
+        sentence = (
+            f"sparsity={option}: must be rigl, with which this run was trained: leave sparsity out beside resume="
+        )
         assert call("resume=run", f"sparsity={option}", "train.steps=4").sentence == sentence
         assert {file: file.read_bytes() for file in run.folder.glob("**/*") if file.is_file()} == before
 

@@ -28,8 +28,8 @@ from lowvram.knobs.sparsity.two_of_four import smaller_half
 from lowvram.knobs.sparsity.weights import Masked
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, MODELS, PROBLEMS, TOKENS, knobs_of, make_batch, peak_as_measured, peak_as_planned
 from tests.calls import TINY
+from tests.laboratory import CPU, MODELS, PROBLEMS, TOKENS, knobs_of, make_batch, peak_as_measured, peak_as_planned
 from tests.masks import (
     OFTEN,
     STEPS,
@@ -290,7 +290,7 @@ def test_a_run_that_ends_with_other_masks_than_it_promises_says_so(option: str, 
     list(steps_of(rig, STEPS - 1, 1))
     assert knob.missed(rig.stepper.state_dict()) is None
     if option == "two_of_four":
-        assert begun and begun.startswith("0 of them are masked at the end, not 0.5: the run was resumed")
+        assert str(begun).startswith("0 of them are masked at the end, not 0.5: the run was resumed")
         return
     assert bool(begun) is (option in ("magnitude", "movement"))
     less = replace(knob, share=0.3)  # pyright: ignore[reportCallIssue]

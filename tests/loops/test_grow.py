@@ -13,6 +13,7 @@ from lowvram.config.settings import GrowSettings, GrowthKind
 from lowvram.export.folder import load
 from lowvram.loops.grow import Grow
 from lowvram.loops.session import Session
+from lowvram.models.layout import dtypes_in
 from lowvram.models.resnet import BlockKind
 from lowvram.tasks import Auto
 from tests.laboratory import IMAGES, RESNET, knobs_of
@@ -48,6 +49,18 @@ def test_copies_are_values_of_the_file(tmp_path: Path) -> None:
     for name in (name for name in before if "blocks" in name):
         number = int(name.split(".")[1])
         assert torch.equal(after[name.replace(f"blocks.{number}", f"blocks.{number + 3}", 1)], before[name])
+
+
+@pytest.mark.parametrize("how", [GrowthKind.stack, GrowthKind.identity])
+@pytest.mark.parametrize("name", ["transformer", "resnet"])
+def test_the_file_has_the_number_formats_of_the_old_one(tmp_path: Path, name: str, how: GrowthKind) -> None:
+    """Of a run with precision=bf16_pure: bf16, but for running statistics."""
+    session = trained(tmp_path, name, in_16_bits=True)
+    Grow().run(replace(session, settings=replace(session.settings, grow=replace(GROW, how=how))))
+    before, after = (dtypes_in(str(tmp_path / folder)) for folder in ("before", "model"))
+    assert len(after) > len(before)
+    inner = {name.split(".", 2)[-1]: dtype for name, dtype in before.items()}
+    assert all(inner[name.split(".", 2)[-1]] is dtype for name, dtype in after.items())
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import neutral_options, ready_options
@@ -16,11 +17,13 @@ from lowvram.core.assemble import assemble
 from lowvram.export.folder import export, load
 from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
+from lowvram.knobs.precision.bf16_pure import to_bf16
 from lowvram.loops.importance import Wanda
 from lowvram.loops.prune import Prune
 from lowvram.loops.session import Session
 from lowvram.models.builtin import OwnModel
 from lowvram.models.external import ExternalConfig
+from lowvram.models.layout import dtypes_in
 from lowvram.tasks import Auto, Problem
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch
 from tests.loops.sessions import PRUNE, session_in
@@ -34,14 +37,20 @@ def of_problem(session: Session, problem: Problem) -> Session:
     return replace(session, problem=problem, rig=rig, settings=replace(session.settings, groups=groups))
 
 
-def trained(folder: Path, name: str, **options: Any) -> Session:
-    """A session that starts with the weights of an exported model, whose values are all random."""
+def trained(folder: Path, name: str, *, in_16_bits: bool = False, **options: Any) -> Session:
+    """A session that starts with the weights of an exported model, whose values are all random.
+
+    Args:
+        in_16_bits: the exported model is one of precision=bf16_pure.
+    """
     session = session_in(folder, name, **options)
     config = session.problem.model
     assert isinstance(config, OwnModel)
     with torch.no_grad():
         for tensor in session.rig.model.parameters():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    if in_16_bits:
+        to_bf16(session.rig.model)
     export(folder / "before", session.rig.model, Origin(config, session.data.spec, NoAdapter(), 0), merge=True)
     return of_problem(session, Auto().pose(replace(config, init=str(folder / "before")), session.data.spec))
 
@@ -131,6 +140,27 @@ def test_what_is_written_are_values_of_the_file(tmp_path: Path) -> None:
     Prune().run(trained(tmp_path, "transformer"))
     before, after = (load(tmp_path / folder).state_dict() for folder in ("before", "model"))
     assert all(set(after[name].flatten().tolist()) <= set(before[name].flatten().tolist()) for name in after)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_file_has_the_number_formats_of_the_old_one(tmp_path: Path, name: str) -> None:
+    """Of a run with precision=bf16_pure: bf16, but for running statistics. Nothing is rounded."""
+    session = trained(tmp_path, name, in_16_bits=True)
+    figures = Prune().run(session)["pruning"]
+    before, after = (dtypes_in(str(tmp_path / folder)) for folder in ("before", "model"))
+    assert after == before
+    assert torch.bfloat16 in before.values()
+    assert (torch.float32 in before.values()) is (name == "resnet")
+    assert figures["file_after_bytes"] < figures["file_before_bytes"]
+    whole, kept = (load(tmp_path / folder).state_dict() for folder in ("before", "model"))
+    assert all(set(kept[name].flatten().tolist()) <= set(whole[name].flatten().tolist()) for name in kept)
+    tied = "token_embedding.weight"
+    assert name == "resnet" or not {tied, "head.weight"} <= set(tensors_in(tmp_path / "model" / "model.safetensors"))
+
+
+def tensors_in(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
 
 
 def test_wanda_needs_activations(tmp_path: Path) -> None:
