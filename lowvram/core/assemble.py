@@ -57,7 +57,7 @@ def assemble(
             rig = replace(rig, make_optimizer=with_load_hooks(rig.make_optimizer))
         if stage is Stage.STEPPING:
             rig = rig.over_time(rig, seed)
-    return rig
+    return task.with_added_loss(rig)
 
 
 def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:

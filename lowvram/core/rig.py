@@ -260,8 +260,13 @@ class Task(ABC):
         return False
 
     def with_teacher(self, rig: Rig) -> Rig:
-        """The rig with a teacher, if the task has one; called once the weights have memory. May write `teacher`, and
-        `move`, which adds `Part.soft`."""
+        """The rig with a teacher, if the task has one; called once the weights have memory. May write `teacher`,
+        `move`, which adds `Part.soft`, and `forward`."""
+        return rig
+
+    def with_added_loss(self, rig: Rig) -> Rig:
+        """The rig with what the task adds to the criterion, whatever the logits; called after all knobs. May write
+        `criterion`."""
         return rig
 
     def as_loaded(self, part: Part) -> Part:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lowvram.compat.torch_autograd import keeps_graph
 from lowvram.core.soft_targets import ROWS, SoftTargets
+from lowvram.loops.distillation.features import Features
 
 VALUES, IDS, REST = "values", "ids", "rest"  # the tensors of a part's soft targets from a cache
 
@@ -24,11 +25,19 @@ class LiveSoftTargets(SoftTargets):
 
     Args:
         outputs: its hidden states (..., d) before `head`; without a head its logits (..., v).
+        features: what its blocks have returned; None: it isn't compared.
     """
 
-    def __init__(self, alpha: float, temperature: float, outputs: Tensor, head: nn.Linear | None) -> None:
+    def __init__(
+        self,
+        alpha: float,
+        temperature: float,
+        outputs: Tensor,
+        head: nn.Linear | None,
+        features: Features | None = None,
+    ) -> None:
         super().__init__(alpha, temperature)
-        self.outputs, self.head = outputs.flatten(0, -2), head
+        self.outputs, self.head, self.features = outputs.flatten(0, -2), head, features
 
     def log_probabilities(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The teacher's at this temperature (s, v)."""

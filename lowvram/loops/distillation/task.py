@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +18,8 @@ from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec
 from lowvram.loops.distillation.cache import Cache, open_cache
+from lowvram.loops.distillation.features import Compared, Features, Watched, counts_of
+from lowvram.loops.distillation.matching import CHOSEN, WEIGHT, Matches, find_matches
 from lowvram.loops.distillation.samples import taught
 from lowvram.loops.distillation.soft import CachedSoftTargets, LiveSoftTargets, SoftLoss
 from lowvram.loops.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
@@ -40,6 +44,8 @@ class Distill(TaskConfig):
     alpha: float = 0.5
     temperature: float = 2.0
     cache: str | None = None
+    feature_weight: float = 0.0
+    features: list[int] | None = None
     top: int = 64
     values: CacheFormat = CacheFormat.fp16
 
@@ -49,6 +55,7 @@ class Distill(TaskConfig):
         )
         require(0 < self.temperature <= 1000, "task.temperature", self.temperature, "above 0 and at most 1000")
         require(self.top >= 1, "task.top", self.top, "at least 1 class")
+        check_features(self.feature_weight, self.features, self.cache)
         allowed = "a run's folder or a model of transformers; or give task.cache, which mode=teach has written"
         require(self.teacher is not None or self.cache is not None, "task.teacher", None, allowed)
 
@@ -87,6 +94,15 @@ class Distill(TaskConfig):
         return taught(data, open_cache(self.cache), settings.root.seed, num_wanted)
 
 
+def check_features(weight: float, numbers: list[int] | None, cache: str | None) -> None:
+    require(0 <= weight < inf, WEIGHT, weight, "at least 0 (0: blocks aren't compared)")
+    allowed = "0 with task.cache, which holds predictions alone: leave task.cache out, so that the teacher runs"
+    require(cache is None or weight == 0, WEIGHT, weight, allowed)
+    is_list = numbers is None or (bool(numbers) and min(numbers) >= 0 and numbers == sorted(set(numbers)))
+    allowed = "null (all) or a list of at least one number of a block, counted from 0 and rising"
+    require(is_list, CHOSEN, numbers, allowed)
+
+
 def check_classes(key: str, value: object, of_teacher: int, of_student: int) -> None:
     """Raises BadInput if teacher and student don't predict the same number of classes."""
     allowed = f"of a teacher with as many classes (of tokens: the same vocabulary) as the student, {of_student}: it has"
@@ -101,6 +117,14 @@ class Distilled(Problem):
     def __init__(self, plain: Problem, config: Distill, teacher: Teacher | None, cache: Cache | None) -> None:
         super().__init__(plain.model, plain.spec)
         self.plain, self.config, self.teacher, self.cache = plain, config, teacher, cache
+        self.matches = self.found_matches()
+
+    def found_matches(self) -> Matches:
+        """The blocks whose outputs are compared; none without a weight."""
+        weight, chosen = self.config.feature_weight, self.config.features
+        if self.teacher is None or not weight:
+            return {}
+        return find_matches(self.plain, self.teacher.problem, weight, chosen)
 
     @property
     def description(self) -> str:
@@ -125,8 +149,24 @@ class Distilled(Problem):
         if self.cache is not None:
             return replace(rig, move=lambda part: self.with_cached(rig.move(part)))
         assert self.teacher is not None
-        asked = Asked(self.teacher.problem, self.teacher.build(self.config.teacher_format, rig.device), self.config)
-        return replace(rig, teacher=asked.model, move=lambda part: asked(rig.move(part)))
+        model = self.teacher.build(self.config.teacher_format, rig.device)
+        asked = Asked(self.teacher.problem, model, self.config, self.matches)
+        new = replace(rig, teacher=asked.model, move=lambda part: asked(rig.move(part)))
+        if not self.matches:
+            return new
+        blocks = rig.task.blocks(rig.model)
+        compared = Compared({number: blocks[number] for number in self.matches})
+        return replace(new, forward=partial(compared.forward, rig))
+
+    def with_added_loss(self, rig: Rig) -> Rig:
+        if not self.matches:
+            return rig
+
+        def criterion(outputs: Any, part: Part) -> Tensor:
+            loss = rig.criterion(outputs, part)
+            return loss if part.soft is None else loss + self.config.feature_weight * part.soft.features.loss()
+
+        return replace(rig, criterion=criterion)
 
     def with_cached(self, part: Part) -> Part:
         return replace(part, soft=CachedSoftTargets(self.config.alpha, self.config.temperature, part.soft))
@@ -140,8 +180,10 @@ class Asked:
     """A teacher on the device that adds what it predicts to a part. Its head waits for the criterion, which asks for
     few targets at a time."""
 
-    def __init__(self, problem: Problem, model: nn.Module, config: Distill) -> None:
+    def __init__(self, problem: Problem, model: nn.Module, config: Distill, matches: Matches) -> None:
         self.problem, self.model, self.config = problem, model, config
+        blocks = problem.blocks(model) if matches else []
+        self.watched = Watched({number: blocks[partner] for number, partner in matches.items()})
         self.head = problem.head(model)
         if self.head is not None:
             self.head.forward = lambda input: input  # so the model returns hidden states
@@ -152,5 +194,10 @@ class Asked:
         if not isinstance(outputs, Tensor):
             allowed = f"a model that returns a tensor of logits: it returned a {type(outputs).__name__}"
             raise BadInput("task.teacher", self.config.teacher, allowed)
-        soft = LiveSoftTargets(self.config.alpha, self.config.temperature, outputs, self.head)
+        soft = LiveSoftTargets(self.config.alpha, self.config.temperature, outputs, self.head, self.features_of(part))
         return replace(part, soft=soft)
+
+    def features_of(self, part: Part) -> Features | None:
+        """What the blocks have just returned; None if none is compared."""
+        states = self.watched.taken()
+        return Features(states, counts_of(part, self.problem.spec.modality)) if states else None

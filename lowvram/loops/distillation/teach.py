@@ -17,6 +17,7 @@ from lowvram.core.soft_targets import ROWS
 from lowvram.data.randomness import Key
 from lowvram.loops import fields
 from lowvram.loops.distillation.cache import ABOUT, FOLDER, INDEX, About, Writer
+from lowvram.loops.distillation.matching import WEIGHT
 from lowvram.loops.distillation.samples import check_rows, collated, described
 from lowvram.loops.distillation.soft import Likeliest, LiveSoftTargets
 from lowvram.loops.distillation.task import Distilled
@@ -68,6 +69,8 @@ def checked(session: Session) -> Distilled:
         raise BadInput("mode", "teach", "train, unless task=distill names a teacher")
     allowed = "null with mode=teach, which writes a cache into its own folder"
     require(problem.cache is None, "task.cache", config.cache, allowed)
+    allowed = "0 with mode=teach, which keeps predictions alone"
+    require(not config.feature_weight, WEIGHT, config.feature_weight, allowed)
     require(not session.is_resumed, "mode", "teach", "train: only a run with snapshots can be resumed")
     require(num_ranks() == 1, "sharding.ranks", num_ranks(), "1 with mode=teach")
     check_rows(session.data.spec, "with mode=teach, which asks about samples, not rows")

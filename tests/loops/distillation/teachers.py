@@ -5,30 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lowvram.core.assemble import assemble
 from lowvram.core.rig import Rig
 from lowvram.loops.distillation.task import Distill, Distilled
 from lowvram.loops.distillation.teacher import Teacher
+from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, InDouble
+from tests.laboratory import CPU, IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, InDouble, knobs_of
 
 TEACHERS: dict[str, Problem] = {  # larger than the problems of the same names
     "transformer": Auto().pose(replace(TRANSFORMER, width=24), TOKENS),
     "resnet": Auto().pose(replace(RESNET, width=16), IMAGES),
 }
+DEEPER: dict[str, Problem] = {  # as wide as the problems of the same names
+    "transformer": Auto().pose(replace(TRANSFORMER, num_layers=5), TOKENS),
+    "resnet": Auto().pose(replace(RESNET, layers=[3, 3]), IMAGES),
+    "resnet_group": Auto().pose(replace(RESNET, layers=[3, 3], norm=NormKind.group), IMAGES),
+}
 FAR = 0.7, 3.0  # alpha and temperature, neither of them special
 
 
-def teacher_of(problem: Problem) -> Teacher:
-    """A teacher with random weights: those with which a student of this problem begins."""
-    return Teacher("a test's", problem, None, "digest")
+def teacher_of(problem: Problem, seed: int = 0) -> Teacher:
+    """A teacher with random weights: those with which a student of this problem begins, given this seed."""
+    trained = (lambda: assemble(problem, knobs_of(), CPU, seed).model) if seed else None
+    return Teacher("a test's", problem, trained, "digest")
 
 
-def distilled(student: str | Problem, teacher: Problem | None = None, **values: Any) -> Distilled:
+def distilled(student: str | Problem, teacher: Problem | None = None, seed: int = 0, **values: Any) -> Distilled:
     """A problem, or that of this name of `PROBLEMS`, with a teacher: by default the larger one of the same name."""
     alpha, temperature = FAR
     config = Distill(**{"teacher": "a test's", "alpha": alpha, "temperature": temperature, **values})
     plain = PROBLEMS[student] if isinstance(student, str) else student
-    return Distilled(plain, config, teacher_of(teacher or TEACHERS[str(student)]), None)
+    return Distilled(plain, config, teacher_of(teacher or TEACHERS[str(student)], seed), None)
 
 
 class InDoubleWithTeacher(InDouble):
@@ -39,3 +47,6 @@ class InDoubleWithTeacher(InDouble):
         assert rig.teacher is not None
         rig.teacher.double()
         return rig
+
+    def with_added_loss(self, rig: Rig) -> Rig:
+        return self.problem.with_added_loss(rig)

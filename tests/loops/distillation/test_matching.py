@@ -1,0 +1,102 @@
+"""Which blocks are compared, and which are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lowvram.config.errors import BadInput
+from lowvram.config.source_checks import check_values
+from lowvram.loops.distillation.matching import evenly, find_matches
+from lowvram.loops.distillation.task import Distill
+from lowvram.tasks import Auto, Problem
+from tests.laboratory import IMAGES, PROBLEMS, RESNET
+from tests.loops.distillation.teachers import DEEPER, TEACHERS, distilled
+from tests.loops.distillation.test_cache import written
+
+
+@pytest.mark.parametrize(
+    ("num_ours", "num_theirs", "wanted"),
+    [
+        (3, 3, [0, 1, 2]),
+        (2, 4, [1, 3]),
+        (3, 12, [3, 7, 11]),
+        (1, 5, [4]),
+        (3, 5, [1, 3, 4]),
+        (4, 2, [0, 0, 1, 1]),  # a student that is deeper than its teacher
+        (2, 0, []),
+    ],
+)
+def test_blocks_are_spread_evenly(num_ours: int, num_theirs: int, wanted: list[int]) -> None:
+    assert list(evenly([*range(num_ours)], [*range(num_theirs)]).values()) == wanted
+
+
+def residual(layers: list[int], **sizes: Any) -> Problem:
+    return Auto().pose(replace(RESNET, layers=layers, **sizes), IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "chosen", "wanted"),
+    [
+        (PROBLEMS["transformer"], DEEPER["transformer"], None, {0: 1, 1: 3, 2: 4}),
+        (PROBLEMS["transformer"], DEEPER["transformer"], [0, 2], {0: 1, 2: 4}),
+        (residual([2, 2]), residual([3, 4]), None, {0: 1, 1: 2, 2: 4, 3: 6}),  # never with another stage
+        (residual([1, 3]), residual([3, 1]), None, {0: 2, 1: 3, 2: 3, 3: 3}),
+    ],
+)
+def test_blocks_of_one_shape_are_compared(
+    student: Problem, teacher: Problem, chosen: list[int] | None, wanted: dict[int, int]
+) -> None:
+    assert find_matches(student, teacher, 1.0, chosen) == wanted
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "what"),
+    [
+        ("transformer", TEACHERS["transformer"], "are 16 here and 24 in the teacher; type model.width=24, or leave"),
+        ("resnet", TEACHERS["resnet"], "are 8x4x4 and 16x2x2 here and 16x4x4 and 32x2x2 in the.*; type model.width=16"),
+        ("resnet", Auto().pose(replace(RESNET, image_size=16), replace(IMAGES, shape=(3, 16, 16))), "choose another"),
+    ],
+)
+def test_other_widths_are_refused_with_both_and_what_to_type(student: str, teacher: Problem, what: str) -> None:
+    with pytest.raises(BadInput, match=rf"^task\.feature_weight=0\.5: must be 0, unless .*{what}"):
+        distilled(student, teacher, feature_weight=0.5)
+
+
+def test_a_block_without_a_counterpart_is_refused() -> None:
+    with pytest.raises(
+        BadInput, match=r"^task\.features=\[0, 7\]: must be numbers .*: of this model some of \[0, 1, 2\]$"
+    ):
+        distilled("transformer", DEEPER["transformer"], feature_weight=0.5, features=[0, 7])
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"feature_weight": -0.1}, r"task\.feature_weight=-0\.1: must be at least 0"),
+        ({"feature_weight": float("nan")}, r"task\.feature_weight=.*nan"),
+        ({"feature_weight": 1.0, "cache": "there"}, r"task\.feature_weight=1\.0: must be 0 with task\.cache"),
+        ({"features": []}, r"task\.features=\[\]: must be null"),
+        ({"features": [2, 1]}, r"task\.features=\[2, 1\]"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused(values: dict[str, Any], what: str) -> None:
+    with pytest.raises(BadInput, match=what):
+        Distill(**{"teacher": "somewhere", **values})
+
+
+def test_a_cache_and_features_are_refused_before_any_process_starts() -> None:
+    target = f"{Distill.__module__}.Distill"
+    with pytest.raises(BadInput, match=r"^task\.feature_weight=0\.5: must be 0 with task\.cache"):
+        check_values(OmegaConf.create({"_target_": target, "cache": "somewhere", "feature_weight": 0.5}), "task")
+
+
+def test_a_cache_of_predictions_takes_no_features(tmp_path: Path) -> None:
+    problem = distilled("transformer", DEEPER["transformer"], feature_weight=0.5)
+    with pytest.raises(BadInput, match=r"^task\.feature_weight=0\.5: must be 0 with mode=teach"):
+        written(tmp_path, problem)
+    assert not (tmp_path / "cache").exists()
