@@ -66,23 +66,30 @@ def find_separate_blocks(
 def uses_of(
     model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
 ) -> dict[str, Use]:
-    """How one forward pass calls the blocks."""
-    uses: dict[str, Use] = {}
+    """How one forward pass calls the blocks; of one that is called several times, the last time."""
+    return dict(calls_of(model, call, inputs, names))
+
+
+def calls_of(
+    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, names: Iterable[str]
+) -> list[tuple[str, Use]]:
+    """The calls of the blocks in one forward pass, in their order."""
+    calls: list[tuple[str, Use]] = []
     with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         copy = without_memory(model)
         for name in names:
-            watch(copy.get_submodule(name), name, uses)
+            watch(copy.get_submodule(name), name, calls)
         call(copy, tree_map_only(Tensor, mode.from_tensor, inputs))
-    return uses
+    return calls
 
 
-def watch(block: nn.Module, name: str, uses: dict[str, Use]) -> None:
+def watch(block: nn.Module, name: str, calls: list[tuple[str, Use]]) -> None:
     forward = block.forward
 
     @wraps(forward)
     def watched(*inputs: Any, **named: Any) -> Any:
         output = forward(*inputs, **named)
-        uses[name] = Use(*tree_flatten((inputs, named)), output)
+        calls.append((name, Use(*tree_flatten((inputs, named)), output)))
         return output
 
     block.forward = watched

@@ -10,7 +10,9 @@ is the mean of the squared differences of what belongs to it, and, over the bloc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -21,35 +23,35 @@ from torch.autograd.function import once_differentiable
 from lowvram.compat.torch_autograd import keeps_graph
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.spec import Modality
-from lowvram.loops.distillation.matching import states_in
+from lowvram.loops.distillation.matching import Call, Matches, states_in
 
 BY_TARGET = (Modality.TOKENS, Modality.MASKED_TOKENS)  # a block returns a row for each target of these data
 
 
 @final
 class Features:
-    """The outputs of the teacher's blocks for one part, and the losses of those blocks of the student that have been
-    compared with them.
+    """The outputs of the teacher's blocks for one part, and the losses of the calls of the student's blocks that have
+    been compared with them.
 
     Args:
-        states: the teacher's, by the number of the student's block.
+        states: the teacher's, by the student's call.
         counts: of how many targets the loss each row of them counts: (samples,) or (samples, tokens).
     """
 
-    def __init__(self, states: dict[int, Tensor], counts: Tensor) -> None:
-        self.states, self.counts, self.num_blocks = states, counts, len(states)
+    def __init__(self, states: dict[Call, Tensor], counts: Tensor) -> None:
+        self.states, self.counts, self.num_calls = states, counts, len(states)
         self.losses: list[Tensor] = []  # each the sum over the targets of the part (0-dim)
 
-    def compare(self, number: int, of_student: Tensor) -> None:
-        """Note the loss of a block, and forget what it was compared with."""
-        if (of_teacher := self.states.pop(number, None)) is not None:  # of a block that is called again, the first call
+    def compare(self, call: Call, of_student: Tensor) -> None:
+        """Note the loss of a call, and forget what it was compared with."""
+        if (of_teacher := self.states.pop(call, None)) is not None:
             self.losses.append(FeatureLoss.apply(of_student, of_teacher, self.counts))  # pyright: ignore[reportArgumentType]
 
     def loss(self) -> Tensor:
-        """The mean over the blocks of the sum over the targets (0-dim)."""
+        """The mean over the calls of the sum over the targets (0-dim)."""
         if not self.losses:  # without it nobody would notice that nothing was compared
             raise RuntimeError("no block of the student was compared with the teacher's: the model called no hook")
-        return torch.stack(self.losses).sum() / self.num_blocks
+        return torch.stack(self.losses).sum() / self.num_calls
 
 
 def counts_of(part: Part, modality: Modality) -> Tensor:
@@ -58,49 +60,63 @@ def counts_of(part: Part, modality: Modality) -> Tensor:
     return is_target if modality in BY_TARGET or is_target.dim() == 1 else is_target.flatten(1).sum(1)
 
 
-@final
-class Watched:
-    """Blocks of the teacher whose outputs are noted.
+class Hooked(ABC):
+    """Has `see` called with what blocks return.
+
+    The hooks stand outside of `block.forward`, so a recomputation of the block doesn't call them.
 
     Args:
-        blocks: by the number of the student's block.
+        blocks: all of the model.
+        calls: those of interest.
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
-        self.states: dict[int, Tensor] = {}
-        for number, block in blocks.items():
-            block.register_forward_hook(partial(self.note, number))
+    def __init__(self, blocks: Sequence[nn.Module], calls: Iterable[Call]) -> None:
+        self.turns = Counter[int]()  # calls of each block in the running forward pass
+        for number in sorted({call.block for call in calls}):
+            blocks[number].register_forward_hook(torch.compiler.disable(partial(self.count, number)))  # pyright: ignore[reportArgumentType]
 
-    def note(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+    def count(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+        call = Call(number, self.turns[number])
+        self.turns[number] += 1
         if (states := states_in(output)) is not None:
-            self.states.setdefault(number, states)
+            self.see(call, states)
 
-    def taken(self) -> dict[int, Tensor]:
-        """What was noted since the last call; it isn't kept here."""
+    @abstractmethod
+    def see(self, call: Call, states: Tensor) -> None: ...
+
+
+@final
+class Watched(Hooked):
+    """The teacher's blocks, whose outputs are noted."""
+
+    def __init__(self, blocks: Sequence[nn.Module], matches: Matches) -> None:
+        super().__init__(blocks, matches.values())
+        self.matches, self.states = matches, dict[Call, Tensor]()
+
+    def see(self, call: Call, states: Tensor) -> None:
+        self.states |= {ours: states for ours, theirs in self.matches.items() if theirs == call}
+
+    def taken(self) -> dict[Call, Tensor]:
+        """What a forward pass has returned, by the student's calls; it isn't kept here."""
         states, self.states = self.states, {}
+        self.turns.clear()
         return states
 
 
 @final
-class Compared:
-    """Blocks of the student whose outputs are compared with `Features` of the part that is computed.
+class Compared(Hooked):
+    """The student's blocks, whose outputs are compared with `Features` of the part that is computed."""
 
-    The hooks stand outside of `block.forward`, so a recomputation of the block doesn't call them.
-    """
+    features: Features | None = None  # of the running forward pass
 
-    def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
-        self.features: Features | None = None  # of the running forward pass
-        for number, block in blocks.items():
-            block.register_forward_hook(torch.compiler.disable(partial(self.compare, number)))  # pyright: ignore[reportArgumentType]
-
-    def compare(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
-        states = states_in(output)
-        if self.features is not None and states is not None:
-            self.features.compare(number, states)
+    def see(self, call: Call, states: Tensor) -> None:
+        if self.features is not None:
+            self.features.compare(call, states)
 
     def forward(self, rig: Rig, part: Part) -> Any:
         """The forward pass of the student. Without soft targets, as in an evaluation, nothing is compared."""
         self.features = None if part.soft is None else part.soft.features
+        self.turns.clear()
         try:
             return rig.forward(part)
         finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,64 +11,78 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.assemble import bare_model
 from lowvram.core.rig import is_per_sample
 from lowvram.data.spec import TEXTS
-from lowvram.models.sample_finder import uses_of
+from lowvram.models.sample_finder import calls_of
 from lowvram.tasks import Problem
 
 WEIGHT, CHOSEN = "task.feature_weight", "task.features"
 
 Shape = tuple[int, ...]  # of the output of a block for one sample
-Matches = dict[int, int]  # the number of a block of the student: that of its block of the teacher
+
+
+class Call(NamedTuple):
+    """A call of a block in a forward pass. Blocks that share weights are one block, called repeatedly."""
+
+    block: int  # its number
+    turn: int  # how often the block has been called before
+
+
+Matches = dict[Call, Call]  # of the student: of the teacher
 
 
 def find_matches(student: Problem, teacher: Problem, weight: float, chosen: list[int] | None) -> Matches:
-    """For each block of the student, by its number, that of the teacher's block with which it is compared. Where both
-    have blocks of a shape, but not as many, those of the student are spread evenly over those of the teacher, and the
-    last is compared with the last.
+    """For each call of a block of the student that of the teacher with which it is compared. Where both have calls that
+    return one shape, but not as many, those of the student are spread evenly over those of the teacher, and the last is
+    compared with the last.
 
     Args:
         weight: `task.feature_weight`, for messages.
-        chosen: the numbers of the student's blocks that are compared; None: all.
+        chosen: the numbers of the student's calls that are compared, in the order of the forward pass; None: all.
 
     Raises:
         BadInput: a block has no counterpart.
     """
-    of_student, of_teacher = shapes_of(student), shapes_of(teacher)
+    of_student, of_teacher = calls_in(student), calls_in(teacher)
+    ours, theirs = (list(calls.values()) for calls in (of_student, of_teacher))
     matches = {
         number: partner
-        for shape in dict.fromkeys(of_student)
-        for number, partner in evenly(numbers_of(shape, of_student), numbers_of(shape, of_teacher)).items()
+        for shape in dict.fromkeys(ours)
+        for number, partner in evenly(numbers_of(shape, ours), numbers_of(shape, theirs)).items()
     }
     if not matches:
-        raise BadInput(WEIGHT, weight, no_match(student, teacher, of_student, of_teacher))
-    numbers = list(range(len(of_student))) if chosen is None else chosen
-    fitting = f"of this model some of {sorted(matches)}"
-    allowed = f"numbers of the student's blocks, whose output has the shape of one of the teacher's blocks: {fitting}"
+        raise BadInput(WEIGHT, weight, no_match(student, teacher, ours, theirs))
+    numbers = list(range(len(ours))) if chosen is None else chosen
+    allowed = "numbers of the student's blocks, whose output has the shape of one of the teacher's blocks"
+    allowed = f"{allowed}: of this model some of {sorted(matches)}"
     require(set(numbers) <= matches.keys(), CHOSEN, chosen, allowed)
-    return {number: matches[number] for number in numbers}
+    return {list(of_student)[number]: list(of_teacher)[matches[number]] for number in numbers}
 
 
-def evenly(ours: list[int], theirs: list[int]) -> Matches:
+def evenly(ours: list[int], theirs: list[int]) -> dict[int, int]:
     """For each of our numbers one of theirs, at even distances: after the same share of the blocks, rounded up."""
     places = [-(-(place + 1) * len(theirs) // len(ours)) - 1 for place in range(len(ours))]
     return {number: theirs[place] for number, place in zip(ours, places, strict=True)} if theirs else {}
 
 
 def numbers_of(shape: Shape | None, shapes: list[Shape | None]) -> list[int]:
-    """Of the blocks with this shape; none if the shape isn't known."""
+    """Of those with this shape; none if the shape isn't known."""
     return [number for number, each in enumerate(shapes) if each is not None and each == shape]
 
 
-def shapes_of(problem: Problem) -> list[Shape | None]:
-    """The shape of each block's output for one sample, in a forward pass without memory, of texts for the first tokens
-    alone; None where it isn't known, or isn't of one sample."""
+def calls_in(problem: Problem) -> dict[Call, Shape | None]:
+    """The calls of the model's blocks, in their order, each with the shape of what it returns for one sample, of texts
+    for the first tokens alone; None where that isn't of one sample. Found without memory; empty if that fails."""
     model = bare_model(problem)
     name_of = {module: name for name, module in model.named_modules()}
     names = [name_of[block] for block in problem.blocks(model)]
     try:
-        uses = uses_of(model, problem.call, problem.short_inputs(2), names)
+        uses = calls_of(model, problem.call, problem.short_inputs(2), names)
     except Exception:  # of code that we don't know: its blocks aren't known
-        return [None for _ in names]
-    return [shape_of(uses[name].output) if name in uses else None for name in names]
+        return {}
+    turns, calls = Counter[str](), dict[Call, Shape | None]()
+    for name, use in uses:
+        calls[Call(names.index(name), turns[name])] = shape_of(use.output)
+        turns[name] += 1
+    return calls
 
 
 def shape_of(output: Any) -> Shape | None:

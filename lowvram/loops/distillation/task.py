@@ -120,7 +120,7 @@ class Distilled(Problem):
         self.matches = self.found_matches()
 
     def found_matches(self) -> Matches:
-        """The blocks whose outputs are compared; none without a weight."""
+        """The calls of blocks whose outputs are compared; none without a weight."""
         weight, chosen = self.config.feature_weight, self.config.features
         if self.teacher is None or not weight:
             return {}
@@ -154,8 +154,7 @@ class Distilled(Problem):
         new = replace(rig, teacher=asked.model, move=lambda part: asked(rig.move(part)))
         if not self.matches:
             return new
-        blocks = rig.task.blocks(rig.model)
-        compared = Compared({number: blocks[number] for number in self.matches})
+        compared = Compared(rig.task.blocks(rig.model), self.matches)
         return replace(new, forward=partial(compared.forward, rig))
 
     def with_added_loss(self, rig: Rig) -> Rig:
@@ -183,7 +182,7 @@ class Asked:
     def __init__(self, problem: Problem, model: nn.Module, config: Distill, matches: Matches) -> None:
         self.problem, self.model, self.config = problem, model, config
         blocks = problem.blocks(model) if matches else []
-        self.watched = Watched({number: blocks[partner] for number, partner in matches.items()})
+        self.watched = Watched(blocks, matches)
         self.head = problem.head(model)
         if self.head is not None:
             self.head.forward = lambda input: input  # so the model returns hidden states

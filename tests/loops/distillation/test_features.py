@@ -18,6 +18,7 @@ from lowvram.core.step import step
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.knobs.tile import TiledBlocks
+from lowvram.loops.distillation.matching import Call
 from lowvram.loops.distillation.task import Distilled
 from lowvram.loops.distillation.teacher import TeacherFormat
 from lowvram.tasks import Auto, Problem
@@ -208,9 +209,23 @@ def test_blocks_come_nearer(model: str) -> None:
 def test_only_the_chosen_blocks_count() -> None:
     rig = assemble(matched("transformer", features=[1]), knobs_of(), CPU)
     part = rig.move(make_batch(PROBLEMS["transformer"].spec, 4))
-    assert part.soft.features.states.keys() == {1}
+    assert part.soft.features.states.keys() == {Call(1, 0)}
     rig.forward(part)
     assert not part.soft.features.states  # what was compared isn't kept
+
+
+def test_of_blocks_that_share_weights_each_call_is_compared() -> None:
+    shared = Auto().pose(replace(TRANSFORMER, num_layers=3, num_distinct_layers=1), PROBLEMS["transformer"].spec)
+    ckpt, none = (
+        train(distilled(shared, DEEPER["transformer"], 5, feature_weight=300.0), knobs_of(ckpt=ckpt), SIZES)
+        for ckpt in ("every1", "none")
+    )
+    assert relative_error(ckpt.parameters, none.parameters) == 0
+    rig = assemble(distilled(shared, DEEPER["transformer"], 5, feature_weight=300.0), knobs_of(), CPU)
+    for _ in range(2):
+        part = rig.move(make_batch(shared.spec, 4))
+        rig.forward(part)
+        assert len(part.soft.features.losses) == len({loss.item() for loss in part.soft.features.losses}) == 3
 
 
 def test_an_evaluation_compares_nothing() -> None:
@@ -264,6 +279,6 @@ def test_a_model_of_transformers_is_taught_block_by_block() -> None:
     spec = DataSpec(Modality.TOKENS, 300, (8,))
     student = HfConfig(name=tiny("gpt2"), weights=Weights.random)
     problem = Distill(teacher=with_weights("gpt2"), feature_weight=1.0).pose(student, spec)
-    assert problem.matches == {number: number for number in problem.matches}  # pyright: ignore[reportAttributeAccessIssue]
+    assert problem.matches == {call: call for call in problem.matches}  # pyright: ignore[reportAttributeAccessIssue]
     rig = assemble(problem, knobs_of(), CPU, seed=7)
     assert torch.isfinite(step(rig, make_batch(spec, 4))[0])

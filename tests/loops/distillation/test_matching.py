@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from lowvram.config.errors import BadInput
 from lowvram.config.source_checks import check_values
-from lowvram.loops.distillation.matching import evenly, find_matches
+from lowvram.loops.distillation.matching import Call, evenly, find_matches
 from lowvram.loops.distillation.task import Distill
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import IMAGES, PROBLEMS, RESNET
+from tests.laboratory import IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER
 from tests.loops.distillation.teachers import DEEPER, TEACHERS, distilled
 from tests.loops.distillation.test_cache import written
 
@@ -51,7 +51,19 @@ def residual(layers: list[int], **sizes: Any) -> Problem:
 def test_blocks_of_one_shape_are_compared(
     student: Problem, teacher: Problem, chosen: list[int] | None, wanted: dict[int, int]
 ) -> None:
-    assert find_matches(student, teacher, 1.0, chosen) == wanted
+    found = find_matches(student, teacher, 1.0, chosen)
+    assert found == {Call(ours, 0): Call(theirs, 0) for ours, theirs in wanted.items()}
+
+
+def test_each_call_of_a_block_that_is_called_repeatedly_is_compared() -> None:
+    shared = Auto().pose(replace(TRANSFORMER, num_layers=3, num_distinct_layers=2), TOKENS)
+    ours = [Call(0, 0), Call(1, 0), Call(0, 1)]
+    assert find_matches(shared, PROBLEMS["transformer"], 1.0, None) == dict(zip(ours, calls(0, 1, 2), strict=True))
+    assert find_matches(PROBLEMS["transformer"], shared, 1.0, [1, 2]) == dict(zip(calls(1, 2), ours[1:], strict=True))
+
+
+def calls(*numbers: int) -> list[Call]:
+    return [Call(number, 0) for number in numbers]
 
 
 @pytest.mark.parametrize(
