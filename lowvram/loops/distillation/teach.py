@@ -36,7 +36,8 @@ class Teach:
 
     def run(self, session: Session) -> dict[str, Any]:
         problem, target = checked(session), session.folder / FOLDER
-        manifest.ours_in(target, (ABOUT, INDEX))  # raises now, not after hours, if something is in the way
+        mend = f"mode=teach can't be resumed: run it in another folder, such as hydra.run.dir={session.folder}_again"
+        manifest.ours_in(target, (ABOUT, INDEX), mend)  # raises now, not after hours, if something is in the way
         batches = list(batches_of(session))
         clock, token_counts = clock_for(session.rig.device), list[torch.Tensor]()
         session.begin(0, len(batches))
@@ -47,7 +48,7 @@ class Teach:
                     token_counts.append(add(session, problem, writer, keys))
                 session.events("progress", step=number, values={})
             about = writer.finish(about_cache(session, problem, writer))
-            manifest.put(fresh, target)
+            manifest.put(fresh, target, mend)
         synchronise(session.rig.device)
         num_bytes = about.num_targets * about.bytes_per_target
         print(

@@ -109,11 +109,15 @@ def damaged(folder: Path, name: str, what: str) -> BadInput:
     return BadInput("folder", str(folder), f"as it was exported: {name} is damaged ({what}); {mend}")
 
 
-def put(fresh: Path, folder: Path) -> None:
+def put(fresh: Path, folder: Path, mend: str | None = None) -> None:
     """Move the files of a new export to their place. Raises FileExistsError, before anything is changed, if a file of
-    somebody else is in the way."""
+    somebody else is in the way.
+
+    Args:
+        mend: as in `ours_in`.
+    """
     new = {path.name: content_of(path) for path in sorted(fresh.iterdir())}
-    before = ours_in(folder, new)
+    before = ours_in(folder, new, mend)
     for name in new:
         flush(fresh / name)
     folder.mkdir(exist_ok=True)
@@ -127,29 +131,31 @@ def put(fresh: Path, folder: Path) -> None:
     write(folder, Manifest(new))
 
 
-def ours_in(folder: Path, names: Iterable[str]) -> Files:
+def ours_in(folder: Path, names: Iterable[str], mend: str | None = None) -> Files:
     """The files of an earlier export, as they are now.
 
     Args:
         names: of the files of the new export.
+        mend: what the user can do if a file is in the way; None: move it, and resume the run around the folder.
 
     Raises:
         FileExistsError: a file with one of these names, or of the list's, isn't ours or was changed.
     """
     if not os.path.lexists(folder):
         return {}
+    mend = mend or f"move it elsewhere, then go on with resume={folder.parent}"
     if folder.is_symlink() or not folder.is_dir():
-        raise in_the_way(folder, folder.parent)
+        raise in_the_way(folder, mend)
     try:
         manifest = read(folder) or Manifest({})
     except ValueError:
-        raise in_the_way(folder / NAME, folder.parent) from None
+        raise in_the_way(folder / NAME, mend) from None
     known = [*manifest.files.items(), *(manifest.before or {}).items()]
     ours = {name: content for name, content in known if content.is_in(folder / name)}
     wanted = dict.fromkeys([*names, *manifest.files])
     taken = [folder / name for name in wanted if name not in ours and os.path.lexists(folder / name)]
     if taken:
-        raise in_the_way(taken[0], folder.parent)
+        raise in_the_way(taken[0], mend)
     return ours
 
 
@@ -157,6 +163,6 @@ class InTheWay(FileExistsError):
     """The user's file has the name of one of ours."""
 
 
-def in_the_way(path: Path, run: Path) -> InTheWay:
-    what = f"{path} is in the way of what lowvram exports, and isn't as lowvram wrote it there ({NAME} tells)"
-    return InTheWay(f"{what}: move it elsewhere, then go on with resume={run}")
+def in_the_way(path: Path, mend: str) -> InTheWay:
+    what = f"{path} is in the way of what lowvram writes, and isn't as lowvram wrote it there ({NAME} tells)"
+    return InTheWay(f"{what}: {mend}")

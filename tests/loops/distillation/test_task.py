@@ -40,3 +40,15 @@ def test_a_mode_that_has_nobody_to_ask_is_refused(call: Call) -> None:
     refused = call(*TINY, "mode=teach")
     assert refused.code == 3
     assert "mode='teach': must be train, unless task=distill names a teacher" in refused.err
+
+
+def test_blocks_learn_from_those_of_a_run_as_planned(call: Call) -> None:
+    teacher = call(*TINY, "model.num_layers=2").folder
+    words = (*TINY, "task=distill", f"task.teacher={teacher}", "task.feature_weight=1")
+    row = call(*words, "precision=bf16", "ckpt=every1", "accum=x2").row
+    assert row["status"] == "ok"
+    assert row["plan"]["allocated_bytes"] == row["memory"]["peak_bytes"]
+    refused = call(*words, "model.width=8")
+    assert refused.code == 3
+    assert "task.feature_weight=1.0: must be 0, unless the outputs of blocks are as wide" in refused.err
+    assert "type model.width=" in refused.err
