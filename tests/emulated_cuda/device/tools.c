@@ -69,6 +69,19 @@ int cuptiGetCallbackName(int domain, uint32_t id, const char **name) { *name = "
 
 #ifdef CUSOLVER
 MADE(cusolverDnCreate) MADE(cusolverDnCreateParams) MADE(cusolverDnCreateSyevjInfo) MADE(cusolverDnCreateGesvdjInfo)
+
+/* Eigenvalues (optimizer=galore): no workspace, as the real one's size isn't known here. */
+int cusolverDnXsyevd_bufferSize(void *handle, void *params, int job, int uplo, int64_t n, int type, const void *a,
+                                int64_t lda, int type_of_w, const void *w, int type_inside, size_t *device, size_t *host) {
+    *device = *host = 0;
+    return 0;
+}
+int cusolverDnXsyevBatched_bufferSize(void *handle, void *params, int job, int uplo, int64_t n, int type, const void *a,
+                                      int64_t lda, int type_of_w, const void *w, int type_inside, size_t *device,
+                                      size_t *host, int64_t num) {
+    *device = *host = 0;
+    return 0;
+}
 #endif
 
 #ifdef CUSPARSE
