@@ -39,10 +39,11 @@ def test_a_point_runs_after_those_that_it_goes_on_from() -> None:
     assert rounds(batch) == [[0, 2, 4, 6], [1, 5], [3, 7]]
 
 
-def test_models_are_pruned_and_taught_within_a_sweep(call: Call, tmp_path: Path) -> None:
+def pruned_and_taught(call: Call, tmp_path: Path) -> list[str]:
+    """The words of a sweep whose points go on from others, which has run."""
     (tmp_path / "mine" / "sweep").mkdir(parents=True)
     (tmp_path / "mine" / "sweep" / "lineage.yaml").write_text(LIST)
-    words = ("--config-dir", "mine", "sweep=lineage", *TINY, "hydra.sweep.dir=lineage")
+    words = ["--config-dir", "mine", "sweep=lineage", *TINY, "hydra.sweep.dir=lineage"]
     outcome = call(*words)
     assert outcome.statuses == {"large": "ok", "bad": "incompatible", "small": "ok", "small, trained on": "ok"}
     assert outcome.code == 0, outcome.said()
@@ -53,6 +54,15 @@ def test_models_are_pruned_and_taught_within_a_sweep(call: Call, tmp_path: Path)
     assert rows["small, trained on"]["config"]["task"]["teacher"] == str(outcome.folders[0])
     note = OmegaConf.load(tmp_path / "lineage" / "multirun.yaml")
     assert set(note.hydra.overrides.task) == {"sweep=lineage", *TINY}  # what was typed, not what points add
-    again = call(*words)
+    return words
+
+
+def test_models_are_pruned_and_taught_within_a_sweep(call: Call, tmp_path: Path) -> None:
+    pruned_and_taught(call, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_same_sweep_again_runs_nothing(call: Call, tmp_path: Path) -> None:
+    again = call(*pruned_and_taught(call, tmp_path))
     assert again.code == 0
     assert ": started, 3 steps" not in again.out
