@@ -22,7 +22,7 @@ from lowvram.knobs.logits import LazyLogits, TiledLogits
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn, device_sums, in_backward
-from lowvram.knobs.stepping.device_sums import ALIGNED_NUMEL, Bf16, DeviceSums, FewBits
+from lowvram.knobs.stepping.device_sums import ALIGNED_NUMEL, Bf16, DeviceSums, Total
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto, Problem
 from tests.hugging import tiny
@@ -65,7 +65,7 @@ MODELS = {
 
 
 @final
-class Exact(FewBits):
+class Exact(Total):
     """Sums in fp64, which note where each addition began."""
 
     starts: list[int] = []  # noqa: RUF012

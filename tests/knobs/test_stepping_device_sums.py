@@ -20,7 +20,7 @@ from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn
-from lowvram.knobs.stepping.device_sums import BLOCK_NUMEL, PIECE_NUMEL, Bf16, FewBits, Int8, to_bf16, to_int8
+from lowvram.knobs.stepping.device_sums import BLOCK_NUMEL, PIECE_NUMEL, Bf16, Int8, Total, to_bf16, to_int8
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -40,7 +40,7 @@ WIDE = {
     "transformer": Auto().pose(replace(TRANSFORMER, num_layers=4, width=64), TOKENS),
     "resnet": Auto().pose(replace(RESNET, width=16, layers=[2, 2]), IMAGES),
 }
-MakeRoom = Callable[[int, torch.device], FewBits]
+MakeRoom = Callable[[int, torch.device], Total]
 ON_DEVICE = (SumsIn.bf16, SumsIn.int8)
 EACH = pytest.mark.parametrize("sums", ON_DEVICE, ids=lambda sums: sums.name)
 BYTES_PER_NUMBER = {SumsIn.bf16: 2, SumsIn.int8: 1 + 4 / BLOCK_NUMEL}

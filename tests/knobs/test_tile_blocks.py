@@ -57,7 +57,9 @@ def trained(tile: str | Knob, task: Problem | InDouble = TASK, **choices: str | 
 @pytest.mark.parametrize("samples", [1, 10])
 def test_losses_and_gradients_are_the_same(samples: int, problem: str, dtype: torch.dtype, band: float) -> None:
     """`resnet_frozen` has its channels last, and BatchNorms that don't look at the batch."""
-    assert error_of("tile", TiledBlocks(samples), problem, dtype) <= band
+    error = error_of("tile", TiledBlocks(samples), problem, dtype)
+    assert error <= band
+    assert error > 0 or problem == "resnet_frozen"  # whose sums are in the same order on some processors
 
 
 def test_with_few_samples_nothing_changes_to_the_bit() -> None:

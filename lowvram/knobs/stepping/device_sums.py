@@ -33,13 +33,13 @@ MOST = 127  # the largest code
 LOW_BITS = 2**16  # the values of those bits of an fp32 number that bf16 drops
 
 
-class FewBits(ABC):
-    """`numel` sums, kept in few bits; 0 at first."""
+class Total(ABC):
+    """The sums of a parameter's `numel` gradients, in some number format; 0 at first."""
 
     @abstractmethod
     def add(self, values: Tensor, seed: int, start: int = 0) -> None:
-        """Add values (n,) to the sums from `start` on, where a block begins, and round these sums at random. The values
-        end where a block ends, or with the last sum."""
+        """Add values (n,) to the sums from `start` on, where a block begins. In few bits these sums are then rounded at
+        random. The values end where a block ends, or with the last sum."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
@@ -47,7 +47,7 @@ class FewBits(ABC):
 
 
 @final
-class Fp32(FewBits):
+class Fp32(Total):
     """4 bytes for a number, and nothing rounded: for vectors, which take little memory, and a card's time for each sum
     is mostly its host's."""
 
@@ -62,7 +62,7 @@ class Fp32(FewBits):
 
 
 @final
-class Bf16(FewBits):
+class Bf16(Total):
     """2 bytes for a number."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -92,7 +92,7 @@ add_in_bf16 = fused("add_in_bf16(Tensor(a!) sums, Tensor values, int seed) -> ()
 
 
 @final
-class Int8(FewBits):
+class Int8(Total):
     """1 byte for a number, and a scale in fp32 for each block of 128. A number is off by less than 1/127 of the largest
     in its block. A block with a number that isn't finite is read as nan."""
 
@@ -146,10 +146,10 @@ class DeviceSums(Sums):
         make: makes room for the gradient of a matrix, of so many elements, on a device.
     """
 
-    def __init__(self, make: Callable[[int, torch.device], FewBits]) -> None:
+    def __init__(self, make: Callable[[int, torch.device], Total]) -> None:
         self.make = make
         self.num_steps = self.num_taken = 0  # steps so far, and additions in this one: the seeds of the noise
-        self._sums: dict[nn.Parameter, FewBits] = {}
+        self._sums: dict[nn.Parameter, Total] = {}
 
     def begin(self, num_parts: int) -> None:
         self._sums.clear()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import Rig
+from lowvram.core.step import step
 from lowvram.loops.distillation.task import Distill, Distilled
 from lowvram.loops.distillation.teacher import Teacher
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem
-from tests.laboratory import CPU, IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, InDouble, knobs_of
+from tests.laboratory import CPU, IMAGES, PROBLEMS, RESNET, TOKENS, TRANSFORMER, InDouble, knobs_of, make_batch
 
 TEACHERS: dict[str, Problem] = {  # larger than the problems of the same names
     "transformer": Auto().pose(replace(TRANSFORMER, width=24), TOKENS),
@@ -37,6 +41,21 @@ def distilled(student: str | Problem, teacher: Problem | None = None, seed: int 
     config = Distill(**{"teacher": "a test's", "alpha": alpha, "temperature": temperature, **values})
     plain = PROBLEMS[student] if isinstance(student, str) else student
     return Distilled(plain, config, teacher_of(teacher or TEACHERS[str(student)], seed), None)
+
+
+def rig_after_steps(task: Distilled, sizes: Iterable[int]) -> Rig:
+    """The task's rig after steps on so many samples, which leave the teacher as it was, without gradients, and the
+    student's weights with their names."""
+    rig = assemble(task, knobs_of(), CPU)
+    assert rig.teacher is not None
+    before = {name: tensor.clone() for name, tensor in rig.teacher.state_dict().items()}
+    for size in sizes:
+        step(rig, make_batch(task.spec, size))
+    assert all(torch.equal(before[name], tensor) for name, tensor in rig.teacher.state_dict().items())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in rig.teacher.parameters())
+    assert not {*rig.teacher.modules()} & {*rig.model.modules()}
+    assert rig.model.state_dict().keys() == assemble(task.plain, knobs_of(), CPU).model.state_dict().keys()
+    return rig
 
 
 class InDoubleWithTeacher(InDouble):

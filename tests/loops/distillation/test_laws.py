@@ -27,7 +27,7 @@ from tests.laboratory import (
     relative_error,
     train,
 )
-from tests.loops.distillation.teachers import TEACHERS, InDoubleWithTeacher, distilled
+from tests.loops.distillation.teachers import TEACHERS, InDoubleWithTeacher, distilled, rig_after_steps
 
 MODELS = list(TEACHERS)
 SIZES = [6, 4, 5]
@@ -78,16 +78,7 @@ def test_parts_are_the_whole_batch(model: str, logits: str | ChunkedLogits) -> N
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("format", list(TeacherFormat))
 def test_the_teacher_stays_as_it_is_and_apart(model: str, format: TeacherFormat) -> None:
-    rig = assemble(distilled(model, teacher_format=format), knobs_of(), CPU)
-    assert rig.teacher is not None
-    before = {name: tensor.clone() for name, tensor in rig.teacher.state_dict().items()}
-    for size in SIZES:
-        step(rig, make_batch(PROBLEMS[model].spec, size))
-    after = rig.teacher.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in rig.teacher.parameters())
-    assert not {*rig.teacher.modules()} & {*rig.model.modules()}
-    assert rig.model.state_dict().keys() == assemble(PROBLEMS[model], knobs_of(), CPU).model.state_dict().keys()
+    rig_after_steps(distilled(model, teacher_format=format), SIZES)
 
 
 @pytest.mark.parametrize("model", MODELS)
