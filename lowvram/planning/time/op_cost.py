@@ -21,6 +21,7 @@ from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
+from lowvram.core.fused import LIBRARY
 from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, FLOP_FAMILIES, Family, family_of
 from lowvram.planning.trace.events import PHASES, Phase
 
@@ -38,9 +39,10 @@ class Column(IntEnum):
     FORMAT = 4  # the narrowest floating-point format among the arguments; index into `FORMATS`
     TIMES = 5  # how often the operator runs
     MODULE = 6  # index into `Trace.modules` of the innermost one in its forward pass; -1: none
-    FLOPS = 7  # 0 for operators that are bound by memory
-    BYTES = 8  # read and written; for a copy between host and device, those copied
-    NEW = 9  # bytes of the tensors that it makes
+    CALLS = 7  # for how many operators the host's time lasts that its call takes
+    FLOPS = 8  # 0 for operators that are bound by memory
+    BYTES = 9  # read and written; for a copy between host and device, those copied
+    NEW = 10  # bytes of the tensors that it makes
 
 
 class Stream(Enum):
@@ -88,6 +90,7 @@ OVERWRITING = {ATEN.copy_, CopyOps.COPY_MANY, ATEN.fill_, ATEN.zero_, CopyOps.ZE
 UNREAD = {ATEN.nll_loss_backward: "self"}  # arguments of which only the shape is used
 SCALED = "grads"  # fused optimizers write into this argument only if they get a loss scale, which lowvram never passes
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
+FUSED_CALLS = 12  # of a compiled kernel of few operators: a call took the host of an H200 some 300 µs, not 28 to 34
 
 
 @final
@@ -102,6 +105,7 @@ class Recipe:
     count_flops: Callable[..., int] | None  # None: bound by memory
     is_copy: bool
     family: Family
+    calls: int  # of `Column.CALLS`
 
 
 @cache
@@ -127,7 +131,8 @@ def recipe_of(operator: Any) -> Recipe | None:
     new = int(makes) * (2 if packet in PICKING else 1)
     count_flops = flops_formula(packet)
     family = family_of(packet, count_flops is not None)
-    return Recipe(reads, written, makes, new, count_flops, packet in COPIES, family)
+    calls = FUSED_CALLS if operator.namespace == LIBRARY.ns else 1
+    return Recipe(reads, written, makes, new, count_flops, packet in COPIES, family, calls)
 
 
 def flops_formula(packet: Any) -> Callable[..., int] | None:
@@ -202,7 +207,7 @@ class OpCounter:
                 num_bytes += times * size(args[place] if place < num_positional else named[name])
         flops = recipe.count_flops(*args, **named, out_val=out) if recipe.count_flops else 0
         number_format = format_of([*args, *named.values()], recipe.family)
-        self.line(stream, number_format, flops, num_bytes, recipe.family, new_bytes)
+        self.line(stream, number_format, flops, num_bytes, recipe.family, new_bytes, recipe.calls)
 
     def note_traffic(self) -> None:
         """Record the copies between host and device in the phase that ends."""
@@ -220,9 +225,10 @@ class OpCounter:
         num_bytes: int,
         family: Family = Family.MOVING,
         new_bytes: int = 0,
+        calls: int = 1,
     ) -> None:
         codes = (STREAMS.index(stream), FAMILIES.index(family), FORMATS.index(number_format))
-        self.lines.append((*self.part_and_phase, *codes, self.times, self.module, flops, num_bytes, new_bytes))
+        self.lines.append((*self.part_and_phase, *codes, self.times, self.module, calls, flops, num_bytes, new_bytes))
 
     def begin_update(self, *_: Any) -> None:
         self.num_before_update = len(self.lines)
@@ -237,7 +243,8 @@ class OpCounter:
         gradients = [weight.grad for weight in weights]
         if weights:
             stream = Stream.HOST if host.is_computing() else Stream.DEVICE
-            self.line(stream, NO_PRODUCT, 0, size(gradients) + 2 * size(weights) + 2 * inner_size(state))
+            num_bytes = size(gradients) + 2 * size(weights) + 2 * inner_size(state)
+            self.line(stream, NO_PRODUCT, 0, num_bytes, calls=FUSED_CALLS)
 
     def work(self) -> Tensor:
         """(operators, columns) int64."""

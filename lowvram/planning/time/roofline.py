@@ -116,10 +116,11 @@ def step_time(work: Tensor, rates: Rates) -> StepTime | None:
     taken_s = working_s + allocation_s
     waiting_s = excess_s(work, taken_s + extra.launch_s * times * is_device, extra.is_own_host)
     num_launches, busy_s = int(times[is_device].sum()), float(taken_s[is_device].sum())
+    calling_s = extra.dispatch_s * int((times * work[:, Column.CALLS])[is_device].sum())
     return StepTime(
         1e3 * float(working_s[is_device & is_product].sum()),
         1e3 * float(working_s[is_device & ~is_product].sum() + allocation_s[is_device].sum()),
-        1e3 * (extra.launch_s * num_launches + max(0.0, extra.dispatch_s * num_launches - busy_s)),
+        1e3 * (extra.launch_s * num_launches + max(0.0, calling_s - busy_s)),
         1e3 * waiting_s[Stream.TO_HOST],
         1e3 * waiting_s[Stream.HOST],
     )

@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lowvram.core.device import Card
 from lowvram.core.knob import Knob
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
+from lowvram.knobs.stepping.in_backward import InBackward, SumsIn
 from lowvram.models.transformer import TransformerConfig
 from lowvram.planning.cache import TraceCache
 from lowvram.planning.devices import DeviceSpec, load_device
 from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
 from lowvram.planning.time import roofline as timing
-from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream, recipe_of
+from lowvram.planning.time.op_cost import FORMATS, FUSED_CALLS, STREAMS, Column, Stream, recipe_of
 from lowvram.planning.time.roofline import DataSheet, StepTime, step_time
 from lowvram.planning.trace.events import Trace
 from lowvram.planning.trace.tracer import trace
@@ -42,9 +44,9 @@ def traced(problem: Problem, on: Target = A100, /, **choices: Any) -> Trace:
     return trace(problem, knobs_of(**choices), NUM_SAMPLES, on)
 
 
-def time_on(device: str | DeviceSpec, found: Trace) -> StepTime:
+def time_on(device: str | DeviceSpec, found: Trace | Tensor) -> StepTime:
     spec = load_device(device) if isinstance(device, str) else device
-    told = step_time(found.work, DataSheet(spec))
+    told = step_time(found if isinstance(found, Tensor) else found.work, DataSheet(spec))
     assert told is not None
     return told
 
@@ -182,6 +184,20 @@ def test_copies_cost_only_what_computing_does_not_hide() -> None:
 def test_a_compiled_point_takes_the_time_of_its_eager_equivalent() -> None:
     eager, compiled = (traced(PROBLEMS["transformer"], compile=option) for option in ("none", "blocks"))
     assert torch.equal(eager.work, compiled.work)
+
+
+def test_a_kernel_of_few_operators_keeps_the_host_for_longer_than_an_operator() -> None:
+    """One for each matrix, in each part but the last one. Of so small a model the host's time is all that counts."""
+    problem, num_parts = PROBLEMS["transformer"], 4
+    num_matrices = sum(weight.ndim > 1 for weight in problem.make_model().parameters())
+    work = traced(problem, stepping=InBackward(sums=SumsIn.int8), accum=Parts(num_parts)).work
+    is_fused = work[:, Column.CALLS] > 1
+    assert int(work[is_fused, Column.TIMES].sum()) == num_matrices * (num_parts - 1)
+    assert set(work[is_fused, Column.CALLS].tolist()) == {FUSED_CALLS}
+    as_others = work.clone()
+    as_others[:, Column.CALLS] = 1
+    longer_ms = 1e3 * timing.DISPATCH_S * (FUSED_CALLS - 1) * num_matrices * (num_parts - 1)
+    assert time_on("h100", work).step_ms - time_on("h100", as_others).step_ms == pytest.approx(longer_ms)
 
 
 @pytest.mark.parametrize("device", ["generic", "cpu"])
