@@ -176,11 +176,12 @@ def further_steps(events: Events, start: int, num_steps: int) -> list[tuple[int,
     if [sizes[allocation] for allocation in inherited] != [sizes[allocation] for allocation in left]:
         return []
     names, more = {allocation: allocation for allocation in left}, list[tuple[int, int, int]]()
+    num_names = max(sizes, default=0) + 1
     for number in range(1, num_steps + 1):
         names = {mine: names[its] for mine, its in zip(inherited, left, strict=True)}
         for allocation, size, stream in step:
             if size > 0:
-                names[allocation] = allocation + number * (max(sizes) + 1)
+                names[allocation] = allocation + number * num_names
             more.append((names[allocation], size, stream))
     return more
 
