@@ -1,8 +1,7 @@
 """What the teacher's blocks return, and how far the student's are from that, beside the loss of predictions.
 
 Romero et al., "FitNets: Hints for Thin Deep Nets" (2015), and Jiao et al., "TinyBERT: Distilling BERT for Natural
-Language Understanding" (2020), both with the squared difference. Here blocks are equally wide, so no layer has to learn
-to map the student's width to the teacher's.
+Language Understanding" (2020), both with the squared difference.
 
 A block's outputs belong to a target (of texts whose tokens are predicted), or all to the sample. The loss of a target
 is the mean of the squared differences of what belongs to it, and, over the blocks, the mean of that.
@@ -24,6 +23,7 @@ from lowvram.compat.torch_autograd import keeps_graph
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.spec import Modality
 from lowvram.loops.distillation.matching import Call, Matches, states_in
+from lowvram.loops.distillation.narrowing import Narrowing
 
 BY_TARGET = (Modality.TOKENS, Modality.MASKED_TOKENS)  # a block returns a row for each target of these data
 
@@ -87,14 +87,16 @@ class Hooked(ABC):
 
 @final
 class Watched(Hooked):
-    """The teacher's blocks, whose outputs are noted."""
+    """The teacher's blocks, whose outputs are noted, in the width of the student's."""
 
-    def __init__(self, blocks: Sequence[nn.Module], matches: Matches) -> None:
-        super().__init__(blocks, matches.values())
-        self.matches, self.states = matches, dict[Call, Tensor]()
+    def __init__(self, blocks: Sequence[nn.Module], matches: Matches, narrowing: Narrowing) -> None:
+        super().__init__(blocks, (partner.call for partner in matches.values()))
+        self.matches, self.narrowing, self.states = matches, narrowing, dict[Call, Tensor]()
 
     def see(self, call: Call, states: Tensor) -> None:
-        self.states |= {ours: states for ours, theirs in self.matches.items() if theirs == call}
+        partners = {ours: partner for ours, partner in self.matches.items() if partner.call == call}
+        narrowed = {partner: self.narrowing(states, partner) for partner in set(partners.values())}
+        self.states |= {ours: narrowed[partner] for ours, partner in partners.items()}
 
     def taken(self) -> dict[Call, Tensor]:
         """What a forward pass has returned, by the student's calls; it isn't kept here."""

@@ -1,4 +1,4 @@
-"""Which block of the teacher each block of the student is compared with: one whose output has the same shape."""
+"""Which block of the teacher each block of the student is compared with: one that returns as many tokens or pixels."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lowvram.tasks import Problem
 WEIGHT, CHOSEN = "task.feature_weight", "task.features"
 
 Shape = tuple[int, ...]  # of the output of a block for one sample
+IMAGE_NDIM = 3  # channels, height and width
 
 
 class Call(NamedTuple):
@@ -26,13 +27,21 @@ class Call(NamedTuple):
     turn: int  # how often the block has been called before
 
 
-Matches = dict[Call, Call]  # of the student: of the teacher
+class Partner(NamedTuple):
+    """The teacher's call that a call of the student is compared with, and how many numbers each returns at a place."""
+
+    call: Call
+    width: int
+    student_width: int
+
+
+Matches = dict[Call, Partner]  # by the student's call
 
 
 def find_matches(student: Problem, teacher: Problem, weight: float, chosen: list[int] | None) -> Matches:
     """For each call of a block of the student that of the teacher with which it is compared. Where both have calls that
-    return one shape, but not as many, those of the student are spread evenly over those of the teacher, and the last is
-    compared with the last.
+    return as many tokens or pixels, but not as many calls, those of the student are spread evenly over those of the
+    teacher, and the last is compared with the last.
 
     Args:
         weight: `task.feature_weight`, for messages.
@@ -45,16 +54,21 @@ def find_matches(student: Problem, teacher: Problem, weight: float, chosen: list
     ours, theirs = (list(calls.values()) for calls in (of_student, of_teacher))
     matches = {
         number: partner
-        for shape in dict.fromkeys(ours)
-        for number, partner in evenly(numbers_of(shape, ours), numbers_of(shape, theirs)).items()
+        for places in dict.fromkeys(map(places_of, ours))
+        for number, partner in evenly(numbers_of(places, ours), numbers_of(places, theirs)).items()
     }
     if not matches:
-        raise BadInput(WEIGHT, weight, no_match(student, teacher, ours, theirs))
+        raise BadInput(WEIGHT, weight, no_match(student, ours, theirs))
     numbers = list(range(len(ours))) if chosen is None else chosen
-    allowed = "numbers of the student's blocks, whose output has the shape of one of the teacher's blocks"
+    allowed = "numbers of the student's blocks that return as many tokens or pixels as one of the teacher's"
     allowed = f"{allowed}: of this model some of {sorted(matches)}"
     require(set(numbers) <= matches.keys(), CHOSEN, chosen, allowed)
-    return {list(of_student)[number]: list(of_teacher)[matches[number]] for number in numbers}
+
+    def partner(number: int) -> Partner:
+        call, shape = list(of_teacher.items())[matches[number]]
+        return Partner(call, width_of(shape), width_of(ours[number]))
+
+    return {list(of_student)[number]: partner(number) for number in numbers}
 
 
 def evenly(ours: list[int], theirs: list[int]) -> dict[int, int]:
@@ -63,9 +77,20 @@ def evenly(ours: list[int], theirs: list[int]) -> dict[int, int]:
     return {number: theirs[place] for number, place in zip(ours, places, strict=True)} if theirs else {}
 
 
-def numbers_of(shape: Shape | None, shapes: list[Shape | None]) -> list[int]:
-    """Of those with this shape; none if the shape isn't known."""
-    return [number for number, each in enumerate(shapes) if each is not None and each == shape]
+def numbers_of(places: Shape | None, shapes: list[Shape | None]) -> list[int]:
+    """Of those with these places; none if the places aren't known."""
+    return [number for number, each in enumerate(shapes) if places is not None and places_of(each) == places]
+
+
+def places_of(shape: Shape | None) -> Shape | None:
+    """The places of a shape without the width at each: of pixels, whose channels stand first, or of tokens."""
+    return shape and (shape[1:] if len(shape) == IMAGE_NDIM else shape[:-1])
+
+
+def width_of(shape: Shape | None) -> int:
+    """How many numbers there are at each place."""
+    assert shape is not None
+    return shape[0] if len(shape) == IMAGE_NDIM else shape[-1]
 
 
 def calls_in(problem: Problem) -> dict[Call, Shape | None]:
@@ -96,14 +121,12 @@ def states_in(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) and first.is_floating_point() else None
 
 
-def no_match(student: Problem, teacher: Problem, of_student: list[Shape | None], of_teacher: list[Shape | None]) -> str:
+def no_match(student: Problem, of_student: list[Shape | None], of_teacher: list[Shape | None]) -> str:
     """What is allowed instead if no block of the student has a counterpart."""
     is_text = student.spec.modality in TEXTS
-    widths = f"{described(of_student, is_text)} here and {described(of_teacher, is_text)} in the teacher"
-    ours, theirs = (getattr(problem.model, "width", None) for problem in (student, teacher))
-    is_typed = theirs is not None and ours != theirs and type(student.model) is type(teacher.model)
-    mend = f"type model.width={theirs}" if is_typed else "choose another model or task.teacher"
-    return f"0, unless the outputs of blocks are as wide as the teacher's: they are {widths}; {mend}, or leave it out"
+    sizes = f"{described(of_student, is_text)} here and {described(of_teacher, is_text)} in the teacher"
+    allowed = "0, unless blocks return as many tokens or pixels as the teacher's"
+    return f"{allowed}: they are {sizes}; choose another model or task.teacher, or leave it out"
 
 
 def described(shapes: list[Shape | None], is_text: bool) -> str:

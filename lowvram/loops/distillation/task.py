@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import Settings
 from lowvram.core.rig import IGNORE, Part, Rig
+from lowvram.core.values import materialise
 from lowvram.data.source import Data
 from lowvram.data.spec import DataSpec
 from lowvram.loops.distillation.cache import Cache, open_cache
 from lowvram.loops.distillation.features import Compared, Features, Watched, counts_of
 from lowvram.loops.distillation.matching import CHOSEN, WEIGHT, Matches, find_matches
+from lowvram.loops.distillation.narrowing import Narrowing, fill_directions
 from lowvram.loops.distillation.samples import taught
 from lowvram.loops.distillation.soft import CachedSoftTargets, LiveSoftTargets, SoftLoss
 from lowvram.loops.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
@@ -182,7 +184,10 @@ class Asked:
     def __init__(self, problem: Problem, model: nn.Module, config: Distill, matches: Matches) -> None:
         self.problem, self.model, self.config = problem, model, config
         blocks = problem.blocks(model) if matches else []
-        self.watched = Watched(blocks, matches)
+        narrowing = Narrowing(matches.values())
+        materialise(narrowing, fill_directions, next(model.parameters()).device)
+        model.add_module("narrowing", narrowing)  # so that its memory counts with the teacher's
+        self.watched = Watched(blocks, matches, narrowing)
         self.head = problem.head(model)
         if self.head is not None:
             self.head.forward = lambda input: input  # so the model returns hidden states

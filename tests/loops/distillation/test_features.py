@@ -37,7 +37,7 @@ from tests.laboratory import (
     relative_error,
     train,
 )
-from tests.loops.distillation.teachers import DEEPER, FAR, InDoubleWithTeacher, distilled, rig_after_steps
+from tests.loops.distillation.teachers import DEEPER, FAR, TEACHERS, InDoubleWithTeacher, distilled, rig_after_steps
 
 MODELS = ["transformer", "resnet"]
 MATCHES = {"transformer": {0: 1, 1: 3, 2: 4}, "resnet": {0: 1, 1: 2, 2: 5}}
@@ -272,6 +272,63 @@ def test_a_model_of_transformers_is_taught_block_by_block() -> None:
     spec = DataSpec(Modality.TOKENS, 300, (8,))
     student = HfConfig(name=tiny("gpt2"), weights=Weights.random)
     problem = Distill(teacher=with_weights("gpt2"), feature_weight=1.0).pose(student, spec)
-    assert problem.matches == {call: call for call in problem.matches}  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(call == partner.call for call, partner in problem.matches.items())  # pyright: ignore[reportAttributeAccessIssue]
     rig = assemble(problem, knobs_of(), CPU, seed=7)
     assert torch.isfinite(step(rig, make_batch(spec, 4))[0])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_outputs_of_another_width_are_compared_along_fixed_directions(model: str) -> None:
+    """Written plainly: each output of the teacher times a matrix whose rows are orthonormal."""
+    tasks = [distilled(model, seed=5, feature_weight=weight) for weight in (WEIGHTS[model], 0.0)]
+    rig, plain = (assemble(InDoubleWithTeacher(task), knobs_of(), CPU) for task in tasks)
+    assert plain.teacher is not None
+    wider, part = TEACHERS[model], make_batch(PROBLEMS[model].spec, 6, dtype=torch.float64)
+    loss = step(rig, part)[0] - step(plain, part)[0]
+    again, other = (assemble(InDoubleWithTeacher(task), knobs_of(), CPU) for task in tasks)
+    assert again.teacher is not None
+    with torch.no_grad():
+        _, ours = states_of(PROBLEMS[model], other.model, part, PROBLEMS[model].blocks(other.model))
+        _, theirs = states_of(wider, plain.teacher, part, wider.blocks(plain.teacher))
+    directions = dict(again.teacher.get_submodule("narrowing").named_buffers())
+    each = []
+    for mine, his in zip(ours, theirs, strict=True):
+        place = 1 if his.dim() == 4 else -1
+        matrix = directions[f"from_{his.shape[place]}_{mine.shape[place]}"]
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(len(matrix)).double(), rtol=0, atol=1e-6)
+        narrowed = (his.movedim(place, -1) @ matrix.T).movedim(-1, place)
+        each.append(F.mse_loss(mine[part.targets != IGNORE], narrowed[part.targets != IGNORE]))
+    torch.testing.assert_close(loss, WEIGHTS[model] * torch.stack(each).mean(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_directions_are_the_same_in_every_run(model: str) -> None:
+    """Of a narrower teacher too, whose outputs keep their mean square."""
+    for wider in (TEACHERS[model], narrower(model)):
+        found = [assemble(distilled(model, wider, feature_weight=1.0), knobs_of(), CPU, seed) for seed in (0, 1)]
+        one, other = ([*rig.teacher.get_submodule("narrowing").buffers()] for rig in found if rig.teacher)
+        assert one
+        assert all(map(torch.equal, one, other))
+        for matrix in one:
+            states = torch.randn(1000, matrix.shape[1])
+            ratio = (states @ matrix.T).square().mean() / states.square().mean()
+            assert 0.9 < ratio.item() < 1.1
+
+
+def narrower(model: str) -> Problem:
+    if model == "transformer":
+        return Auto().pose(replace(TRANSFORMER, width=8), PROBLEMS[model].spec)
+    return Auto().pose(replace(RESNET, width=4), PROBLEMS[model].spec)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_another_width_is_planned_as_measured(model: str) -> None:
+    task, knobs = distilled(LARGER[model], larger_and_wider(model), feature_weight=0.3), knobs_of()
+    measured, planned = peak_as_measured(task, knobs, 6), peak_as_planned(task, knobs, 6)
+    assert planned.peak_bytes == measured.peak_bytes
+    assert planned.by_kind_max == measured.by_kind_max
+
+
+def larger_and_wider(model: str) -> Problem:
+    config = replace(TRANSFORMER, width=96) if model == "transformer" else replace(RESNET, width=32)
+    return Auto().pose(config, LARGER[model].spec)

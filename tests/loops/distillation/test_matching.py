@@ -39,6 +39,10 @@ def residual(layers: list[int], **sizes: Any) -> Problem:
     return Auto().pose(replace(RESNET, layers=layers, **sizes), IMAGES)
 
 
+def found(student: Problem, teacher: Problem, chosen: list[int] | None = None) -> dict[Call, Call]:
+    return {ours: partner.call for ours, partner in find_matches(student, teacher, 1.0, chosen).items()}
+
+
 @pytest.mark.parametrize(
     ("student", "teacher", "chosen", "wanted"),
     [
@@ -46,37 +50,37 @@ def residual(layers: list[int], **sizes: Any) -> Problem:
         (PROBLEMS["transformer"], DEEPER["transformer"], [0, 2], {0: 1, 2: 4}),
         (residual([2, 2]), residual([3, 4]), None, {0: 1, 1: 2, 2: 4, 3: 6}),  # never with another stage
         (residual([1, 3]), residual([3, 1]), None, {0: 2, 1: 3, 2: 3, 3: 3}),
+        (residual([2, 2]), residual([3, 4], width=16), None, {0: 1, 1: 2, 2: 4, 3: 6}),  # whatever their widths
     ],
 )
-def test_blocks_of_one_shape_are_compared(
+def test_blocks_of_as_many_places_are_compared(
     student: Problem, teacher: Problem, chosen: list[int] | None, wanted: dict[int, int]
 ) -> None:
-    found = find_matches(student, teacher, 1.0, chosen)
-    assert found == {Call(ours, 0): Call(theirs, 0) for ours, theirs in wanted.items()}
+    assert found(student, teacher, chosen) == {Call(ours, 0): Call(theirs, 0) for ours, theirs in wanted.items()}
 
 
 def test_each_call_of_a_block_that_is_called_repeatedly_is_compared() -> None:
     shared = Auto().pose(replace(TRANSFORMER, num_layers=3, num_distinct_layers=2), TOKENS)
     ours = [Call(0, 0), Call(1, 0), Call(0, 1)]
-    assert find_matches(shared, PROBLEMS["transformer"], 1.0, None) == dict(zip(ours, calls(0, 1, 2), strict=True))
-    assert find_matches(PROBLEMS["transformer"], shared, 1.0, [1, 2]) == dict(zip(calls(1, 2), ours[1:], strict=True))
+    assert found(shared, PROBLEMS["transformer"]) == dict(zip(ours, calls(0, 1, 2), strict=True))
+    assert found(PROBLEMS["transformer"], shared, [1, 2]) == dict(zip(calls(1, 2), ours[1:], strict=True))
 
 
 def calls(*numbers: int) -> list[Call]:
     return [Call(number, 0) for number in numbers]
 
 
-@pytest.mark.parametrize(
-    ("student", "teacher", "what"),
-    [
-        ("transformer", TEACHERS["transformer"], "are 16 here and 24 in the teacher; type model.width=24, or leave"),
-        ("resnet", TEACHERS["resnet"], "are 8x4x4 and 16x2x2 here and 16x4x4 and 32x2x2 in the.*; type model.width=16"),
-        ("resnet", Auto().pose(replace(RESNET, image_size=16), replace(IMAGES, shape=(3, 16, 16))), "choose another"),
-    ],
-)
-def test_other_widths_are_refused_with_both_and_what_to_type(student: str, teacher: Problem, what: str) -> None:
-    with pytest.raises(BadInput, match=rf"^task\.feature_weight=0\.5: must be 0, unless .*{what}"):
-        distilled(student, teacher, feature_weight=0.5)
+def test_widths_are_those_of_tokens_and_of_pixels() -> None:
+    for model, widths in (("transformer", {(24, 16)}), ("resnet", {(16, 8), (32, 16)})):
+        matches = find_matches(PROBLEMS[model], TEACHERS[model], 1.0, None)
+        assert {(partner.width, partner.student_width) for partner in matches.values()} == widths
+
+
+def test_other_sizes_of_images_are_refused_with_both() -> None:
+    larger = Auto().pose(replace(RESNET, image_size=32), replace(IMAGES, shape=(3, 32, 32)))
+    what = r"blocks return .* they are 8x4x4 and 16x2x2 here and 8x16x16 and 16x8x8 in the teacher; choose another"
+    with pytest.raises(BadInput, match=rf"^task\.feature_weight=0\.5: must be 0, unless {what}"):
+        distilled("resnet", larger, feature_weight=0.5)
 
 
 def test_a_block_without_a_counterpart_is_refused() -> None:
