@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -68,7 +67,7 @@ def traced(module: nn.Module, problem: Problem, name: str, strict: bool = False)
     free = {0: Dim.DYNAMIC} if problem.has_few_shapes() else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     dims = tree_map(lambda tensor: {dim: free[dim] for dim in free if dim < tensor.dim()}, inputs)
     try:
-        with quiet(), agreeing_precision(), torch.no_grad():
+        with quiet(), torch.no_grad():
             program = torch.export.export(module, (inputs,), dynamic_shapes=(dims,), strict=strict)
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -90,16 +89,3 @@ def forget_sources(program: ExportedProgram) -> None:
 def save(program: ExportedProgram, path: Path) -> None:
     with quiet():
         torch.export.save(program, path)
-
-
-@contextmanager
-def agreeing_precision() -> Iterator[None]:
-    """Inside it, the precision of fp32 products has one value for all that cuDNN computes. Precisions are set for
-    convolutions alone (knobs/precision), and torch.export reads the old switch, which then raises an error."""
-    conv: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
-    before = conv.fp32_precision
-    torch.backends.cudnn.allow_tf32 = before == "tf32"
-    try:
-        yield
-    finally:
-        conv.fp32_precision = before

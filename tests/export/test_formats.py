@@ -22,7 +22,7 @@ from lowvram.core.assemble import assemble
 from lowvram.export import load, onnx
 from lowvram.export.folder import ABOUT, check_free, checked_format, export, export_as, file_bytes, format_of
 from lowvram.export.format import Format, Trained
-from lowvram.export.graph import agreeing_precision, traced
+from lowvram.export.graph import traced
 from lowvram.export.plain import Origin
 from lowvram.export.weights import FewBits, distinct, fill, pack_pairs, unpack_pairs
 from lowvram.knobs.adapter import NoAdapter
@@ -269,15 +269,3 @@ def test_a_format_of_later_versions_is_refused(tmp_path: Path) -> None:
         pytest.raises(BadInput, match=r"^format='int1': must be one that this version knows \(safetensors, "),
     ):
         load(tmp_path / "model")
-
-
-def test_precision_is_as_before_after_tracing() -> None:
-    conv = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
-    before = conv.fp32_precision
-    conv.fp32_precision = "ieee"
-    try:
-        with agreeing_precision():
-            assert not torch.backends.cudnn.allow_tf32
-        assert conv.fp32_precision == "ieee"
-    finally:
-        conv.fp32_precision = before

@@ -19,9 +19,10 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Stepper, Update
 from lowvram.core.step import step
+from lowvram.core.tf32 import tf32_restored, use_tf32, uses_tf32
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.optimizer import AdamW
-from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32, set_fp32_products
+from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, needs_gpu, needs_real_gpu
@@ -75,23 +76,22 @@ def test_the_sum_over_targets_is_not_rounded_to_half(option: str) -> None:
 
 @pytest.fixture
 def products_afterwards() -> Any:
-    yield
-    set_fp32_products("ieee")
+    with tf32_restored():
+        yield
 
 
-@pytest.mark.parametrize(("knob", "setting"), [(Fp32(), "ieee"), (Tf32(), "tf32")])
-def test_fp32_products_are_what_is_said(products_afterwards: None, knob: Fp32 | Tf32, setting: str) -> None:
-    set_fp32_products({"ieee": "tf32", "tf32": "ieee"}[setting])
+@pytest.mark.parametrize(("knob", "is_tf32"), [(Fp32(), False), (Tf32(), True)])
+def test_fp32_products_are_what_is_said(products_afterwards: None, knob: Fp32 | Tf32, is_tf32: bool) -> None:
+    use_tf32(not is_tf32)
     knob.apply(assemble(PROBLEMS["transformer"], {}, CPU))
-    assert torch.backends.cuda.matmul.fp32_precision == setting
-    assert torch.backends.cudnn.conv.fp32_precision == setting  # pyright: ignore[reportAttributeAccessIssue]
+    assert [uses_tf32(is_convolution) for is_convolution in (False, True)] == [is_tf32, is_tf32]
 
 
 def test_without_tf32(products_afterwards: None) -> None:
     """Why a CPU refuses it: the setting would be accepted, and change nothing."""
     a, b = torch.randn(2, 64, 64)
     exact = a @ b
-    set_fp32_products("tf32")
+    use_tf32(True)
     assert torch.equal(a @ b, exact)
 
 
@@ -100,9 +100,9 @@ def test_without_tf32(products_afterwards: None) -> None:
 @needs_real_gpu
 def test_tf32_rounds_products_on_a_card(products_afterwards: None) -> None:
     a, b = torch.randn(2, 256, 256, device="cuda")
-    set_fp32_products("ieee")
+    use_tf32(False)
     exact = a @ b
-    set_fp32_products("tf32")
+    use_tf32(True)
     error = float((a @ b - exact).norm() / exact.norm())
     assert 1e-5 < error < Tf32.band
 

@@ -8,7 +8,6 @@ from lowvram.knobs.precision.autocast import (
     ScaledStepper,
     Tf32,
     autocast,
-    set_fp32_products,
 )
 from lowvram.knobs.precision.bf16_pure import Bf16Pure
 from lowvram.knobs.precision.bf16_split import Bf16Split
@@ -25,5 +24,4 @@ __all__ = [
     "ScaledStepper",
     "Tf32",
     "autocast",
-    "set_fp32_products",
 ]

@@ -15,19 +15,20 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
+from lowvram.core.tf32 import use_tf32
 
 SMALLEST_SCALE = 2.0**-14  # of the loss: if gradients overflow even here, no scale can help
 
 
 @dataclass(frozen=True)
 class Fp32(Knob):
-    """IEEE single precision, also inside convolutions (cuDNN would use TF32 there by default)."""
+    """IEEE single precision, also inside cuDNN (which would use TF32 by default)."""
 
     stage = Stage.NUMERICS
     product_format = "fp32"
 
     def apply(self, rig: Rig) -> Rig:
-        set_fp32_products("ieee")
+        use_tf32(False)
         return rig
 
 
@@ -45,7 +46,7 @@ class Tf32(Knob):
         return frozenset({Fact.TF32})
 
     def apply(self, rig: Rig) -> Rig:
-        set_fp32_products("tf32")
+        use_tf32(True)
         return rig
 
 
@@ -100,12 +101,6 @@ class Fp16(Knob):
     def apply(self, rig: Rig) -> Rig:
         scaled = ScaledStepper(rig.stepper, self.init_scale, self.growth_interval)
         return replace(autocast(rig, torch.float16), stepper=scaled)
-
-
-def set_fp32_products(precision: str) -> None:
-    """Set how CUDA computes fp32 matrix products and convolutions: "ieee" or "tf32"."""
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def autocast(rig: Rig, dtype: torch.dtype) -> Rig:

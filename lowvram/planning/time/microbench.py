@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.core.device import card_of
+from lowvram.core.tf32 import use_tf32
 from lowvram.planning.devices import AMPERE
 from lowvram.planning.time.calibration import Calibration, Curve, num_threads, seconds
 from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family
@@ -209,8 +210,7 @@ def formats_of(device: torch.device, family: Family) -> list[tuple[torch.dtype, 
 
 def in_tf32(run: Run, is_tf32: bool) -> Run:
     def set_and_run() -> Any:
-        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # pyright: ignore[reportAttributeAccessIssue]
-            backend.fp32_precision = "tf32" if is_tf32 else "ieee"
+        use_tf32(is_tf32)
         return run()
 
     return set_and_run

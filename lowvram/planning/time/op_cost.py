@@ -22,6 +22,7 @@ from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.fused import LIBRARY
+from lowvram.core.tf32 import uses_tf32
 from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, FLOP_FAMILIES, Family, family_of
 from lowvram.planning.trace.events import PHASES, Phase
 
@@ -279,7 +280,7 @@ def format_of(arguments: list[Any], family: Family) -> str:
     if narrowest.itemsize == FP8_BYTES:
         return "fp8"
     if narrowest is torch.float32:
-        return "tf32" if family in FLOP_FAMILIES and multiplies_in_tf32(family in CONVOLUTIONS) else "fp32"
+        return "tf32" if family in FLOP_FAMILIES and uses_tf32(family in CONVOLUTIONS) else "fp32"
     return FORMAT_NAMES.get(narrowest, UNKNOWN)
 
 
@@ -290,11 +291,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     names, _ = tensor.__tensor_flatten__()
     inner_tensors = [inner for name in names if isinstance(inner := getattr(tensor, name), Tensor)]
     return [part for inner in inner_tensors for part in parts_of(inner)]
-
-
-def multiplies_in_tf32(is_convolution: bool) -> bool:
-    backend = torch.backends.cudnn.conv if is_convolution else torch.backends.cuda.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    return backend.fp32_precision == "tf32"
 
 
 def traffic_so_far() -> tuple[int, int]:

@@ -24,6 +24,7 @@ from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
 from lowvram.core.rig import Part
+from lowvram.core.tf32 import tf32_restored
 from lowvram.data.spec import MASK, POSITIONS, DataSpec
 from lowvram.planning.target import Target
 from lowvram.planning.trace.cuda import acts_as_card
@@ -173,13 +174,8 @@ class Unrecorded:
 @contextmanager
 def settings_restored() -> Iterator[None]:
     """Restores settings of the process that knobs change."""
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
-    before = matmul.fp32_precision, conv.fp32_precision
-    try:
-        with activation_budget_restored():
-            yield
-    finally:
-        matmul.fp32_precision, conv.fp32_precision = before
+    with tf32_restored(), activation_budget_restored():
+        yield
 
 
 @contextmanager

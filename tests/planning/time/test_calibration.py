@@ -54,7 +54,8 @@ def line(family: Family, amount: int, number_format: str = "fp32", stream: Strea
     """(1, columns) of one operator."""
     work = torch.zeros(1, len(Column), dtype=torch.int64)
     work[0, Column.STREAM], work[0, Column.FAMILY] = STREAMS.index(stream), FAMILIES.index(family)
-    work[0, Column.FORMAT], work[0, Column.TIMES] = FORMATS.index(number_format), 1
+    work[0, Column.FORMAT] = FORMATS.index(number_format)
+    work[0, Column.TIMES] = work[0, Column.CALLS] = 1
     work[0, Column.FLOPS if family in FLOP_FAMILIES else Column.BYTES] = amount
     return work
 

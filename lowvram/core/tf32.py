@@ -1,0 +1,49 @@
+"""Whether CUDA multiplies fp32 numbers in TF32: matrices, and what cuDNN computes.
+
+Set by torch's older switches, which also set the newer ones (`fp32_precision`). If only these are set, whoever reads an
+older one gets an error: torch.export, torch.backends.cudnn.flags, and other people's models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MATRICES: Any = torch.backends.cuda.matmul
+CUDNN: Any = torch.backends.cudnn
+NEWER = [MATRICES, CUDNN.conv, CUDNN.rnn]  # each with a precision of its own
+
+
+def use_tf32(is_used: bool) -> None:
+    """Choose TF32 for all fp32 products on CUDA, or IEEE single precision."""
+    MATRICES.allow_tf32 = CUDNN.allow_tf32 = is_used
+
+
+def uses_tf32(is_convolution: bool) -> bool:
+    """Whether fp32 matrix products, or convolutions, would run in TF32."""
+    return (CUDNN.conv if is_convolution else MATRICES).fp32_precision == "tf32"
+
+
+@contextmanager
+def tf32_restored() -> Iterator[None]:
+    """Afterwards all switches are as before; an older one isn't touched if it couldn't be read."""
+    older = [(each, allowed) for each in (MATRICES, CUDNN) if (allowed := allowed_in(each)) is not None]
+    newer = [each.fp32_precision for each in NEWER]
+    try:
+        yield
+    finally:
+        for each, allowed in older:
+            each.allow_tf32 = allowed
+        for each, precision in zip(NEWER, newer, strict=True):
+            each.fp32_precision = precision
+
+
+def allowed_in(backend: Any) -> bool | None:
+    """An older switch; None if torch refuses to read it, as the newer ones were set to something else."""
+    try:
+        return backend.allow_tf32
+    except RuntimeError:
+        return None
