@@ -16,6 +16,7 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.layers import inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
+from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, Rig, Task
 from lowvram.core.states import with_load_hooks
 from lowvram.core.values import materialise
@@ -44,7 +45,7 @@ def assemble(
     rig = bare_rig(task, device)
     model = rig.model
     rig = apply_stage(Stage.PROCESS, knobs, rig)
-    absent = absent_facts(device) if absent is None else absent
+    absent = absent_facts(device, num_ranks()) if absent is None else absent
     needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
     if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
         raise Incompatible("; ".join(reasons))

@@ -12,7 +12,6 @@ import torch
 
 from lowvram.config.errors import BadInput
 from lowvram.core.knob import Fact
-from lowvram.core.ranks import num_ranks
 
 
 def choose_device(text: str) -> torch.device:
@@ -64,10 +63,10 @@ def card_of(device: torch.device) -> Card:
     return Card(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
 
 
-def absent_facts(device: torch.device) -> dict[Fact, str]:
-    """The facts that this machine lacks, each with what the user can do about it."""
+def absent_facts(device: torch.device, num_ranks: int = 1) -> dict[Fact, str]:
+    """The facts that a device of this machine and its ranks lack, each with what the user can do about it."""
     card = card_of(device) if device.type == "cuda" else None
-    absent = absent_from(card, num_ranks(), str(device) if card else "the CPU")
+    absent = absent_from(card, num_ranks, str(device) if card else "the CPU")
     if not any(shutil.which(name) for name in compilers(device)):
         absent[Fact.C_COMPILER] = (
             f"none of {', '.join(compilers(device))} was found: install g++ and gcc, or set CXX or CC"

@@ -19,10 +19,10 @@ from lowvram.core.knob import Kind
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import Stepper, Update
 from lowvram.core.step import step
-from lowvram.core.tf32 import tf32_restored, use_tf32, uses_tf32
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32
+from lowvram.knobs.precision.fp32 import tf32_restored, use_tf32, uses_tf32
 from lowvram.knobs.stepping import AfterBackwardStepper
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, needs_gpu, needs_real_gpu

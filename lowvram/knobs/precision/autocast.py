@@ -15,39 +15,8 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
-from lowvram.core.tf32 import use_tf32
 
 SMALLEST_SCALE = 2.0**-14  # of the loss: if gradients overflow even here, no scale can help
-
-
-@dataclass(frozen=True)
-class Fp32(Knob):
-    """IEEE single precision, also inside cuDNN (which would use TF32 by default)."""
-
-    stage = Stage.NUMERICS
-    product_format = "fp32"
-
-    def apply(self, rig: Rig) -> Rig:
-        use_tf32(False)
-        return rig
-
-
-@dataclass(frozen=True)
-class Tf32(Knob):
-    """fp32 tensors, but matrix products and convolutions on tensor cores with 10 bits of mantissa. Saves time, no
-    memory."""
-
-    stage = Stage.NUMERICS
-    product_format = "tf32"
-    exactness = Exactness.ROUNDING
-    band = 5e-3
-
-    def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.TF32})
-
-    def apply(self, rig: Rig) -> Rig:
-        use_tf32(True)
-        return rig
 
 
 @dataclass(frozen=True)

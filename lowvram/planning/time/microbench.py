@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.core.device import card_of
-from lowvram.core.tf32 import use_tf32
+from lowvram.knobs.precision.fp32 import use_tf32
 from lowvram.planning.devices import AMPERE
 from lowvram.planning.time.calibration import Calibration, Curve, num_threads, seconds
 from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family

@@ -22,7 +22,7 @@ from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.fused import LIBRARY
-from lowvram.core.tf32 import uses_tf32
+from lowvram.knobs.precision.fp32 import uses_tf32
 from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, FLOP_FAMILIES, Family, family_of
 from lowvram.planning.trace.events import PHASES, Phase
 

@@ -24,8 +24,8 @@ from lowvram.compat.transformers import known_values_readable
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.texts import message
 from lowvram.core.rig import Part
-from lowvram.core.tf32 import tf32_restored
 from lowvram.data.spec import MASK, POSITIONS, DataSpec
+from lowvram.knobs.precision.fp32 import tf32_restored
 from lowvram.planning.target import Target
 from lowvram.planning.trace.cuda import acts_as_card
 from lowvram.planning.trace.fake_cache import FakeCache

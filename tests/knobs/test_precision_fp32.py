@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowvram.core.tf32 import CUDNN, MATRICES, NEWER, allowed_in, tf32_restored, use_tf32, uses_tf32
+from lowvram.knobs.precision.fp32 import CUDNN, MATRICES, NEWER, allowed_in, tf32_restored, use_tf32, uses_tf32
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Whether CUDA multiplies fp32 numbers in TF32: matrices, and what cuDNN computes.
+"""precision=fp32 and precision=tf32: what CUDA makes of fp32 products, of matrices and in cuDNN.
 
 Set by torch's older switches, which also set the newer ones (`fp32_precision`). If only these are set, whoever reads an
 older one gets an error: torch.export, torch.backends.cudnn.flags, and other people's models.
@@ -8,13 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.rig import Rig
+
 MATRICES: Any = torch.backends.cuda.matmul
 CUDNN: Any = torch.backends.cudnn
 NEWER = [MATRICES, CUDNN.conv, CUDNN.rnn]  # each with a precision of its own
+
+
+@dataclass(frozen=True)
+class Fp32(Knob):
+    """IEEE single precision, also inside cuDNN (which would use TF32 by default)."""
+
+    stage = Stage.NUMERICS
+    product_format = "fp32"
+
+    def apply(self, rig: Rig) -> Rig:
+        use_tf32(False)
+        return rig
+
+
+@dataclass(frozen=True)
+class Tf32(Knob):
+    """fp32 tensors, but matrix products and convolutions on tensor cores with 10 bits of mantissa. Saves time, no
+    memory."""
+
+    stage = Stage.NUMERICS
+    product_format = "tf32"
+    exactness = Exactness.ROUNDING
+    band = 5e-3
+
+    def needs(self) -> frozenset[Fact]:
+        return frozenset({Fact.TF32})
+
+    def apply(self, rig: Rig) -> Rig:
+        use_tf32(True)
+        return rig
 
 
 def use_tf32(is_used: bool) -> None:
