@@ -75,10 +75,9 @@ def test_a_cpu_lacks_what_only_cards_have() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "lacks"), [(1, Fact.MANY_RANKS), (3, Fact.ONE_RANK)])
-def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, num_ranks: int, lacks: Fact) -> None:
+def test_ranks_are_counted(num_ranks: int, lacks: Fact) -> None:
     """And what the user can do is told."""
-    monkeypatch.setattr(device_module, "num_ranks", lambda: num_ranks)
-    absent = absent_facts(CPU)
+    absent = absent_facts(CPU, num_ranks)
     assert absent.keys() & {Fact.ONE_RANK, Fact.MANY_RANKS} == {lacks}
     assert "sharding" in absent[lacks]
 
