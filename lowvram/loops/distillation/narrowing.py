@@ -26,28 +26,26 @@ class Narrowing(nn.Module):
 
     def __init__(self, partners: Iterable[Partner]) -> None:
         super().__init__()
-        for name in {name_of(each): None for each in partners if each.width != each.student_width}:
-            theirs, ours = map(int, name.split("_")[1:])
-            self.register_buffer(name, torch.empty(ours, theirs, device="meta"))
+        for theirs, ours in sorted({(each.width, each.student_width) for each in partners}):
+            if theirs != ours:
+                self.register_buffer(name_of(theirs, ours), torch.empty(ours, theirs, device="meta"))
 
     def forward(self, states: Tensor, partner: Partner) -> Tensor:
         """(samples, tokens, width), or (samples, width, height, width of the image), in the width of the student."""
         if partner.width == partner.student_width:
             return states
-        directions = getattr(self, name_of(partner)).to(states.dtype)
-        return (
-            F.conv2d(states, directions[:, :, None, None])
-            if states.dim() > IMAGE_NDIM
-            else F.linear(states, directions)
-        )
+        directions = self.get_buffer(name_of(partner.width, partner.student_width)).to(states.dtype)
+        if states.dim() > IMAGE_NDIM:
+            return F.conv2d(states, directions[:, :, None, None])
+        return F.linear(states, directions)
 
 
-def name_of(partner: Partner) -> str:
-    return f"from_{partner.width}_{partner.student_width}"
+def name_of(theirs: int, ours: int) -> str:
+    return f"from_{theirs}_to_{ours}"
 
 
 def fill_directions(name: str, directions: Tensor) -> None:
-    """Of each number of a state the mean square stays as it was, on average."""
+    """Directions for which a state's mean square stays as it was, on average."""
     ours, theirs = directions.shape
     noise = torch.randn(max(ours, theirs), min(ours, theirs), generator=generator_for(0, name, torch.device("cpu")))
     orthonormal = torch.linalg.qr(noise).Q

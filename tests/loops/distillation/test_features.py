@@ -294,7 +294,7 @@ def test_outputs_of_another_width_are_compared_along_fixed_directions(model: str
     each = []
     for mine, his in zip(ours, theirs, strict=True):
         place = 1 if his.dim() == 4 else -1
-        matrix = directions[f"from_{his.shape[place]}_{mine.shape[place]}"]
+        matrix = directions[f"from_{his.shape[place]}_to_{mine.shape[place]}"]
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(len(matrix)).double(), rtol=0, atol=1e-6)
         narrowed = (his.movedim(place, -1) @ matrix.T).movedim(-1, place)
         each.append(F.mse_loss(mine[part.targets != IGNORE], narrowed[part.targets != IGNORE]))
