@@ -25,6 +25,7 @@ LIMIT_S, MEDIUM_LIMIT_S = 5.0, 10.0
 REFERENCE_S = 0.08
 STARTERS = {"call", "start", "train"}  # fixtures that start processes
 MEDIUM = [
+    "test_examples",
     "test_laws",
     "test_laws_foreign",
     "test_laws_of_pairs",
