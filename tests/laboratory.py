@@ -47,6 +47,8 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 IS_EMULATED = "EMULATED_VALUES" in os.environ  # scripts/emulated_gpu
 needs_real_gpu = pytest.mark.skipif(IS_EMULATED, reason="needs a real card's numbers")  # in addition to needs_gpu
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
+# For tests of what compiled kernels compute: on an emulated card they write nothing.
+COMPILING_DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=[*needs_gpu, needs_real_gpu])]
 
 
 NEUTRAL = dict(neutral_options())

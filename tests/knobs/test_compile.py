@@ -30,6 +30,7 @@ from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, RecomputeSegments
 from lowvram.knobs.compile import Backend, CompiledBlocks, Mode, TorchScript
 from lowvram.tasks import Auto
 from tests.laboratory import (
+    COMPILING_DEVICES,
     CPU,
     IMAGES,
     KNOBS,
@@ -129,9 +130,7 @@ def test_batchnorm_counts_once_what_a_compiled_block_computes_again(is_inductor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "device", [CPU, pytest.param(torch.device("cuda"), marks=[*needs_gpu, needs_real_gpu])], ids=str
-)
+@pytest.mark.parametrize("device", COMPILING_DEVICES, ids=str)
 def test_what_is_computed_again_has_the_same_dropout(device: torch.device) -> None:
     """A gradient of another mask than the loss's would not be its slope."""
     task = InDouble(PROBLEMS["transformer_dropout"])

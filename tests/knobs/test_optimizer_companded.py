@@ -33,7 +33,7 @@ from lowvram.knobs.optimizer.state_formats import SCALES, Piece
 from lowvram.knobs.precision import Bf16Split
 from lowvram.loops.snapshot import has_form
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, DEVICES, IMAGES, RESNET, TOKENS, TRANSFORMER, batches, knobs_of, make_batch
+from tests.laboratory import COMPILING_DEVICES, CPU, IMAGES, RESNET, TOKENS, TRANSFORMER, batches, knobs_of, make_batch
 
 WIDE = {
     "transformer": Auto().pose(replace(TRANSFORMER, num_layers=2, width=64), TOKENS),
@@ -67,7 +67,7 @@ def test_weights_go_nearly_where_those_of_fp32_states_go(option: str, problem: s
     assert 0 < float(apart) < BANDS[option] * float(way)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("device", COMPILING_DEVICES, ids=str)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
