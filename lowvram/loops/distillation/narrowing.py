@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from lowvram.core.seeds import generator_for
 from lowvram.loops.distillation.matching import IMAGE_NDIM, Partner
 
+NARROWING = "lowvram_narrowing"  # among the teacher's modules: its own may have any other name
+
 
 @final
 class Narrowing(nn.Module):

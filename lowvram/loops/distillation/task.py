@@ -21,7 +21,7 @@ from lowvram.data.spec import DataSpec
 from lowvram.loops.distillation.cache import Cache, open_cache
 from lowvram.loops.distillation.features import Compared, Features, Watched, counts_of
 from lowvram.loops.distillation.matching import CHOSEN, WEIGHT, Matches, find_matches
-from lowvram.loops.distillation.narrowing import Narrowing, fill_directions
+from lowvram.loops.distillation.narrowing import NARROWING, Narrowing, fill_directions
 from lowvram.loops.distillation.samples import taught
 from lowvram.loops.distillation.soft import CachedSoftTargets, LiveSoftTargets, SoftLoss
 from lowvram.loops.distillation.teacher import Teacher, TeacherFormat, find_teacher, width_of_logits
@@ -185,8 +185,9 @@ class Asked:
         self.problem, self.model, self.config = problem, model, config
         blocks = problem.blocks(model) if matches else []
         narrowing = Narrowing(matches.values())
-        materialise(narrowing, fill_directions, next(model.parameters()).device)
-        model.add_module("narrowing", narrowing)  # so that its memory counts with the teacher's
+        if matches:
+            materialise(narrowing, fill_directions, next(model.parameters()).device)
+            model.add_module(NARROWING, narrowing)  # so that its memory counts with the teacher's
         self.watched = Watched(blocks, matches, narrowing)
         self.head = problem.head(model)
         if self.head is not None:

@@ -40,7 +40,7 @@ class Column(IntEnum):
     FORMAT = 4  # the narrowest floating-point format among the arguments; index into `FORMATS`
     TIMES = 5  # how often the operator runs
     MODULE = 6  # index into `Trace.modules` of the innermost one in its forward pass; -1: none
-    CALLS = 7  # for how many operators the host's time lasts that its call takes
+    CALLS = 7  # how many operators the host could call in the time that this one takes it
     FLOPS = 8  # 0 for operators that are bound by memory
     BYTES = 9  # read and written; for a copy between host and device, those copied
     NEW = 10  # bytes of the tensors that it makes

@@ -19,6 +19,7 @@ from lowvram.knobs.accum import Parts
 from lowvram.knobs.logits import ChunkedLogits
 from lowvram.knobs.tile import TiledBlocks
 from lowvram.loops.distillation.matching import Call
+from lowvram.loops.distillation.narrowing import NARROWING
 from lowvram.loops.distillation.task import Distilled
 from lowvram.loops.distillation.teacher import TeacherFormat
 from lowvram.tasks import Auto, Problem
@@ -290,7 +291,7 @@ def test_outputs_of_another_width_are_compared_along_fixed_directions(model: str
     with torch.no_grad():
         _, ours = states_of(PROBLEMS[model], other.model, part, PROBLEMS[model].blocks(other.model))
         _, theirs = states_of(wider, plain.teacher, part, wider.blocks(plain.teacher))
-    directions = dict(again.teacher.get_submodule("narrowing").named_buffers())
+    directions = dict(again.teacher.get_submodule(NARROWING).named_buffers())
     each = []
     for mine, his in zip(ours, theirs, strict=True):
         place = 1 if his.dim() == 4 else -1
@@ -306,7 +307,7 @@ def test_directions_are_the_same_in_every_run(model: str) -> None:
     """Of a narrower teacher too, whose outputs keep their mean square."""
     for wider in (TEACHERS[model], narrower(model)):
         found = [assemble(distilled(model, wider, feature_weight=1.0), knobs_of(), CPU, seed) for seed in (0, 1)]
-        one, other = ([*rig.teacher.get_submodule("narrowing").buffers()] for rig in found if rig.teacher)
+        one, other = ([*rig.teacher.get_submodule(NARROWING).buffers()] for rig in found if rig.teacher)
         assert one
         assert all(map(torch.equal, one, other))
         for matrix in one:
