@@ -1,15 +1,14 @@
 """Every pair of options over all knob groups: does it train, within its tolerance, or is it refused in one sentence?
 
-    scripts/python scripts/pages/compatibility.py [FOLDER] [only=GROUP | without=GROUP]
+    scripts/python scripts/pages/compatibility.py [FOLDER] [only=new]
 
 A few whole configurations that together hold every pair that no fact refuses are run on both models, as points of the
 command line (mode=measure, tiny models, two ranks where an option needs several; compiled graphs run operator by
 operator, as code for each would take hours). Losses and gradient norms of five steps and the evaluation must lie within
 the sum of the options' bands of a run that learns the same, with all else neutral. Prints a line a point, writes
 docs/compatibility.md and exits with 1 if any pair failed. FOLDER keeps what was tried (default: a new one in
-outputs/compatibility): a command that was interrupted goes on there. On 2 cores about an hour. `without=GROUP` leaves
-out the pairs of one group's options, such as a new one's, and the page says so; `only=GROUP` runs those alone, and adds
-them to what the page says.
+outputs/compatibility): a command that was interrupted goes on there. On 2 cores about an hour. `only=new` runs only the
+pairs of options that the page doesn't tell of yet, and adds them to it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -37,6 +36,7 @@ from scripts.benchmarks.runs import Runs
 from scripts.pages.pairs import Row, all_pairs, covering_rows, label, why_not
 
 PAGE = ROOT / "docs" / "compatibility.md"
+ONLY_NEW = "only=new"
 FLOOR = 1e-4  # relative: what rounding in another order may do to five steps of AdamW
 FLOOR_OF_CODES = 1e-3  # the same where the optimizer keeps its state in codes of few bits, which may become others
 COMMON = [
@@ -68,9 +68,9 @@ INTRODUCTION = """# Compatibility
 Which options train together. Made by `scripts/python scripts/pages/compatibility.py`; a test compares the page with
 what the knobs declare that they need and rule out (their *facts*: [adding_a_knob.md](adding_a_knob.md)).
 
-torch {torch}, Python {python}, CPU. {rows} configurations contain every pair that no fact refuses and that isn't
-left to the test suite. Each ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with
-two ranks where an option needs several. A pair trains if losses, gradient norms and the evaluation differ from those of
+torch {torch}, Python {python}, CPU. {rows} configurations contain every pair that no fact refuses. Each
+ran five steps and an evaluation on a tiny Transformer and a tiny ResNet (group norm), with two ranks where an option
+needs several. A pair trains if losses, gradient norms and the evaluation differ from those of
 a run that learns the same (optimizer, adapter, sparsity, zeroth_order), and all other options neutral, by no more than
 the sum of the errors that the options allow ([knobs.md](knobs.md)), once more in each step, + {floor:g}, or
 {of_codes:g} where the optimizer keeps its state in few bits. With `stepping=zeroth_order` losses alone are compared:
@@ -228,16 +228,11 @@ def page(
     num_rows: str,
     refused: dict[Row, list[str]],
     elsewhere: list[tuple[str, str]],
-    left: Collection[Row],
 ) -> str:
-    """docs/compatibility.md
-
-    Args:
-        left: pairs that nobody has run as points yet.
-    """
+    """docs/compatibility.md"""
     pairs = all_pairs(all_options())
     not_here = {pair for pair in pairs if any(option in elsewhere for option in pair)}
-    tried = pairs - refused.keys() - not_here - set(left)
+    tried = pairs - refused.keys() - not_here
     trained = tried - {pair for pair, _ in grid.faults}
     why = {pair: "; ".join(found).replace("|", "/") for pair, found in refused.items()}
     sections = [
@@ -252,7 +247,6 @@ def page(
         f"| all | {len(pairs)} |",
         f"| need another device than a CPU | {len(not_here)} |",
         f"| refused by facts | {len(refused)} |",
-        *([f"| left to the test suite (tests/test_laws_of_pairs.py) | {len(left)} |"] if left else []),
         f"| tried | {len(tried)} |",
         f"| trained within their tolerance, on both models | {len(trained)} |",
         f"\nOf the pairs that a CPU can have and that were tried or refused,"
@@ -306,39 +300,31 @@ def matrix(trained: set[Row], all_of_them: set[Row]) -> list[str]:
     return [head, f"|---|{'---:|' * len(groups)}", *body]
 
 
-def asked(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """The folder, and the groups that are named, by only and without."""
-    groups = dict(word.split("=", 1) for word in words if "=" in word)
-    new = f"outputs/compatibility/{now()}"
-    return Path(next((word for word in words if "=" not in word), new)), groups
+def folder_of(words: Sequence[str]) -> Path:
+    """The folder that is named, or a new one."""
+    return Path(next((word for word in words if word != ONLY_NEW), f"outputs/compatibility/{now()}"))
 
 
 def now() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def pairs_of(group: str | None, pairs: Iterable[Row]) -> set[Row]:
-    """Those that hold an option of the group that isn't its neutral one."""
-    return {pair for pair in pairs if any(its == group and option != neutral_options()[its] for its, option in pair)}
-
-
-def counted(num_rows: int, groups: dict[str, str]) -> str:
+def counted(num_rows: int, is_added: bool) -> str:
     """How many configurations the page speaks of."""
-    if "only" not in groups:
+    if not is_added:
         return str(num_rows)
     (before,) = re.findall(r"CPU\. (.+) configurations contain", PAGE.read_text())
-    return f"{before} and, for the pairs of {groups['only']}'s options, later {num_rows}"
+    return f"{before} and, for the pairs of newer options, {num_rows}"
 
 
 def main() -> int:
-    folder, groups = asked(sys.argv[1:])
+    folder, is_added = folder_of(sys.argv[1:]), ONLY_NEW in sys.argv[1:]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute() / "inductor"))
     elsewhere = [option for option in all_options() if conflicts_here([option])]
     pairs = all_pairs([option for option in all_options() if option not in elsewhere])
     refused = {pair: found for pair in pairs if (found := conflicts_here(pair))}
-    trainable = pairs - refused.keys()
-    left = pairs_of(groups.get("without"), trainable)
-    wanted = pairs_of(groups["only"], trainable) if "only" in groups else trainable - left
+    told_of = set(all_pairs(options_on(PAGE.read_text()))) if is_added else set()
+    wanted = pairs - refused.keys() - told_of
     rows = covering_rows(wanted, conflicts_here)
     assert wanted <= set().union(*map(all_pairs, rows)), "the rows don't hold every pair"
     print(f"{len(pairs)} pairs, {len(refused)} refused, {len(rows)} configurations on {len(MODELS)} models", flush=True)
@@ -349,7 +335,7 @@ def main() -> int:
         failed = [(row, model, found) for row, model, found in checked if found]
         for row, model, found in failed:
             grid.search(row, model, found)
-    PAGE.write_text(page(grid, counted(len(rows), groups), refused, elsewhere, left))
+    PAGE.write_text(page(grid, counted(len(rows), is_added), refused, elsewhere))
     num_faults = len(grid.faults) + len(grid.together)
     print(f"{num_faults} faults; written: {PAGE.relative_to(ROOT)}")
     return min(num_faults, 1)

@@ -49,10 +49,10 @@ def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
     assert set(re.findall(r"^\| `(\S+=\S+ \S+=\S+)` \|", PAGE.read_text(), re.MULTILINE)) == refused
 
 
-def test_pairs_of_one_group_are_added_to_those_that_the_page_has() -> None:
-    before = counted(7, {"only": "tile"}).removesuffix(" and, for the pairs of tile's options, later 7")
+def test_pairs_of_new_options_are_added_to_those_that_the_page_has() -> None:
+    before = counted(7, is_added=True).removesuffix(" and, for the pairs of newer options, 7")
     assert f"CPU. {before} configurations" in PAGE.read_text()
-    assert counted(7, {"without": "tile"}) == "7"
+    assert counted(7, is_added=False) == "7"
 
 
 def test_the_page_counts_its_options() -> None:
