@@ -1,4 +1,4 @@
-"""Silences libraries that warn or log while they are imported."""
+"""Silences libraries: what they warn or log while they are imported, and what they warn of in every step."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def accept_views() -> None:
+    """Keep torch (2.13) from warning in every step that a model with shards returns a view, as transformers' GPT-2
+    does. Its gradients would be wrong if somebody wrote into this output in place, which nothing here does."""
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)

@@ -29,6 +29,7 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.quiet import accept_views
 from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig
 from lowvram.core.shards import make_contiguous
@@ -109,6 +110,7 @@ class FSDP(DataParallel):
         # Compiled code for one rank's shards doesn't fit another rank's, and torch 2.13's cache mixes them up.
         torch.compiler.config.cache_key_tag = f"rank {rank()} of {num_ranks()}"
         mesh = mesh_of_ranks(rig.device)
+        accept_views()
         make_contiguous(rig.model)
         for block in rig.task.blocks(rig.model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)

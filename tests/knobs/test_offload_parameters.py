@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowvram.core import host
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind, Knob
+from lowvram.core.knob import Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.peak import ROUND_BYTES
 from lowvram.core.ranks import num_ranks
@@ -63,6 +63,21 @@ def band_on_card(choices: Choices) -> float:
 
 def to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@final
+class ReturnsView(Knob):
+    """The model returns a view, as transformers' GPT-2 does."""
+
+    stage = Stage.BUILD
+
+    def apply(self, rig: Rig) -> Rig:
+        rig.model.register_forward_hook(lambda model, inputs, outputs: outputs.view(outputs.shape))
+        return rig
+
+
+def test_a_model_that_returns_a_view_trains_without_a_warning_in_every_step() -> None:
+    train(PROBLEMS["transformer"], {**knobs_of(offload="parameters"), "view": ReturnsView()}, [32])
 
 
 DEEP = Auto().pose(replace(TRANSFORMER, num_layers=8, width=32), TOKENS)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.core import host
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.quiet import accept_views
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, make_contiguous
 from lowvram.knobs.offload.tables import keep_tables_on_host
@@ -50,6 +51,7 @@ class Parameters(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         mesh = mesh_of_one(rig.device)
+        accept_views()
         policy = CPUOffloadPolicy(pin_memory=self.pin_memory and not host.is_device(rig.device))
         make_contiguous(rig.model)
         blocks = rig.task.blocks(rig.model)
