@@ -45,6 +45,8 @@ torch.set_num_threads(1)  # on busy cores a second thread makes tiny steps take 
 CPU = torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 IS_EMULATED = "EMULATED_VALUES" in os.environ  # scripts/emulated_gpu
+# What options need that have kernels of Triton's, which compute nothing on an emulated card.
+OF_TRITON = {Fact.COMPILED, Fact.C_COMPILER, Fact.KERNEL_COMPILER}
 needs_real_gpu = pytest.mark.skipif(IS_EMULATED, reason="needs a real card's numbers")  # in addition to needs_gpu
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)]
 # For tests of what compiled kernels compute: on an emulated card they write nothing.

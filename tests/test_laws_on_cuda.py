@@ -7,9 +7,9 @@ import torch
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Exactness, Fact
+from lowvram.core.knob import Exactness
 from lowvram.knobs.compile import Compiled
-from tests.laboratory import IS_EMULATED, KNOBS, NEUTRAL, PROBLEMS, knobs_of, missing_here, needs_gpu, train
+from tests.laboratory import IS_EMULATED, KNOBS, NEUTRAL, OF_TRITON, PROBLEMS, knobs_of, missing_here, needs_gpu, train
 from tests.test_laws import CHANGED, SMOOTH, Pair, comparable, error_of, gradient_error, has_what_it_needs, words
 
 pytestmark = needs_gpu
@@ -30,7 +30,7 @@ def test_a_knob_keeps_the_numbers_or_is_refused(pair: Pair) -> None:
         changed = {problem for problem in errors if knob.caveat(PROBLEMS[problem].make_model())}
         assert all(errors[problem] > CHANGED for problem in changed)
         assert all(errors[problem] <= max(knob.band, ATOMICS_BAND) for problem in errors.keys() - changed), errors
-    elif IS_EMULATED and (isinstance(knob, Compiled) or not knob.needs().isdisjoint({Fact.COMPILED, Fact.C_COMPILER})):
+    elif IS_EMULATED and (isinstance(knob, Compiled) or not knob.needs().isdisjoint(OF_TRITON)):
         # Triton's kernels write nothing there: the values are noise, so the runs are asked only for their steps.
         assert all(len(train(task, knobs_of(**dict([pair])), [32], device=CUDA).losses) == 1 for task in smooth)
     else:

@@ -68,9 +68,8 @@ def absent_facts(device: torch.device, num_ranks: int = 1) -> dict[Fact, str]:
     card = card_of(device) if device.type == "cuda" else None
     absent = absent_from(card, num_ranks, str(device) if card else "the CPU")
     if not any(shutil.which(name) for name in compilers(device)):
-        absent[Fact.C_COMPILER] = (
-            f"none of {', '.join(compilers(device))} was found: install g++ and gcc, or set CXX or CC"
-        )
+        why = f"none of {', '.join(compilers(device))} was found: install g++ and gcc, or set CXX or CC"
+        absent |= dict.fromkeys([Fact.C_COMPILER, *([Fact.KERNEL_COMPILER] if card else [])], why)
     return absent
 
 

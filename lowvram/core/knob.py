@@ -52,6 +52,7 @@ class Fact(Enum):
     BF16 = "the device computes in bf16"
     FP8 = "the device multiplies in fp8"
     C_COMPILER = "a C++ compiler (for a CUDA device: a C compiler) is installed"
+    KERNEL_COMPILER = "a C compiler is installed, where a CUDA device needs one for kernels of lowvram's own"
     ONE_RANK = "the point has one rank"
     MANY_RANKS = "the point has several ranks"
     HEAD = "the task knows the model's last layer"

@@ -90,6 +90,13 @@ def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Fact.C_COMPILER not in absent_facts(CPU)
 
 
+def test_kernels_of_our_own_are_compiled_for_cards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "NVIDIA GeForce RTX 3090", (8, 6))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert Fact.KERNEL_COMPILER not in absent_facts(CPU)
+    assert absent_facts(torch.device("cuda"))[Fact.KERNEL_COMPILER].startswith("none of gcc")
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
     """A card of this kind."""
     properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=40)

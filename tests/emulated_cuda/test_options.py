@@ -11,7 +11,7 @@ from lowvram.config.registry import Option, all_options, knob_of, neutral_option
 from lowvram.core.knob import Fact
 from scripts.pages.compatibility import EXTRA, LACKS, deviation, is_its_own
 from tests.calls import ROOT, TINY, TINY_RESNET, Outcome, history
-from tests.laboratory import IS_EMULATED, KNOBS
+from tests.laboratory import IS_EMULATED, KNOBS, OF_TRITON
 
 Call = Callable[..., Outcome]
 Note = Callable[[str, object], None]
@@ -24,7 +24,7 @@ MODELS = {
 SAME = 1e-6  # relative, of fp32 in the same order of sums
 # Kernels that a compiler writes have no values (test_compiled.py).
 COMPILED = {("compile", option) for option in options_of("compile")} | {
-    option for option in all_options() if {Fact.COMPILED, Fact.C_COMPILER} & knob_of(option).needs()
+    option for option in all_options() if OF_TRITON & knob_of(option).needs()
 }
 CHOSEN = [option for option in all_options() if option not in {*neutral_options().items(), *COMPILED}]
 TEXTS = (f"data.path={ROOT / 'docs'}", "data=text", "data.pattern=*.md", "data.samples=documents")  # of uneven lengths

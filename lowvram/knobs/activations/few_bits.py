@@ -57,7 +57,7 @@ class FewBits(Knob):
         return BANDS[self.bits]
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EVERY_OPERATOR, Fact.C_COMPILER})  # a card runs one compiled kernel for each tensor
+        return frozenset({Fact.EVERY_OPERATOR, Fact.KERNEL_COMPILER})  # a card runs one compiled kernel for each tensor
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.COMPILED, Fact.EXACT_ACTIVATIONS})
