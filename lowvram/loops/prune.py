@@ -15,12 +15,12 @@ from lowvram.config.errors import require
 from lowvram.config.settings import PruneSettings
 from lowvram.core.rig import Part
 from lowvram.data.loader import TimedBatches
+from lowvram.loops import fields
 from lowvram.loops.importance import IMPORTANCES
 from lowvram.loops.session import Session
 from lowvram.loops.transform import trained_model, trained_tensors, transformed
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.widths import Pruned, sliced
-
 
 FEW = 2  # samples on which it is checked that a unit's places are known
 
@@ -39,7 +39,7 @@ class Prune:
         print(f"pruned by {settings.importance.name}: {large.changes(pruned.config) or 'no size has changed'}")
         for sentence in pruned.left:
             print(f"stays as it is: {sentence}")
-        return row
+        return fields.merged(row, {"pruning": {"left": "; ".join(pruned.left) or None}})
 
 
 def smaller(session: Session, large: Remade, settings: PruneSettings) -> Pruned:

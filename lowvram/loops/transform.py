@@ -33,7 +33,7 @@ ALLOWED = ("accum", "allocator")  # groups that change neither the weights nor h
 
 
 def transformed(
-    session: Session, what: str, models: tuple[Remade, Remade], values: Callable[[], Mapping[str, Tensor]]
+    session: Session, what: str, models: tuple[Remade, Any], values: Callable[[], Mapping[str, Tensor]]
 ) -> fields.Fields:
     """Write the new model into the session's folder, evaluate the old one and the new one; returns the row's fields.
 

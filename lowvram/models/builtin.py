@@ -75,7 +75,7 @@ class OwnModel(Remade):
     def written_in(self, folder: Path) -> Self:
         return replace(self, init=str(folder))
 
-    def changes(self, new: Self) -> str:
+    def changes(self, new: Any) -> str:
         before, after = layout.plain(self), layout.plain(new)
         changed = (name for name, value in after.items() if name != "init" and value != before[name])
         return " ".join(f"model.{name}={after[name]}" for name in changed)

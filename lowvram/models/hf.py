@@ -262,7 +262,7 @@ class HfConfig(ForeignModel, Remade):
     def written_in(self, folder: Path) -> HfConfig:
         return replace(self, name=str(folder), revision=None, weights=Weights.auto, args=None)
 
-    def changes(self, new: HfConfig) -> str:
+    def changes(self, new: Any) -> str:
         before = self.config().to_dict()
         return " ".join(f"{name}={value}" for name, value in (new.args or {}).items() if value != before[name])
 
@@ -290,7 +290,12 @@ class HfConfig(ForeignModel, Remade):
         same = [each for each in [*heads.found, *mlps.found] if not each.is_smaller]
         fewer = [each for each in [*heads.found, *mlps.found] if each.is_smaller]
         sure = proven(model, lambda sizes: self.with_sizes(sizes).make(spec), self.call, inputs, fewer)
-        left = [*heads.left, *mlps.left, *sure.left, *(f"{each}: none leaves of {each.num_units} in each" for each in same)]
+        left = [
+            *heads.left,
+            *mlps.left,
+            *sure.left,
+            *(f"{each}: none leaves of {each.num_units} in each" for each in same),
+        ]
         allowed = f"a model inside whose blocks something can leave; here stay {'; '.join(left)}"
         require(bool(sure.found or same), "model.name", self.name, allowed)
         sizes = {name: size for each in sure.found for name, size in each.sizes.items()}

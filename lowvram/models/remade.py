@@ -50,5 +50,5 @@ class Remade(ABC):
         """
 
     @abstractmethod
-    def changes(self, new: Self) -> str:
+    def changes(self, new: Any) -> str:
         """The sizes that another configuration has instead of this one's; empty if there are none."""
