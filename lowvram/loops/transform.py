@@ -122,8 +122,10 @@ def trained_model(session: Session, mode: str, run: str | None, kind: type[M], o
 
 
 def is_in(trained: Path, run: Path) -> bool:
-    """Whether the folder of a trained model is this one, or that of this run."""
-    return run.absolute() in (trained.absolute(), trained.absolute().parent)
+    """Whether the folder of a trained model is this one, or that of this run. A relative one begins where the command
+    was typed, which may be elsewhere than here."""
+    names = run.parts
+    return not names or any(folder.parts[-len(names) :] == names for folder in (trained, trained.parent))
 
 
 def check_plain(session: Session, mode: str) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
@@ -137,7 +139,7 @@ class Trials:
     def unused_size(self) -> int:
         """A size that no tensor has, and neither has its double."""
         sizes = {size for shape in self.before.values() for size in shape}
-        return next(size for size in range(8, 8 + 4 * len(sizes) + 4, 2) if not {size, 2 * size} & sizes)
+        return next(size for size in count(8, 2) if not {size, 2 * size} & sizes)
 
     def changes(self, sizes: Sizes) -> dict[str, Change] | None:
         """How the tensors' shapes change; None if one is changed elsewhere than inside a block, along several
@@ -153,7 +155,8 @@ class Trials:
             differ = [change for change in differ if change.before != change.after]
             if len(differ) > 1 or (differ and not any(name.startswith(f"{block}.") for block in self.blocks)):
                 return None
-            changes |= dict.fromkeys([name] if differ else [], *differ)
+            if differ:
+                (changes[name],) = differ
         return changes
 
 
@@ -203,27 +206,28 @@ def proven(
     candidates: Sequence[Found],
 ) -> Outcome:
     """Those of the candidates, all together, without some of whose units a model computes what the trained one computes
-    with zeros in their place. Weights exist in fp64 three times on the CPU.
+    with zeros in their place. On the CPU, which holds the weights twice in fp64.
 
     Args:
         make: the model with other sizes, on the CPU; its tensors hold any values.
         inputs: of a few samples, on the CPU.
     """
-    state = {name: in_fp64(tensor) for name, tensor in trained.state_dict().items()}
-    few = tree_map_only(Tensor, in_fp64, inputs())
+    large, few = copied(trained), tree_map_only(Tensor, in_fp64, inputs())
+    state = large.state_dict()
     found, left = list[Found](), list[str]()
     for candidate in candidates:
         together = [*found, candidate]
         widths, kept = [width for each in together for width in each.widths], kept_at_random(together)
         try:
-            whole = computed(call, copied(trained), few)
             small = copied(make({name: size for each in together for name, size in each.sizes.items()}))
-            ours = computed(call, small, few, sliced(state, widths, kept))
-            theirs = computed(call, copied(trained), few, masked(state, widths, kept))
+            small.load_state_dict(sliced(state, widths, kept))
+            of_all = masked(state, widths, kept)
+            zeroed = {name: tensor for name, tensor in of_all.items() if tensor is not state[name]}
+            is_same = agree(*(computed(call, *each, few) for each in ((small, {}), (large, zeroed), (large, {}))))
         except Exception as error:  # layers don't compute in fp64, or code takes a size from elsewhere
             left.append(f"{candidate}: can't be checked in fp64 ({first_line(error)})")
             continue
-        if agree(ours, theirs, whole):
+        if is_same:
             found = together
         else:
             left.append(f"{candidate}: without some, the model isn't the one with zeros in their place")
@@ -245,12 +249,23 @@ def kept_at_random(found: Sequence[Found]) -> list[Tensor]:
 
 @torch.no_grad()
 def computed(
-    call: Callable[[nn.Module, Any], Tensor], model: nn.Module, inputs: Any, state: Mapping[str, Tensor] | None = None
+    call: Callable[[nn.Module, Any], Tensor], model: nn.Module, instead: Mapping[str, Tensor], inputs: Any
 ) -> Tensor:
-    """The logits of a model, with these tensors if they are given."""
-    if state is not None:
-        model.load_state_dict(state)
-    return call(model, inputs)
+    """The logits of a model with these tensors, by their names, instead of its own."""
+    around = Called(model, call)
+    return functional_call(around, {f"model.{name}": tensor for name, tensor in instead.items()}, (inputs,))
+
+
+@final
+class Called(nn.Module):
+    """A model as it is called here."""
+
+    def __init__(self, model: nn.Module, call: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.call(self.model, inputs)
 
 
 def copied(model: nn.Module) -> nn.Module:
