@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 # What transformers calls these in all configurations; `attribute_map` says under which name one of them has it.
 HEADS, KV_HEADS, HEAD_SIZE = "num_attention_heads", "num_key_value_heads", "head_dim"
 INPUTS = {nn.Linear: 1, transformers.Conv1D: 0}  # of weights of linear layers: the dimension of their inputs
-NO_WIDTH = "no field of its configuration is the width of each and nothing else, as in mixtures of experts"
+NO_WIDTH = "no field of its configuration is their width and nothing else"
 OF_EFFECT, OF_LOGITS = 1e-4, 1e-12  # how far two models' logits may differ: of what the units did, and of the logits
 
 
@@ -195,7 +195,8 @@ def grouped(model: nn.Module, parts: Mapping[str, Slices]) -> list[InnerWidth]:
 def is_read(model: nn.Module, part: Slices) -> bool:
     """Whether units are along the inputs of a linear layer's weight."""
     layer, _, tensor = part.name.rpartition(".")
-    return tensor == "weight" and INPUTS.get(type(model.get_submodule(layer))) == part.dim
+    module = model.get_submodule(layer)
+    return tensor == "weight" and any(isinstance(module, kind) and part.dim == dim for kind, dim in INPUTS.items())
 
 
 def proven(

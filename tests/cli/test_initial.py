@@ -93,7 +93,7 @@ def test_a_model_of_transformers_is_pruned_and_trains_on(call: Call, tmp_path: P
     typed = printed(pruned, "train on with: ")
     assert "model.init=outputs/pruned/model" in typed
     measured = call(*typed, "mode=measure", "hydra.run.dir=outputs/measured")
-    planned = call(*WORDS, "model=hf", "model.name=outputs/pruned/model", "mode=plan", "plan.device=cpu")
+    planned = call(*WORDS, "model=hf", f"model.name={tmp_path}/outputs/pruned/model", "mode=plan", "plan.device=cpu")
     assert (measured.code, planned.code) == (0, 0), measured.said() + planned.said()
     figures = read_row(tmp_path / "outputs" / "measured")
     assert figures["config"]["model"]["dropout"] is None  # as in the run before

@@ -179,7 +179,7 @@ def test_a_layer_goes_with_what_writes_nearest_to_it() -> None:
             "mixtral:experts",
             r"^model\.name=.*: must be a model inside whose blocks something can leave; .*MLPs: no field",
         ),
-        ("swin", r"^model\.name=.*; here stay MLPs: no field of its configuration is the width of each"),
+        ("swin", r"^model\.name=.*; here stay MLPs: no field of its configuration is their width"),
     ],
 )
 def test_what_can_not_be_pruned_is_refused_in_a_sentence(kind: str, sentence: str) -> None:
