@@ -70,6 +70,10 @@ def kept_values(session: Session, large: Remade, pruned: Pruned) -> dict[str, Te
     finally:
         batches.close()
     kept = [score.topk(number).indices for score, number in zip(scores, pruned.numbers, strict=True)]
+    allowed = (
+        "a model in which what leaves is the same as zeros in its place: without these units it computes otherwise"
+    )
+    require(pruned.holds(kept), "model", type(large).__name__, allowed)
     return sliced(trained_tensors(session, large), pruned.widths, kept)
 
 

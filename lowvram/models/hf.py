@@ -33,7 +33,7 @@ from lowvram.models.hf_source import (
     transformers,
     weight_files,
 )
-from lowvram.models.hf_widths import Trials, proven
+from lowvram.models.hf_widths import Check, Trials
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
 from lowvram.models.widths import Pruned
@@ -289,7 +289,8 @@ class HfConfig(ForeignModel, Remade):
         heads, mlps = trials.heads(ratio), trials.mlps(ratio, multiple)
         same = [each for each in [*heads.found, *mlps.found] if not each.is_smaller]
         fewer = [each for each in [*heads.found, *mlps.found] if each.is_smaller]
-        sure = proven(model, lambda sizes: self.with_sizes(sizes).make(spec), self.call, inputs, fewer)
+        check = Check(model, lambda sizes: self.with_sizes(sizes).make(spec), self.call, inputs)
+        sure = check.proven(fewer)
         left = [
             *heads.left,
             *mlps.left,
@@ -298,9 +299,8 @@ class HfConfig(ForeignModel, Remade):
         ]
         allowed = f"a model inside whose blocks something can leave; here stay {'; '.join(left)}"
         require(bool(sure.found or same), "model.name", self.name, allowed)
-        sizes = {name: size for each in sure.found for name, size in each.sizes.items()}
-        places = [(width, each.number) for each in sure.found for width in each.widths]
-        return Pruned(self.with_sizes(sizes), [width for width, _ in places], [number for _, number in places], left)
+        holds = partial(check.holds, sure.sizes, sure.widths)
+        return Pruned(self.with_sizes(sure.sizes), sure.widths, sure.numbers, left, holds)
 
     def save(self, model: Any, spec: DataSpec, folder: Path) -> None:
         """Save in transformers' own layout, with the files of the model's folder that belong to it."""

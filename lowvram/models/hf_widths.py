@@ -72,6 +72,19 @@ class Outcome(NamedTuple):
     found: list[Found]
     left: list[str]
 
+    @property
+    def sizes(self) -> Sizes:
+        return {name: size for each in self.found for name, size in each.sizes.items()}
+
+    @property
+    def widths(self) -> list[InnerWidth]:
+        return [width for each in self.found for width in each.widths]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of each width how many units stay."""
+        return [each.number for each in self.found for _ in each.widths]
+
 
 class Trials:
     """A model whose configuration is tried with other sizes.
@@ -199,40 +212,53 @@ def is_read(model: nn.Module, part: Slices) -> bool:
     return tensor == "weight" and any(isinstance(module, kind) and part.dim == dim for kind, dim in INPUTS.items())
 
 
-def proven(
-    trained: nn.Module,
-    make: Callable[[Sizes], nn.Module],
-    call: Callable[[nn.Module, Any], Tensor],
-    inputs: Callable[[], Any],
-    candidates: Sequence[Found],
-) -> Outcome:
-    """Those of the candidates, all together, without some of whose units a model computes what the trained one computes
-    with zeros in their place. On the CPU, which holds the weights twice in fp64.
+class Check:
+    """Compares models without some units to the trained one with zeros in their place. On the CPU, which holds the
+    weights twice in fp64.
 
     Args:
         make: the model with other sizes, on the CPU; its tensors hold any values.
         inputs: of a few samples, on the CPU.
     """
-    large, few = copied(trained), tree_map_only(Tensor, in_fp64, inputs())
-    state = large.state_dict()
-    found, left = list[Found](), list[str]()
-    for candidate in candidates:
-        together = [*found, candidate]
-        widths, kept = [width for each in together for width in each.widths], kept_at_random(together)
-        try:
-            small = copied(make({name: size for each in together for name, size in each.sizes.items()}))
-            small.load_state_dict(sliced(state, widths, kept))
-            of_all = masked(state, widths, kept)
-            zeroed = {name: tensor for name, tensor in of_all.items() if tensor is not state[name]}
-            is_same = agree(*(computed(call, *each, few) for each in ((small, {}), (large, zeroed), (large, {}))))
-        except Exception as error:  # layers don't compute in fp64, or code takes a size from elsewhere
-            left.append(f"{candidate}: can't be checked in fp64 ({first_line(error)})")
-            continue
-        if is_same:
-            found = together
-        else:
-            left.append(f"{candidate}: without some, the model isn't the one with zeros in their place")
-    return Outcome(found, left)
+
+    def __init__(
+        self,
+        trained: nn.Module,
+        make: Callable[[Sizes], nn.Module],
+        call: Callable[[nn.Module, Any], Tensor],
+        inputs: Callable[[], Any],
+    ) -> None:
+        self.trained, self.make, self.call, self.inputs = trained, make, call, inputs
+
+    def holds(self, sizes: Sizes, widths: Sequence[InnerWidth], kept: Sequence[Tensor]) -> bool:
+        """Whether both compute the same.
+
+        Args:
+            kept: of each width the units that stay.
+        """
+        large, few = copied(self.trained), tree_map_only(Tensor, in_fp64, self.inputs())
+        state = large.state_dict()
+        small = copied(self.make(sizes))
+        small.load_state_dict(sliced(state, widths, kept))
+        of_all = masked(state, widths, kept)
+        zeroed = {name: tensor for name, tensor in of_all.items() if tensor is not state[name]}
+        return agree(*(computed(self.call, *each, few) for each in ((small, {}), (large, zeroed), (large, {}))))
+
+    def proven(self, candidates: Sequence[Found]) -> Outcome:
+        """Those of the candidates for which it holds, all together."""
+        found, left = list[Found](), list[str]()
+        for candidate in candidates:
+            together = Outcome([*found, candidate], [])
+            try:
+                holds = self.holds(together.sizes, together.widths, different_units(together.found))
+            except Exception as error:  # layers don't compute in fp64, or code takes a size from elsewhere
+                left.append(f"{candidate}: can't be checked in fp64 ({first_line(error)})")
+                continue
+            if holds:
+                found = together.found
+            else:
+                left.append(f"{candidate}: without some, the model isn't the one with zeros in their place")
+        return Outcome(found, left)
 
 
 def agree(ours: Tensor, theirs: Tensor, whole: Tensor) -> bool:
@@ -241,11 +267,11 @@ def agree(ours: Tensor, theirs: Tensor, whole: Tensor) -> bool:
     return bool(((ours - theirs).abs().max() <= allowed).item())
 
 
-def kept_at_random(found: Sequence[Found]) -> list[Tensor]:
-    """Of each width some units, other ones in each."""
-    draw = torch.Generator().manual_seed(0)
+def different_units(found: Sequence[Found]) -> list[Tensor]:
+    """Of each width some units at random, but never the same ones as of the width before it."""
     numbers = [(each.num_units, each.number) for each in found for _ in each.widths]
-    return [torch.randperm(num_units, generator=draw)[:number] for num_units, number in numbers]
+    orders = {size: torch.randperm(size, generator=torch.Generator().manual_seed(0)) for size, _ in numbers}
+    return [orders[size].roll(index)[:number] for index, (size, number) in enumerate(numbers)]
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ units of its own. A unit is a feature of an MLP, a channel, or a head of keys an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -69,12 +69,15 @@ class Pruned(NamedTuple):
         widths: what becomes smaller, of the larger model.
         numbers: of each width how many units stay.
         left: sentences: what stays as it is, and why.
+        holds: of each width the units that stay -> whether the smaller model computes what the larger one computes with
+            zeros in place of the others; for models of which it isn't known by construction.
     """
 
     config: Any
     widths: list[InnerWidth]
     numbers: list[int]
     left: list[str]
+    holds: Callable[[Sequence[Tensor]], bool] = lambda kept: True
 
     @property
     def is_smaller(self) -> bool:

@@ -22,8 +22,10 @@ from lowvram.knobs.precision.bf16_pure import to_bf16
 from lowvram.loops.grow import Grow
 from lowvram.loops.prune import Prune
 from lowvram.loops.session import Session
+from lowvram.models import hf_widths
 from lowvram.models.hf import HfConfig
 from lowvram.models.hf_source import transformers
+from lowvram.models.hf_widths import Check, Outcome
 from lowvram.models.layout import dtypes_in
 from lowvram.tasks import Auto
 from tests.hugging import with_weights
@@ -33,6 +35,7 @@ from tests.loops.sessions import PRUNE, Drawn, session_in
 SPECS = {
     "llama:grouped": DataSpec(Modality.TOKENS, 200, (12,)),
     "gpt2": DataSpec(Modality.TOKENS, 200, (12,)),
+    "phi3:fused": DataSpec(Modality.TOKENS, 200, (12,)),
     "vit": DataSpec(Modality.IMAGES, 5, (3, 16, 16)),
 }
 
@@ -127,6 +130,17 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     assert len(sizes) > 1
     figures = Prune().run(session_of(tmp_path, HfConfig(str(folder)), SPECS["gpt2"]))["pruning"]
     assert figures["file_before_bytes"] == sum(sizes)
+
+
+def test_a_model_that_computes_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the units that really leave: others may have told nothing."""
+    monkeypatch.setattr(
+        hf_widths, "halves", lambda change, num: (change.dim, torch.arange(change.before).view(num, -1))
+    )
+    monkeypatch.setattr(Check, "proven", lambda self, candidates: Outcome(list(candidates), []))
+    with pytest.raises(BadInput, match=r"^model='HfConfig': must be a model in which what leaves is the same as zeros"):
+        Prune().run(trained(tmp_path, "phi3:fused"))
+    assert not (tmp_path / "model").exists()
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from lowvram.data.spec import DataSpec, Modality, pairs_layout
 from lowvram.models import hf_widths
 from lowvram.models.hf import HfConfig, Weights
 from lowvram.models.hf_heads import Head
-from lowvram.models.hf_widths import Change, Slices, agree, grouped
+from lowvram.models.hf_widths import Change, Found, agree, different_units, grouped
 from lowvram.models.remade import Trained
-from lowvram.models.widths import Pruned, sliced
+from lowvram.models.widths import InnerWidth, Pruned, Slices, sliced
 from lowvram.tasks import Auto
 from tests.hugging import tiny, with_weights
 from tests.laboratory import CPU, knobs_of, make_batch, peak_as_measured, peak_as_planned
@@ -145,6 +146,16 @@ def test_wrong_places_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     smaller = pruned("llama:grouped")[2]
     assert smaller.config.args == {"intermediate_size": 24}
     assert smaller.left[0].startswith("attention heads (num_attention_heads, num_key_value_heads, head_dim): without")
+
+
+def test_no_width_keeps_the_units_of_the_one_before() -> None:
+    """Of two heads in two layers, equal draws would hide that the layers share a bias of each head."""
+    one = Slices("a.weight", 0, torch.arange(2)[:, None])
+    width = InnerWidth((one,), one)
+    found = [Found("heads", 2, 1, {}, [width] * 6), Found("features", 24, 12, {}, [width] * 3)]
+    kept = [set(units.tolist()) for units in different_units(found)]
+    assert [len(units) for units in kept] == [1] * 6 + [12] * 3
+    assert all(one != other for one, other in pairwise(kept))
 
 
 def test_models_are_the_same_in_proportion_to_what_the_units_do() -> None:
