@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lowvram.cli.initial import as_hydra, with_initial, with_transformed
+from lowvram.cli.linked_points import linked
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.export.folder import export
@@ -236,6 +237,8 @@ def test_a_folder_of_transformers_is_named(tmp_path: Path) -> None:
         assert with_initial(with_transformed(["model=hf", *words]))[:1] == named[1:]
     words = with_initial([f"model.init={folder}"])
     assert with_initial(words) == words == named  # a resumed run
+    point = ["model=hf", "model.name=elsewhere", "model.args={hidden_size:8}", "model.init=point:0"]
+    assert linked(point, {0: tmp_path / "run"}) == [named[1], "model=hf"]
     used = {"name": "elsewhere", "head": "causal_lm", "dropout": 0.1, "blocks": None, "args": {"hidden_size": 8}}
     config = {"config": {"model": used}, "choices": {"model": "hf"}}
     rows.write(tmp_path / "run", rows.merge(rows.empty_row(), {"name": "run", **config}))
