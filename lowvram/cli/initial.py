@@ -138,6 +138,8 @@ def words_of_transformers(folder: Path, name: str, words: Sequence[str]) -> list
     origin = f"left out with {name}={folder}"
     require(typed.get("model", "hf") == "hf", "model", typed.get("model"), f"hf, or {origin}")
     require("model.name" not in typed, "model.name", typed.get("model.name"), f"{origin}, which names the model")
+    weights = typed.get("model.weights", "auto")
+    require(weights != "random", "model.weights", weights, f"auto, or {origin}, which has the weights")
     if (folder / manifest.NAME).is_file():  # others' folders have none
         manifest.check(folder)
     check_safetensors(folder, name, str(folder))

@@ -255,6 +255,8 @@ def test_folders_of_transformers_that_can_not_be_used_are_refused(tmp_path: Path
         with_initial(["model=gpt2", f"model.init={folder}"])
     with pytest.raises(BadInput, match=r"^model\.name='other': must be left out with prune\.run="):
         with_transformed(["mode=prune", "model.name=other", f"prune.run={folder}"])
+    with pytest.raises(BadInput, match=r"^model\.weights='random': must be auto, or left out with prune\.run="):
+        with_transformed(["mode=prune", "model.weights=random", f"prune.run={folder}"])
     without = of_transformers(tmp_path / "pickles", "pytorch_model.bin")
     with pytest.raises(BadInput, match=r"^prune\.run=.*: must be the folder of a trained model: it has no \*\.safeten"):
         with_transformed(["mode=prune", f"prune.run={without}"])
