@@ -58,11 +58,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more, which only some tes
     "convnext": ("ConvNextForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}),
 }
 
+WIDER = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+GROUPED = {**WORDS, **WIDER, "num_key_value_heads": 2, "pad_token_id": 0}  # two heads of queries to one of keys
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PRUNABLE: dict[str, tuple[str, dict[str, Any]]] = {  # what only tests of smaller models try
+    "llama:grouped": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
+    "llama:many": ("LlamaForCausalLM", {**GROUPED, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    "mistral:grouped": ("MistralForCausalLM", {**GROUPED, "head_dim": 12}),
+    "qwen3:grouped": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8, "attention_bias": True}),
+    "gemma:grouped": ("GemmaForCausalLM", {**GROUPED, "head_dim": 8}),
+    "phi3:fused": ("Phi3ForCausalLM", GROUPED),
+    "mixtral:experts": ("MixtralForCausalLM", {**GROUPED, **EXPERTS}),
+}
+
 
 @cache
 def tiny(kind: str) -> str:
     """The path of a folder that holds the configuration alone."""
-    architecture, sizes = FAMILIES[kind]
+    architecture, sizes = {**FAMILIES, **PRUNABLE}[kind]
     config = transformers.AutoConfig.for_model(kind.partition(":")[0], architectures=[architecture], **sizes)
     folder = f"{ROOT.name}/{kind.replace(':', '-')}"
     config.save_pretrained(folder)
@@ -72,7 +85,7 @@ def tiny(kind: str) -> str:
 @cache
 def with_weights(kind: str, num_labels: int = 5) -> str:
     """The path of a folder that holds weights, too."""
-    architecture, _ = FAMILIES[kind]
+    architecture, _ = {**FAMILIES, **PRUNABLE}[kind]
     classes = {"num_labels": num_labels} if "Classification" in architecture else {}
     config, folder = transformers.AutoConfig.from_pretrained(tiny(kind), **classes), f"{tiny(kind)}-weights"
     torch.manual_seed(0)

@@ -31,6 +31,8 @@ SECTIONS_OF_ONE_CALL = (*TRANSFORMS, "model", "hydra")
 # With other values of these the same tensors would be another model, or some of them would be left out.
 FIXED = ("num_layers", "num_distinct_layers", "num_heads", "num_kv_heads", "head_width", "layers", "block")
 
+OF_USE = ("head", "dropout", "blocks")  # of a model of transformers: what its own configuration doesn't say
+
 
 def with_initial(words: list[str]) -> list[str]:
     """The words; before them those for the sizes of the model in the folder `model.init`, so that it is this model that
@@ -43,9 +45,11 @@ def with_initial(words: list[str]) -> list[str]:
     folder = typed_folder(words, "model.init")
     if folder is None:
         return words
-    sizes = sizes_in(exported_in(folder, "model.init"), "model.init", words)
+    exported = exported_in(folder, "model.init")
     others = [word for word in words if key(word) != "model.init"]
-    return [*sizes, *others, word_for("model.init", str(folder.absolute()))]
+    if is_of_transformers(described_in(exported)):
+        return [*words_of_transformers(exported, "model.init", words), *others]
+    return [*sizes_in(exported, "model.init", words), *others, word_for("model.init", str(folder.absolute()))]
 
 
 def with_transformed(words: list[str]) -> list[str]:
@@ -59,7 +63,8 @@ def with_transformed(words: list[str]) -> list[str]:
     if folder is None:
         return words
     model = exported_in(folder, name)
-    sizes_in(model, name, words)  # before anything else is said about it
+    is_pruned_elsewhere = name == "prune.run" and is_of_transformers(described_in(model))
+    (words_of_transformers if is_pruned_elsewhere else sizes_in)(model, name, words)  # is checked before all else
     row = rows.read(model.parent)
     data = {} if row is None else data_of(row, words, f"{name}={folder}")
     return [*untyped({"model.init": str(model), **data}, words), *words]
@@ -110,19 +115,54 @@ def exported_in(folder: Path, name: str) -> Path:
     return found
 
 
+def described_in(folder: Path) -> Any:
+    """What an exported model's file says about it; None if it can't be read."""
+    with suppress(OSError, ValueError):
+        return json.loads((folder / CONFIG).read_bytes())
+    return None
+
+
+def is_of_transformers(described: Any) -> bool:
+    """Whether it is the configuration of a model in the layout of Hugging Face's transformers."""
+    return isinstance(described, dict) and "model_type" in described and "data" not in described
+
+
+def words_of_transformers(folder: Path, name: str, words: Sequence[str]) -> list[str]:
+    """The words for a model of transformers in a folder. If it is that of a run, they also say how the run has used it,
+    but for what was typed.
+
+    Raises:
+        BadInput: another model was typed, the folder has no weights, is damaged, or in another format than safetensors.
+    """
+    typed = {key(word): word.partition("=")[2] for word in words}
+    origin = f"left out with {name}={folder}"
+    require(typed.get("model", "hf") == "hf", "model", typed.get("model"), f"hf, or {origin}")
+    require("model.name" not in typed, "model.name", typed.get("model.name"), f"{origin}, which names the model")
+    weights = typed.get("model.weights", "auto")
+    require(weights != "random", "model.weights", weights, f"auto, or {origin}, which has the weights")
+    if (folder / manifest.NAME).is_file():  # others' folders have none
+        manifest.check(folder)
+    check_safetensors(folder, name, str(folder))
+    has_weights = any(folder.glob("*.safetensors"))
+    require(has_weights, name, str(folder), "the folder of a trained model: it has no *.safetensors")
+    row = rows.read(folder.parent)
+    used = row["config"]["model"] if row is not None and row["choices"].get("model") == "hf" else {}
+    of_run = {f"model.{field}": used[field] for field in OF_USE if field in used}
+    return untyped({"model": "hf", "model.name": str(folder.absolute()), **of_run}, words)
+
+
 def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     """The words for the configuration of an exported model, but for those that were typed.
 
     Raises:
         BadInput: it holds no model of lowvram's, is damaged, or in a format other than safetensors.
     """
-    described: Any = None
-    with suppress(OSError, ValueError):
-        described = json.loads((folder / CONFIG).read_bytes())
+    described = described_in(folder)
     target = described["model"].get("_target_") if is_export(described) else None
     nodes = {option: node_of("model", option) for option in options_of("model")}
     options = [option for option, node in nodes.items() if node["_target_"] == target and "init" in node]
-    allowed = "the folder of a trained model of lowvram's own (transformer, resnet), such as a run's model"
+    others = "" if name == "grow.run" else " or of Hugging Face's transformers"
+    allowed = f"the folder of a trained model of lowvram's own (transformer, resnet){others}, such as a run's model"
     require(bool(options), name, str(folder), f"{allowed}: {CONFIG} there is none's")
     manifest.check(folder)
     check_safetensors(folder, name, str(folder))

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.config.settings import GrowSettings
 from lowvram.loops.session import Session
-from lowvram.loops.transform import changes, trained_model, trained_tensors, transformed
+from lowvram.loops.transform import trained_model, trained_tensors, transformed
 from lowvram.models.builtin import OwnModel
 from lowvram.models.growth import grown, sources
 
@@ -27,14 +27,14 @@ class Grow:
 
     def run(self, session: Session) -> dict[str, Any]:
         settings = session.settings.grow
-        shallow = trained_model(session, "grow", settings.run)
+        shallow = trained_model(session, "grow", settings.run, OwnModel, "transformer or resnet")
         deep = shallow.grown(settings.factor, settings.how)
         num_copied = sum(map(len, shallow.runs_of_blocks()))
         allowed = "the folder of a model with a block that keeps the image's shape, to be copied: it has none"
         require(num_copied > 0, "grow.run", shallow.init, allowed)
         session.begin(0, 0)
         row = transformed(session, "growing", (shallow, deep), partial(values, session, shallow, settings))
-        print(f"grown by {settings.how.name}: {changes(shallow, deep)}")
+        print(f"grown by {settings.how.name}: {shallow.changes(deep)}")
         return row
 
 

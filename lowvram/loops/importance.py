@@ -49,7 +49,7 @@ class Wanda(Importance):
 
     @torch.no_grad()
     def scores(self, rig: Rig, widths: Sequence[InnerWidth], batches: Iterable[Part]) -> list[Tensor]:
-        readers = [rig.model.get_submodule(width.reader) for width in widths]
+        readers = [rig.model.get_submodule(width.layer) for width in widths]
         squares: dict[nn.Module, Tensor] = {}
 
         def note(reader: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -64,12 +64,13 @@ class Wanda(Importance):
         finally:
             for hook in hooks:
                 hook.remove()
-        unseen = [width.reader for width, reader in zip(widths, readers, strict=True) if reader not in squares]
+        unseen = [width.layer for width, reader in zip(widths, readers, strict=True) if reader not in squares]
         if unseen:  # without activations all units of a width would be equal
             raise RuntimeError(f"wanda has seen no activations of {', '.join(unseen)}: the model didn't call its hooks")
-        weights = [over_others(weight_of(reader).double().abs(), 1) for reader in readers]
-        products = [weight * squares[reader].sqrt() for weight, reader in zip(weights, readers, strict=True)]
-        return [per_unit(each, width.columns).cpu() for each, width in zip(products, widths, strict=True)]
+        return [
+            per_unit(over_others(weight_of(reader).double().abs(), dim) * squares[reader].sqrt(), places).cpu()
+            for reader, (_, dim, places) in zip(readers, (width.reader for width in widths), strict=True)
+        ]
 
 
 @final
@@ -78,17 +79,18 @@ class Taylor(Importance):
     over the weights that read it. Absolute, and the mean over the batches."""
 
     def scores(self, rig: Rig, widths: Sequence[InnerWidth], batches: Iterable[Part]) -> list[Tensor]:
-        weights = [weight_of(rig.model.get_submodule(width.reader)) for width in widths]
-        each = [per_batch(rig, weights, batch) for batch in batches]
+        weights = [weight_of(rig.model.get_submodule(width.layer)) for width in widths]
+        dims = [width.reader.dim for width in widths]
+        each = [per_batch(rig, weights, dims, batch) for batch in batches]
         changes = [torch.stack(of_width) for of_width in zip(*each, strict=True)]  # (batches, columns) each
         return [
-            torch.stack([per_unit(row, width.columns) for row in change]).abs().mean(0).cpu()
+            torch.stack([per_unit(row, width.reader.places) for row in change]).abs().mean(0).cpu()
             for change, width in zip(changes, widths, strict=True)
         ]
 
 
-def per_batch(rig: Rig, weights: Sequence[Tensor], batch: Part) -> list[Tensor]:
-    """Of each weight its product with its gradient of the batch's mean loss, summed over all but the columns."""
+def per_batch(rig: Rig, weights: Sequence[Tensor], dims: Sequence[int], batch: Part) -> list[Tensor]:
+    """Of each weight its product with its gradient of the batch's mean loss, summed over all but one dimension."""
     parts = rig.split(batch)
     total, sums = rig.total(parts), [torch.zeros_like(weight) for weight in weights]
     for part in parts:
@@ -97,7 +99,7 @@ def per_batch(rig: Rig, weights: Sequence[Tensor], batch: Part) -> list[Tensor]:
         for so_far, gradient in zip(sums, torch.autograd.grad(loss, list(weights)), strict=True):
             so_far += gradient
     products = [weight.detach().double() * so_far.double() for weight, so_far in zip(weights, sums, strict=True)]
-    return [over_others(product, 1) for product in products]
+    return [over_others(product, dim) for product, dim in zip(products, dims, strict=True)]
 
 
 def over_others(tensor: Tensor, dim: int) -> Tensor:
@@ -112,8 +114,8 @@ def per_unit(values: Tensor, places: Tensor) -> Tensor:
 
 
 def channel_dim(reader: nn.Module) -> int:
-    """The dimension of a layer's inputs that dimension 1 of its weight multiplies."""
-    return -1 if isinstance(reader, nn.Linear) else 1
+    """The dimension of a layer's inputs that its weight multiplies: 1 of images, which a convolution reads."""
+    return 1 if weight_of(reader).dim() > 2 else -1
 
 
 def weight_of(reader: nn.Module) -> Tensor:

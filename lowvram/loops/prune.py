@@ -15,11 +15,14 @@ from lowvram.config.errors import require
 from lowvram.config.settings import PruneSettings
 from lowvram.core.rig import Part
 from lowvram.data.loader import TimedBatches
+from lowvram.loops import fields
 from lowvram.loops.importance import IMPORTANCES
 from lowvram.loops.session import Session
-from lowvram.loops.transform import changes, trained_model, trained_tensors, transformed
-from lowvram.models.builtin import OwnModel
-from lowvram.models.widths import sliced
+from lowvram.loops.transform import trained_model, trained_tensors, transformed
+from lowvram.models.remade import Remade, Trained
+from lowvram.models.widths import Pruned, sliced
+
+FEW = 2  # samples on which it is checked that a unit's places are known
 
 
 @final
@@ -29,36 +32,49 @@ class Prune:
 
     def run(self, session: Session) -> dict[str, Any]:
         settings = session.settings.prune
-        large = trained_model(session, "prune", settings.run)
-        small = smaller(large, settings)
+        large = trained_model(session, "prune", settings.run, Remade, "transformer, resnet or hf")
+        pruned = smaller(session, large, settings)
         session.begin(0, settings.batches)
-        pruned = transformed(session, "pruning", (large, small), partial(kept_values, session, large, small))
-        print(f"pruned by {settings.importance.name}: {changes(large, small)}")
-        return pruned
+        row = transformed(session, "pruning", (large, pruned.config), partial(kept_values, session, large, pruned))
+        print(f"pruned by {settings.importance.name}: {large.changes(pruned.config) or 'no size has changed'}")
+        for sentence in pruned.left:
+            print(f"stays as it is: {sentence}")
+        return fields.merged(row, {"pruning": {"left": "; ".join(pruned.left) or None}})
 
 
-def smaller(large: OwnModel, settings: PruneSettings) -> OwnModel:
-    """The configuration of the pruned model. Raises BadInput if it would be as large as before."""
-    small = large.pruned(settings.ratio, settings.round_to)
-    sizes = zip(large.inner_widths(), small.inner_widths(), strict=True)
-    is_smaller = settings.ratio == 0 or any(after.num_units < before.num_units for before, after in sizes)
+def smaller(session: Session, large: Remade, settings: PruneSettings) -> Pruned:
+    """How the model becomes smaller. Raises BadInput if it can't, or would be as large as before."""
+    trained = Trained(session.rig.model, session.data.spec, partial(few_inputs, session))
+    pruned = large.smaller(trained, settings.ratio, settings.round_to)
     allowed = f"larger, or prune.round_to={settings.round_to} smaller: this leaves all widths of the model as they are"
-    require(is_smaller, "prune.ratio", settings.ratio, allowed)
-    return small
+    require(settings.ratio == 0 or pruned.is_smaller, "prune.ratio", settings.ratio, allowed)
+    return pruned
 
 
-def kept_values(session: Session, large: OwnModel, small: OwnModel) -> dict[str, Tensor]:
+def few_inputs(session: Session) -> Any:
+    """The inputs of a few samples of the first batch, on the CPU."""
+    batches = session.batches(0)
+    try:
+        return next(batches).map(lambda tensor: tensor[:FEW].cpu()).inputs
+    finally:
+        batches.close()
+
+
+def kept_values(session: Session, large: Remade, pruned: Pruned) -> dict[str, Tensor]:
     """The trained tensors without the least important units of each width."""
-    settings, batches, widths = session.settings.prune, session.batches(0), large.inner_widths()
+    settings, batches = session.settings.prune, session.batches(0)
     session.rig.model.eval()
     try:
         counted = counting(session, batches, settings.batches)
-        scores = IMPORTANCES[settings.importance].scores(session.rig, widths, counted)
+        scores = IMPORTANCES[settings.importance].scores(session.rig, pruned.widths, counted)
     finally:
         batches.close()
-    numbers = (width.num_units for width in small.inner_widths())
-    kept = [score.topk(number).indices for score, number in zip(scores, numbers, strict=True)]
-    return sliced(trained_tensors(session, large), widths, kept)
+    kept = [score.topk(number).indices for score, number in zip(scores, pruned.numbers, strict=True)]
+    allowed = (
+        "a model in which what leaves is the same as zeros in its place: without these units it computes otherwise"
+    )
+    require(pruned.holds(kept), "model", type(large).__name__, allowed)
+    return sliced(trained_tensors(session, large), pruned.widths, kept)
 
 
 def counting(session: Session, batches: TimedBatches, num_batches: int) -> Iterator[Part]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, Incompatible, require
@@ -22,14 +25,15 @@ from lowvram.loops import fields
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.profiling.post_run import run_peaks
 from lowvram.loops.session import Session
-from lowvram.models.builtin import OwnModel
-from lowvram.models.layout import EXPORTED, dtypes_in, plain, weights_in
+from lowvram.models.layout import EXPORTED, dtypes_in
+from lowvram.models.remade import Remade
 
+M = TypeVar("M", bound=Remade)
 ALLOWED = ("accum", "allocator")  # groups that change neither the weights nor how the model is called
 
 
 def transformed(
-    session: Session, what: str, models: tuple[OwnModel, OwnModel], values: Callable[[], Mapping[str, Tensor]]
+    session: Session, what: str, models: tuple[Remade, Any], values: Callable[[], Mapping[str, Tensor]]
 ) -> fields.Fields:
     """Write the new model into the session's folder, evaluate the old one and the new one; returns the row's fields.
 
@@ -45,10 +49,10 @@ def transformed(
     change_formats(model, tensors)
     made_from = Origin(new, session.data.spec, NoAdapter(), session.settings.root.seed)
     export(session.folder / EXPORTED, model, made_from, merge=True)
-    written = replace(new, init=str(session.folder / EXPORTED))
+    written = new.written_in(session.folder / EXPORTED)
     next_session = going_on(session, written)
     after = evaluate(next_session)
-    figures = [about(session.rig, old.init, before, "before"), about(next_session.rig, written.init, after, "after")]
+    figures = [about(session.rig, old, before, "before"), about(next_session.rig, written, after, "after")]
     return fields.merged(
         fields.common(next_session),
         {"loss": {"eval": after.loss}, "eval": after.scores, "memory": run_peaks(session)},
@@ -57,12 +61,17 @@ def transformed(
     )
 
 
-def trained_tensors(session: Session, old: OwnModel) -> dict[str, Tensor]:
+def trained_tensors(session: Session, old: Remade) -> dict[str, Tensor]:
     """The tensors of the old model, by name, in the number formats of its file: those of a run with precision=bf16_pure
     are mostly bf16. The session's model has them in fp32, with the values of the file, so that nothing is rounded."""
-    formats = dtypes_in(str(old.init))
+    formats = dtypes_in(old.weight_files())
     tensors: dict[str, Tensor] = session.rig.model.state_dict()
-    return {name: tensor.to(formats.get(name, tensor.dtype)) for name, tensor in tensors.items()}
+
+    def format_of(name: str, tensor: Tensor) -> torch.dtype:
+        of_a_base = name.partition(".")[2]  # a model of transformers that was saved without a head
+        return formats.get(name, formats.get(of_a_base, tensor.dtype))
+
+    return {name: tensor.to(format_of(name, tensor)) for name, tensor in tensors.items()}
 
 
 def change_formats(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -77,30 +86,32 @@ def change_formats(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             setattr(module, name, changed[tensor])
 
 
-def trained_model(session: Session, mode: str, run: str | None) -> OwnModel:
+def trained_model(session: Session, mode: str, run: str | None, kind: type[M], options: str) -> M:
     """The configuration of the model that another one is made from.
 
     Args:
         mode: the mode's name.
         run: the value `run` of its section.
+        kind: the class of the configurations that it can change.
+        options: the options of `model` that have such configurations.
 
     Raises:
-        BadInput: a run would be replaced; no trained model is given, it isn't one of lowvram's, or the new one would be
+        BadInput: a run would be replaced; no trained model is given, it is of another kind, or the new one would be
             written in another format.
         Incompatible: a knob has changed the model, or may have.
     """
     model = session.problem.model
     allowed = "train: a run that makes another model writes into a folder of its own, and can't be resumed"
     require(not session.is_resumed, "mode", mode, allowed)
-    if not isinstance(model, OwnModel):
-        allowed = f"transformer or resnet with mode={mode}, which doesn't know what belongs together in other models"
+    if not isinstance(model, kind):
+        allowed = f"{options} with mode={mode}, which doesn't know what belongs together in other models"
         raise BadInput("model", type(model).__name__, allowed)
-    allowed = "the folder of a finished run, or of an exported model"
-    if run is not None:
-        allowed = (
-            f"typed on the command line beside mode={mode}: from a preset, or with modes of a sweep, it isn't read"
-        )
-    require(model.init is not None, f"{mode}.run", run, allowed)
+    trained = model.trained_folder()
+    if run is None:
+        require(trained is not None, f"{mode}.run", run, "the folder of a finished run, or of an exported model")
+    is_read = trained is not None and run is not None and is_in(trained, Path(run).expanduser())
+    allowed = f"typed on the command line beside mode={mode}: from a preset, or with modes of a sweep, it isn't read"
+    require(is_read or run is None, f"{mode}.run", run, allowed)
     require(num_ranks() == 1, "sharding.ranks", num_ranks(), f"1 with mode={mode}, which computes in one process")
     check_plain(session, mode)
     allowed = f"safetensors with mode={mode}: the run that trains the new model on may write another format"
@@ -108,6 +119,13 @@ def trained_model(session: Session, mode: str, run: str | None) -> OwnModel:
     require(written is ExportFormat.safetensors, "export.format", written.name, allowed)
     check_free(session.folder / EXPORTED)
     return model
+
+
+def is_in(trained: Path, run: Path) -> bool:
+    """Whether the folder of a trained model is this one, or that of this run. A relative one begins where the command
+    was typed, which may be elsewhere than here."""
+    names = run.parts
+    return not names or any(folder.parts[-len(names) :] == names for folder in (trained, trained.parent))
 
 
 def check_plain(session: Session, mode: str) -> None:
@@ -122,7 +140,7 @@ def check_plain(session: Session, mode: str) -> None:
         raise Incompatible(f"{typed}: mode={mode} takes the model as its file has it, so it needs {remedy}")
 
 
-def going_on(session: Session, model: OwnModel) -> Session:
+def going_on(session: Session, model: Any) -> Session:
     """The session in which the new model would train on. It reads what was written."""
     settings = replace(session.settings, groups={**session.settings.groups, "model": model})
     problem = settings.groups["task"].pose(model, session.data.spec)
@@ -130,17 +148,10 @@ def going_on(session: Session, model: OwnModel) -> Session:
     return replace(session, settings=settings, problem=problem, rig=rig)
 
 
-def changes(old: OwnModel, new: OwnModel) -> str:
-    """The fields in which two configurations differ, as they are typed."""
-    before, after = plain(old), plain(new)
-    changed = [f"model.{name}={value}" for name, value in after.items() if name != "init" and value != before[name]]
-    return " ".join(changed) or "no size has changed"
-
-
-def about(rig: Rig, weights: str | None, evaluation: Evaluation, when: str) -> fields.Fields:
+def about(rig: Rig, model: Remade, evaluation: Evaluation, when: str) -> fields.Fields:
     """The figures of the model before, or after, it was changed."""
     return {
         f"parameters_{when}": sum(parameter.numel() for parameter in rig.model.parameters()),
-        f"file_{when}_bytes": weights_in(str(weights)).stat().st_size,
+        f"file_{when}_bytes": sum(path.stat().st_size for path in model.weight_files()),
         f"loss_{when}": evaluation.loss,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -17,7 +17,8 @@ from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
-from lowvram.models.widths import InnerWidth
+from lowvram.models.remade import Remade, Trained
+from lowvram.models.widths import InnerWidth, Pruned
 
 
 class OwnModule(nn.Module, ABC):
@@ -51,7 +52,7 @@ class OwnModule(nn.Module, ABC):
 
 
 @dataclass(frozen=True)
-class OwnModel(ABC):
+class OwnModel(Remade):
     """The configuration of an `OwnModule`: a frozen dataclass, whose fields are those of the model's YAML.
 
     The model is made without values. Each tensor is filled later: from `init`, the folder of an exported model, or if
@@ -64,6 +65,24 @@ class OwnModel(ABC):
         """Raises BadInput if `init` isn't the folder of an exported model."""
         if self.init is not None:
             layout.weights_in(self.init)
+
+    def trained_folder(self) -> Path | None:
+        return None if self.init is None else Path(self.init).expanduser()
+
+    def weight_files(self) -> list[Path]:
+        return [] if self.init is None else [layout.weights_in(self.init)]
+
+    def written_in(self, folder: Path) -> Self:
+        return replace(self, init=str(folder))
+
+    def changes(self, new: Any) -> str:
+        before, after = layout.plain(self), layout.plain(new)
+        changed = (name for name, value in after.items() if name != "init" and value != before[name])
+        return " ".join(f"model.{name}={after[name]}" for name in changed)
+
+    def smaller(self, trained: Trained, ratio: float, multiple: int) -> Pruned:
+        small = self.pruned(ratio, multiple)
+        return Pruned(small, self.inner_widths(), [width.num_units for width in small.inner_widths()], [])
 
     def pruned(self, ratio: float, multiple: int) -> Self:
         """The configuration of the same model with smaller widths inside its blocks, and without `init`.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,10 @@ from lowvram.models.hf_source import (
     transformers,
     weight_files,
 )
+from lowvram.models.hf_widths import Check, Trials
+from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
+from lowvram.models.widths import Pruned
 
 LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
 USUAL_IMAGE_SIZE = 224  # pixels, for models that accept any size
@@ -49,7 +52,7 @@ class Weights(Enum):
 
 @final
 @dataclass(frozen=True)
-class HfConfig(ForeignModel):
+class HfConfig(ForeignModel, Remade):
     """A model of transformers, with changes to its configuration.
 
     Raises:
@@ -248,6 +251,56 @@ class HfConfig(ForeignModel):
         if not self.is_pretrained():
             return None
         return str(folder(self.name).resolve()) if is_folder(self.name) else self.name
+
+    def trained_folder(self) -> Path | None:
+        return local_files(self.name, self.revision) if self.is_pretrained() else None
+
+    def weight_files(self) -> list[Path]:
+        folder = self.trained_folder()
+        return hf_layout.weight_files(folder) if folder else []
+
+    def written_in(self, folder: Path) -> HfConfig:
+        return replace(self, name=str(folder), revision=None, weights=Weights.auto, args=None)
+
+    def changes(self, new: Any) -> str:
+        before = self.config().to_dict()
+        return " ".join(f"{name}={value}" for name, value in (new.args or {}).items() if value != before[name])
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> HfConfig:
+        """The same with other values in its configuration."""
+        return replace(self, args={**(self.args or {}), **sizes})
+
+    def shapes_with(self, sizes: Mapping[str, int], spec: DataSpec) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of the model with other values in its configuration, which is read again as if it had been saved:
+        its class checks then what it allows. None if there is no such model."""
+        try:
+            config = self.with_sizes(sizes).config_for(spec)
+            return shapes_of(self.model_class(), type(config).from_dict(config.to_dict()))
+        except Exception:
+            return None
+
+    def smaller(self, trained: Trained, ratio: float, multiple: int) -> Pruned:
+        head = self.chosen_head().name
+        require(self.has_trained_head(), "model.head", head, "the one that the model was trained with, to be pruned")
+        model, spec, inputs = trained
+        blocks = self.find_blocks(model, spec).blocks
+        require(bool(blocks), "model.blocks", self.blocks, "the class of the blocks that are pruned: none were found")
+        trials = Trials(model, self.config_for(spec), lambda sizes: self.shapes_with(sizes, spec), blocks)
+        heads, mlps = trials.heads(ratio), trials.mlps(ratio, multiple)
+        same = [each for each in [*heads.found, *mlps.found] if not each.is_smaller]
+        fewer = [each for each in [*heads.found, *mlps.found] if each.is_smaller]
+        check = Check(model, lambda sizes: self.with_sizes(sizes).make(spec), self.call, inputs)
+        sure = check.proven(fewer)
+        left = [
+            *heads.left,
+            *mlps.left,
+            *sure.left,
+            *(f"{each}: none leaves of {each.num_units} in each" for each in same),
+        ]
+        allowed = f"a model inside whose blocks something can leave; here stay {'; '.join(left)}"
+        require(bool(sure.found or same), "model.name", self.name, allowed)
+        holds = partial(check.holds, sure.sizes, sure.widths)
+        return Pruned(self.with_sizes(sure.sizes), sure.widths, sure.numbers, left, holds)
 
     def save(self, model: Any, spec: DataSpec, folder: Path) -> None:
         """Save in transformers' own layout, with the files of the model's folder that belong to it."""

@@ -41,6 +41,12 @@ def save(model: Any, entries: Mapping[str, Any], folder: Path) -> None:
             transformers.GenerationConfig.from_model_config(config).save_pretrained(folder)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The weights in a folder: one file, or several shards."""
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
+
+
 def copy_companions(source: Path | None, folder: Path) -> None:
     """Copy the files of `BESIDE` from the folder that the model came from, if there is one."""
     for pattern in BESIDE:

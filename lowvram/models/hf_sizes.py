@@ -39,9 +39,10 @@ def num_positions(config: Any) -> int | None:
 
 
 def shapes_of(model_class: Any, config: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's parameters, by name."""
+    """The shapes of a model's parameters, by all of their names."""
     with without_dispatch_modes(), torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in model_class(config).named_parameters()}
+        parameters = model_class(config).named_parameters(remove_duplicate=False)
+        return {name: tuple(parameter.shape) for name, parameter in parameters}
 
 
 def check_windows(config: Any, image_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -59,12 +60,14 @@ def read_tensor(folder: str, name: str, shape: Size) -> Tensor:
     return saved
 
 
-def dtypes_in(folder: str) -> dict[str, dtype]:
-    """The number format of each tensor of an exported model, by all names of the tensor."""
-    with safe_open(weights_in(folder), "pt") as file:
-        formats = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
-        tied = {name: formats[kept] for name, kept in (file.metadata() or {}).items() if kept in formats}
-    return formats | tied
+def dtypes_in(files: Iterable[Path]) -> dict[str, dtype]:
+    """The number format of each tensor in files of weights, by all names of the tensor."""
+    formats: dict[str, dtype] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            formats |= {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+            formats |= {name: formats[kept] for name, kept in (file.metadata() or {}).items() if kept in formats}
+    return formats
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

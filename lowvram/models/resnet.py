@@ -21,7 +21,7 @@ from lowvram.config.settings import GrowthKind
 from lowvram.core.rig import Tail
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.builtin import OwnModel, OwnModule
-from lowvram.models.widths import InnerWidth, num_kept, one_each
+from lowvram.models.widths import InnerWidth, num_kept, one_each, usual_width
 
 GROUPS = 32  # of a group norm, or fewer where they would not divide the channels (Wu & He, 2018)
 EPSILON = 1e-5  # added to variances
@@ -119,7 +119,7 @@ class ResNetConfig(OwnModel):
         """Of each block the channels between its convolutions, in their order."""
         stages = [stage for stage, num_blocks in enumerate(self.layers) for _ in range(num_blocks)]
         return [
-            InnerWidth(
+            usual_width(
                 (
                     f"blocks.{index}.{writer}.conv.weight",
                     *(f"blocks.{index}.{writer}.norm.{name}" for name in OF_NORMS),

@@ -24,7 +24,7 @@ from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
 from lowvram.models.local_attention import LocalAttention
-from lowvram.models.widths import InnerWidth, num_kept, one_each
+from lowvram.models.widths import InnerWidth, num_kept, of_layer, one_each, usual_width
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
 OPEN_SIZES = (  # fields that may be null
@@ -159,13 +159,8 @@ class TransformerConfig(OwnModel):
         one = one_each(self.mlp_features)
         of_blocks = [
             (
-                InnerWidth(
-                    (f"{block}.attention.qkv.weight", f"{block}.attention.qkv.bias"),
-                    f"{block}.attention.merge",
-                    rows,
-                    columns,
-                ),
-                InnerWidth((f"{block}.mlp.up.weight", f"{block}.mlp.up.bias"), f"{block}.mlp.down", one, one),
+                usual_width(of_layer(f"{block}.attention.qkv"), f"{block}.attention.merge", rows, columns),
+                usual_width(of_layer(f"{block}.mlp.up"), f"{block}.mlp.down", one, one),
             )
             for block in (f"blocks.{index}" for index in range(self.distinct_layers))
         ]

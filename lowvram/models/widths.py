@@ -4,12 +4,20 @@ units of its own. A unit is a feature of an MLP, a channel, or a head of keys an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+
+
+class Slices(NamedTuple):
+    """Where the units of a width are in one tensor."""
+
+    name: str  # of the tensor
+    dim: int  # the dimension along which they are
+    places: Tensor  # (num_units, places of each), int64
 
 
 @final
@@ -18,24 +26,62 @@ class InnerWidth:
     """One width of one block: some tensors write its units, one layer reads them.
 
     Attributes:
-        writers: names of the tensors that have the units along dimension 0: weights, biases, what norms hold.
-        reader: name of the linear layer or convolution that has them along dimension 1 of its weight.
-        rows: (num_units, rows of each), int64: where each unit is in dimension 0 of the writers.
-        columns: (num_units, columns of each), int64: where it is in dimension 1 of the reader's weight.
+        writers: weights, biases, what norms hold.
+        reader: the weight of the linear layer or convolution whose inputs the units are.
     """
 
-    writers: tuple[str, ...]
-    reader: str
-    rows: Tensor
-    columns: Tensor
+    writers: tuple[Slices, ...]
+    reader: Slices
 
     @property
     def num_units(self) -> int:
-        return len(self.rows)
+        return len(self.reader.places)
 
-    def slices(self) -> list[tuple[str, int, Tensor]]:
-        """The name of each tensor that has the units, along which dimension, and where each unit is in it."""
-        return [*((name, 0, self.rows) for name in self.writers), (f"{self.reader}.weight", 1, self.columns)]
+    @property
+    def layer(self) -> str:
+        """The name of the layer that reads the units."""
+        return self.reader.name.removesuffix(".weight")
+
+    def slices(self) -> list[Slices]:
+        """All tensors that have the units."""
+        return [*self.writers, self.reader]
+
+
+def of_layer(name: str) -> tuple[str, str]:
+    """The names of a layer's tensors."""
+    return f"{name}.weight", f"{name}.bias"
+
+
+def usual_width(writers: Iterable[str], layer: str, rows: Tensor, columns: Tensor) -> InnerWidth:
+    """A width whose units are rows of all writers, and columns of the weight of the layer that reads them.
+
+    Args:
+        rows, columns: (num_units, rows or columns of each), int64.
+    """
+    return InnerWidth(tuple(Slices(name, 0, rows) for name in writers), Slices(f"{layer}.weight", 1, columns))
+
+
+class Pruned(NamedTuple):
+    """How a model becomes smaller.
+
+    Attributes:
+        config: the configuration of the smaller model.
+        widths: what becomes smaller, of the larger model.
+        numbers: of each width how many units stay.
+        left: sentences: what stays as it is, and why.
+        holds: of each width the units that stay -> whether the smaller model computes what the larger one computes with
+            zeros in place of the others; for models of which it isn't known by construction.
+    """
+
+    config: Any
+    widths: list[InnerWidth]
+    numbers: list[int]
+    left: list[str]
+    holds: Callable[[Sequence[Tensor]], bool] = lambda kept: True
+
+    @property
+    def is_smaller(self) -> bool:
+        return any(number < width.num_units for number, width in zip(self.numbers, self.widths, strict=True))
 
 
 def one_each(num_units: int) -> Tensor:
@@ -62,3 +108,15 @@ def sliced(state: Mapping[str, Tensor], widths: Sequence[InnerWidth], kept: Sequ
             index = places[units].flatten().sort().values  # tensors keep the order of what stays
             smaller[name] = smaller[name].index_select(dim, index.to(smaller[name].device))
     return smaller
+
+
+def masked(state: Mapping[str, Tensor], widths: Sequence[InnerWidth], kept: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The same with zeros where the units are that leave; the others are the tensors of `state` themselves."""
+    zeroed = dict(state)
+    for width, units in zip(widths, kept, strict=True):
+        leaves = torch.ones(width.num_units, dtype=torch.bool)
+        leaves[units] = False
+        for name, dim, places in width.slices():
+            index = places[leaves].flatten()
+            zeroed[name] = zeroed[name].index_fill(dim, index.to(zeroed[name].device), 0.0)
+    return zeroed

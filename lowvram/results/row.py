@@ -98,6 +98,7 @@ def _without_figures() -> Row:
         "eval": _nulls("accuracy perplexity"),
         "precision": _nulls("skipped_steps scale"),
         "gradient": _nulls("noise_scale noise_scale_reason"),
+        "pruning": _nulls("left"),
         **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
         "provenance": _nulls(
             "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"

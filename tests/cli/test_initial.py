@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lowvram.cli.initial import as_hydra, with_initial, with_transformed
+from lowvram.cli.linked_points import linked
 from lowvram.config.errors import BadInput
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.export.folder import export
@@ -20,7 +21,9 @@ from lowvram.knobs.adapter import NoAdapter
 from lowvram.models.layout import weights_in
 from lowvram.models.transformer import TransformerConfig
 from lowvram.results import row as rows
+from lowvram.results.terminal import hydra_quoted
 from tests.calls import TINY, TINY_RESNET, Outcome, read_row
+from tests.hugging import tiny
 from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
@@ -72,6 +75,31 @@ def test_a_run_is_pruned_and_trains_on(call: Call, tmp_path: Path, name: str) ->
     assert ours["model"]["parameters"] == row["pruning"]["parameters_after"]
     assert ours["choices"]["optimizer"] == "sgd"
     assert ours["choices"]["data"] == "synthetic"
+
+
+@pytest.mark.slow  # tests/loops/test_prune_hf.py prunes without processes, and below are the words
+def test_a_model_of_transformers_is_pruned_and_trains_on(call: Call, tmp_path: Path) -> None:
+    words = ("model=hf", *WORDS)
+    trained = call(*words, f"model.name={tiny('llama:grouped')}", "model.dropout=null", "hydra.run.dir=outputs/run")
+    assert trained.code == 0, trained.said()
+    run = tmp_path / "outputs" / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    pruned = call(*PRUNE)
+    assert pruned.code == 0, pruned.said()
+    assert "pruned by magnitude: num_attention_heads=2 num_key_value_heads=1 intermediate_size=24" in pruned.out
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    row = read_row(tmp_path / "outputs" / "pruned")
+    assert row["pruning"]["loss_before"] == pytest.approx(read_row(run)["loss"]["eval"], rel=1e-6)
+
+    typed = printed(pruned, "train on with: ")
+    assert "model.init=outputs/pruned/model" in typed
+    measured = call(*typed, "mode=measure", "hydra.run.dir=outputs/measured")
+    planned = call(*WORDS, "model=hf", f"model.name={tmp_path}/outputs/pruned/model", "mode=plan", "plan.device=cpu")
+    assert (measured.code, planned.code) == (0, 0), measured.said() + planned.said()
+    figures = read_row(tmp_path / "outputs" / "measured")
+    assert figures["config"]["model"]["dropout"] is None  # as in the run before
+    assert figures["model"]["parameters"] == row["pruning"]["parameters_after"]
+    assert planned.row["plan"]["allocated_bytes"] == figures["memory"]["peak_bytes"]
 
 
 def test_a_grown_model_is_planned(call: Call, exported: Path, tmp_path: Path) -> None:
@@ -190,6 +218,51 @@ def test_words_stay_as_they_are_without_a_folder(tmp_path: Path) -> None:
     run = described(tmp_path / "run")
     for words in ([], ["model.init=null"], ["mode=train", f"prune.run={run}"]):
         assert with_initial(with_transformed(words)) == words
+
+
+def of_transformers(folder: Path, weights: str = "model.safetensors") -> Path:
+    """A folder in the layout of transformers, of which only the names of its files matter."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (folder / weights).touch()
+    return folder
+
+
+def test_a_folder_of_transformers_is_named(tmp_path: Path) -> None:
+    folder = of_transformers(tmp_path / "run" / "model")
+    named = ["model=hf", f"model.name={hydra_quoted(str(folder))}"]
+    for key, mode in (("model.init", []), ("prune.run", ["mode=prune"])):
+        words = [*mode, f"{key}={tmp_path / 'run'}", "optimizer.lr=1e-3"]
+        assert with_initial(with_transformed(words))[:2] == named
+        assert with_initial(with_transformed(["model=hf", *words]))[:1] == named[1:]
+    words = with_initial([f"model.init={folder}"])
+    assert with_initial(words) == words == named  # a resumed run
+    point = ["model=hf", "model.name=elsewhere", "model.args={hidden_size:8}", "model.init=point:0"]
+    assert linked(point, {0: tmp_path / "run"}) == [named[1], "model=hf"]
+    used = {"name": "elsewhere", "head": "causal_lm", "dropout": 0.1, "blocks": None, "args": {"hidden_size": 8}}
+    config = {"config": {"model": used}, "choices": {"model": "hf"}}
+    rows.write(tmp_path / "run", rows.merge(rows.empty_row(), {"name": "run", **config}))
+    as_before = ["model.head=causal_lm", "model.dropout=0.1", "model.blocks=null"]
+    assert with_initial([f"model.init={folder}"]) == [*named, *as_before]
+    assert "model.dropout=0.1" not in with_initial([f"model.init={folder}", "model.dropout=0"])
+
+
+def test_folders_of_transformers_that_can_not_be_used_are_refused(tmp_path: Path) -> None:
+    folder = of_transformers(tmp_path / "model")
+    with pytest.raises(BadInput, match=r"^grow\.run=.*: must be the folder of a trained model of lowvram's own"):
+        with_transformed(["mode=grow", f"grow.run={folder}"])
+    with pytest.raises(BadInput, match=r"^model='gpt2': must be hf, or left out with model\.init="):
+        with_initial(["model=gpt2", f"model.init={folder}"])
+    with pytest.raises(BadInput, match=r"^model\.name='other': must be left out with prune\.run="):
+        with_transformed(["mode=prune", "model.name=other", f"prune.run={folder}"])
+    with pytest.raises(BadInput, match=r"^model\.weights='random': must be auto, or left out with prune\.run="):
+        with_transformed(["mode=prune", "model.weights=random", f"prune.run={folder}"])
+    without = of_transformers(tmp_path / "pickles", "pytorch_model.bin")
+    with pytest.raises(BadInput, match=r"^prune\.run=.*: must be the folder of a trained model: it has no \*\.safeten"):
+        with_transformed(["mode=prune", f"prune.run={without}"])
+    (folder / "files.json").write_text('{"files": {"model.safetensors": {"sha256": "", "bytes": 1}}, "before": null}')
+    with pytest.raises(BadInput, match=r"damaged"):
+        with_initial([f"model.init={folder}"])
 
 
 def test_models_of_others_and_adapters_are_refused(tmp_path: Path) -> None:

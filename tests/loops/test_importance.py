@@ -11,16 +11,20 @@ from torch import Tensor, nn
 
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import Part, Rig
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.accum import Parts
 from lowvram.loops.importance import Magnitude, Taylor, Wanda
-from lowvram.models.builtin import OwnModel
+from lowvram.models.hf import HfConfig
+from lowvram.models.remade import Remade, Trained
 from lowvram.models.widths import InnerWidth
 from lowvram.tasks import Auto
+from tests.hugging import with_weights
 from tests.laboratory import CPU, IMAGES, RESNET, TOKENS, TRANSFORMER, knobs_of, make_batch
 
 PRUNABLE = {
     "transformer": Auto().pose(replace(TRANSFORMER, num_heads=4, num_kv_heads=2), TOKENS),
     "resnet": Auto().pose(RESNET, IMAGES),
+    "gpt2": Auto().pose(HfConfig(with_weights("gpt2")), DataSpec(Modality.TOKENS, 256, (8,))),  # inputs before outputs
 }
 model_of = pytest.mark.parametrize("name", PRUNABLE)
 
@@ -34,21 +38,23 @@ def prepared(name: str, parts: int = 1) -> tuple[Rig, list[InnerWidth], list[Par
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=draw))
     rig.model.double().eval()
     dtype = torch.float64 if name == "resnet" else torch.float32  # tokens are integers
-    assert isinstance(problem.model, OwnModel)
-    return rig, problem.model.inner_widths(), [make_batch(problem.spec, 4, seed, dtype) for seed in range(2)]
+    batches = [make_batch(problem.spec, 4, seed, dtype) for seed in range(2)]
+    assert isinstance(problem.model, Remade)
+    trained = Trained(rig.model, problem.spec, lambda: batches[0].inputs)
+    return rig, problem.model.smaller(trained, 0.5, 4).widths, batches
 
 
 def reader_of(rig: Rig, width: InnerWidth) -> nn.Module:
-    return rig.model.get_submodule(width.reader)
+    return rig.model.get_submodule(width.layer)
 
 
 def with_gate(rig: Rig, width: InnerWidth, unit: int, gate: float, measure: Callable[[], Tensor]) -> Tensor:
     """What `measure` returns if what one unit passes on is multiplied by `gate`."""
     weight = reader_of(rig, width).weight
     assert isinstance(weight, Tensor)
-    before, columns = weight.detach().clone(), width.columns[unit]
+    before, (_, dim, places) = weight.detach().clone(), width.reader
     with torch.no_grad():
-        weight.index_copy_(1, columns, before.index_select(1, columns) * gate)
+        weight.index_copy_(dim, places[unit], before.index_select(dim, places[unit]) * gate)
         try:
             return measure()
         finally:
@@ -86,11 +92,12 @@ def test_wanda_is_the_norm_of_the_inputs_times_the_weights(name: str) -> None:
     for batch in batches:
         rig.forward(batch)
     hook.remove()
-    channels = torch.cat([x.movedim(-1 if name == "transformer" else 1, 0).flatten(1) for x in seen], 1)
+    channels = torch.cat([x.movedim(1 if name == "resnet" else -1, 0).flatten(1) for x in seen], 1)
     weight = reader_of(rig, width).weight
     assert isinstance(weight, Tensor)
+    _, dim, places = width.reader
     by_hand = [
-        sum(channels[column].norm() * weight[:, column].abs().sum() for column in width.columns[unit].tolist())
+        sum(channels[at].norm() * weight.select(dim, at).abs().sum() for at in places[unit].tolist())
         for unit in range(width.num_units)
     ]
     assert torch.allclose(scores[0], torch.stack([torch.as_tensor(each) for each in by_hand]).double(), rtol=1e-5)
@@ -102,9 +109,8 @@ def test_magnitude_is_the_norm_of_what_writes_and_reads_the_unit(name: str) -> N
     rig, widths, _ = prepared(name)
     scores, width = Magnitude().scores(rig, widths, []), widths[-1]
     state, unit = rig.model.state_dict(), 2
-    names = [name for name in width.writers if name.endswith("weight")]
-    squares = [state[name][width.rows[unit]].square().sum() for name in names]
-    squares.append(state[f"{width.reader}.weight"][:, width.columns[unit]].square().sum())
+    weights = [each for each in [*width.writers, width.reader] if each.name.endswith("weight")]
+    squares = [state[name].index_select(dim, places[unit]).square().sum() for name, dim, places in weights]
     assert float(scores[-1][unit]) == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-9)
 
 

@@ -103,7 +103,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"^prune\.ratio=0\.1: must be larger, or prune\.round_to=64 smaller"):
         Prune().run(trained(tmp_path, "transformer", prune=settings(ratio=0.1, round_to=64)))
     foreign = Auto().pose(ExternalConfig("torch.nn.Identity"), PROBLEMS["resnet"].spec)
-    with pytest.raises(BadInput, match=r"^model='ExternalConfig': must be transformer or resnet with mode=prune"):
+    with pytest.raises(BadInput, match=r"^model='ExternalConfig': must be transformer, resnet or hf with mode=prune"):
         Prune().run(replace(session_in(tmp_path, "resnet"), problem=foreign))
     with pytest.raises(BadInput, match=r"^export\.format='onnx': must be safetensors with mode=prune"):
         Prune().run(trained(tmp_path, "transformer", export=ExportFormat.onnx))
@@ -147,7 +147,7 @@ def test_the_file_has_the_number_formats_of_the_old_one(tmp_path: Path, name: st
     """Of a run with precision=bf16_pure: bf16, but for running statistics. Nothing is rounded."""
     session = trained(tmp_path, name, in_16_bits=True)
     figures = Prune().run(session)["pruning"]
-    before, after = (dtypes_in(str(tmp_path / folder)) for folder in ("before", "model"))
+    before, after = (dtypes_in([tmp_path / folder / "model.safetensors"]) for folder in ("before", "model"))
     assert after == before
     assert torch.bfloat16 in before.values()
     assert (torch.float32 in before.values()) is (name == "resnet")

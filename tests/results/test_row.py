@@ -41,6 +41,7 @@ SECTIONS = {
     "eval": "accuracy perplexity",
     "precision": "skipped_steps scale",
     "gradient": "noise_scale noise_scale_reason",
+    "pruning": "left",
     "provenance": (
         "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"
     ),
