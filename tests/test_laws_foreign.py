@@ -56,11 +56,8 @@ REFUSED = {
     (("depth", "layer_drop"), "t5"): "inputs of several blocks can stand in",  # for the same reason
     (("depth", "stochastic"), "t5"): "what blocks add to their inputs",
     (("norms", "output"), "resnet"): "the model has layer norms or RMS norms",
-    **{
-        (("qat", bits), kind): "linear layers besides the last"
-        for bits in ("int8", "int4")
-        for kind in ("gpt2", "resnet")
-    },
+    **{(("qat", "int4"), kind): "the model has linear layers besides the last" for kind in ("gpt2", "resnet")},
+    (("qat", "int8"), "gpt2"): "besides the last, or convolutions of images",
 }
 
 

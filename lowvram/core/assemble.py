@@ -14,7 +14,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
-from lowvram.core.layers import inner_linears, layer_norms, rms_norms
+from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, Rig, Task
@@ -103,8 +103,8 @@ def bare_model(task: Task) -> nn.Module:
 # It takes forward passes to find out about these.
 BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES})
 TASK_FACTS = BY_TRIAL | {
-    *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES, Fact.HARD_TARGETS),
-    Fact.NO_RANDOMNESS,
+    *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.INNER_PRODUCTS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES),
+    *(Fact.HARD_TARGETS, Fact.NO_RANDOMNESS),
 }
 
 
@@ -131,8 +131,10 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.BRANCHES] = "not known of this model: leave depth=none"
     if Fact.NORMS in asked and not (layer_norms(model) or rms_norms(model)):
         absent[Fact.NORMS] = "this model has none: leave norms=input"
-    if not inner_linears(model, task.head(model)):
-        absent[Fact.INNER_LINEARS] = "this model has none: leave qat=none (export.format=pt2e takes convolutions too)"
+    if not (linears := inner_linears(model, task.head(model))):
+        absent[Fact.INNER_LINEARS] = "this model has none: leave qat=none (qat=int8 takes convolutions too)"
+    if not linears and not convolutions(model):
+        absent[Fact.INNER_PRODUCTS] = "this model has none: leave qat=none"
     if task.blocks(model) and not task.has_plain_blocks(model):
         absent[Fact.PLAIN_BLOCKS] = "this model calls its blocks otherwise: choose compile=blocks or compile=none"
     if not task.has_few_shapes():

@@ -1,4 +1,4 @@
-"""Which layers a model has: linear ones, linear ones by other names, layer norms, RMS norms."""
+"""Which layers a model has: linear ones, linear ones by other names, convolutions, layer norms, RMS norms."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def inner_linears(model: nn.Module, head: nn.Module | None) -> list[nn.Linear]:
     """Its linear layers, without the last one, and without classes derived from PyTorch's, whose forward pass may be
     another one."""
     return [module for module in model.modules() if type(module) is nn.Linear and module is not head]
+
+
+def convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    """Its two-dimensional convolutions that put zeros around an image, without classes derived from PyTorch's, whose
+    forward pass may be another one."""
+    return [module for module in model.modules() if type(module) is nn.Conv2d and module.padding_mode == "zeros"]
 
 
 def layer_norms(model: nn.Module) -> list[nn.LayerNorm]:

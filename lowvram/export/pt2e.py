@@ -1,23 +1,27 @@
 """pt2e: a graph whose linear layers and convolutions multiply in 8 bits, on a CPU ("PyTorch 2 export quantization").
 
-A few batches show the range of each activation, which gets one scale; weights get one for each row or channel. The
-graph is for x86: compiled by torch.compile, its products run in 8 bits; uncompiled, they are computed in fp32.
+A few batches show the range of each activation, which gets one scale; weights get one for each row or channel, and are
+rounded as `qat=int8` rounds them in training. The graph is for x86: compiled by torch.compile, its products run in 8
+bits; uncompiled, they are computed in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule
 
 from lowvram.core.quiet import quiet
 from lowvram.export.format import Graph, Trained
 from lowvram.export.graph import FILE, Called, save, traced
+from lowvram.knobs.qat import LARGEST, SMALLEST_SCALE
 
 PT2E = "torchao.quantization.pt2e"
 
@@ -53,14 +57,25 @@ def quantized_graph(graph: Any, batches: list[Any]) -> GraphModule:
     Args:
         batches: inputs that show the range of each activation.
     """
-    steps, x86 = import_module(f"{PT2E}.quantize_pt2e"), import_module(f"{PT2E}.quantizer.x86_inductor_quantizer")
-    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-    prepared = steps.prepare_pt2e(graph, quantizer)
+    steps = import_module(f"{PT2E}.quantize_pt2e")
+    prepared = steps.prepare_pt2e(graph, quantizer())
     for inputs in batches:
         prepared(inputs)
     converted = steps.convert_pt2e(prepared)
     forget_unused(converted)
     return converted
+
+
+def quantizer() -> Any:
+    """torchao's for x86, with other weights than its default ones: their scales may be as small as they need to be (by
+    default 2**-12 at least, which a batch norm's scale soon makes too large), and those of convolutions have codes that
+    go as far down as up."""
+    x86 = import_module(f"{PT2E}.quantizer.x86_inductor_quantizer")
+    default = x86.get_default_x86_inductor_quantization_config()
+    observer = import_module(f"{PT2E}.observer").PerChannelMinMaxObserver.with_args(eps=SMALLEST_SCALE)
+    linear = replace(default, weight=replace(default.weight, observer_or_fake_quant_ctr=observer))
+    convolution = replace(linear, weight=replace(linear.weight, quant_min=-LARGEST, quant_max=LARGEST))
+    return x86.X86InductorQuantizer().set_global(linear).set_function_type_qconfig(F.conv2d, convolution)
 
 
 def forget_unused(graph: GraphModule) -> None:

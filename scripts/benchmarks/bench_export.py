@@ -21,8 +21,10 @@ from typing import Any
 from lowvram.config.settings import ExportFormat
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("transformer", "resnet")
-QAT_FORMATS = {"int8": ("int8", "int8_dynamic"), "int4": ("int4",)}  # beside safetensors
+QAT_FORMATS = {  # beside safetensors
+    "transformer": {"int8": ("int8", "int8_dynamic", "pt2e"), "int4": ("int4",)},
+    "resnet": {"int8": ("pt2e",)},
+}
 WITHOUT_LINEARS = ("int8", "int8_dynamic", "int4")  # that the ResNet can't have
 STEPS = 400
 
@@ -32,7 +34,7 @@ Line = dict[str, Any]
 def formats_of(model: str, qat: str) -> list[str]:
     """safetensors first."""
     if qat != "none":
-        return ["safetensors", *QAT_FORMATS[qat]]
+        return ["safetensors", *QAT_FORMATS[model][qat]]
     return [each.name for each in ExportFormat if model == "transformer" or each.name not in WITHOUT_LINEARS]
 
 
@@ -72,8 +74,8 @@ def main(words: list[str]) -> None:
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, path.open("a") as file:
-        for model in MODELS:
-            for qat in ("none", *(QAT_FORMATS if model == "transformer" else ())):
+        for model in QAT_FORMATS:
+            for qat in ("none", *QAT_FORMATS[model]):
                 if any((line["model"], line["qat"]) == (model, qat) for line in lines):
                     continue
                 found = list(measured(Path(folder), model, qat, words))

@@ -183,7 +183,7 @@ CLAIMS: dict[str, Measured] = {
     "Pruning: half of a model leaves at little loss": compressed("pruned, trained on", "trained on"),
     "Sparse weights: a smaller model": each(compressed("half of the weights"), compressed("2 of 4 weights")),
     "8 bits: a quarter of the size at hardly any loss": each(
-        compressed("8 bits", loaded=True), compressed("graph of 8 bits", loaded=True)
+        *(compressed(name, loaded=True) for name in ("8 bits", "graph of 8 bits", "8 bits, as a graph"))
     ),
     "4 bits: an eighth of the size at little loss": compressed("4 bits", loaded=True),
     "Distillation: a smaller model that is nearly as good": compressed("pruned, taught", "pruned, trained on"),

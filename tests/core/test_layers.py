@@ -1,11 +1,11 @@
-"""Layers: which norms a model has."""
+"""Layers: which norms and convolutions a model has."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from lowvram.core.layers import layer_norms, rms_norms
+from lowvram.core.layers import convolutions, layer_norms, rms_norms
 
 
 class Rms(nn.Module):
@@ -43,3 +43,12 @@ def test_layer_norms_are_of_one_class_alone() -> None:
 
     model = nn.ModuleList([nn.LayerNorm(8), Derived(8), nn.BatchNorm1d(8), nn.RMSNorm(8)])
     assert layer_norms(model) == [model[0]]
+
+
+def test_convolutions_are_of_images_with_zeros_around_them() -> None:
+    class Other(nn.Conv2d):
+        pass
+
+    images, strided = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, stride=2, padding="valid")
+    others = [nn.Conv1d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3), nn.Conv2d(3, 4, 3, padding_mode="circular")]
+    assert convolutions(nn.ModuleList([images, *others, Other(3, 4, 3), strided])) == [images, strided]

@@ -1,4 +1,4 @@
-"""qat: which layers round their weights, that an export in as few bits computes the same, and what it takes."""
+"""qat: which layers round their weights, that an export in as few bits has the same ones, and what it takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = make_batch(TOKENS, 9)
 LAYERS = ("attention.qkv", "attention.merge", "mlp.up", "mlp.down")
 
 
-def rounded(model: nn.Module) -> set[str]:
+def exchanged(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if type(module).__name__ == "FakeQuantizedLinear"}
 
 
@@ -45,12 +45,12 @@ IN_FILES = {"int8": (Int8(), int8()), "int4": (Int4(), int4(32)), "int4 in group
 @pytest.mark.parametrize("qat", ["int8", "int4"])
 def test_linear_layers_are_exchanged_but_for_the_last(qat: str) -> None:
     model = skeleton(WIDE, knobs_of(qat=qat))
-    assert rounded(model) == {f"blocks.{block}.{layer}" for block in range(3) for layer in LAYERS}
+    assert exchanged(model) == {f"blocks.{block}.{layer}" for block in range(3) for layer in LAYERS}
 
 
 def test_rows_that_groups_do_not_divide_stay_as_they_are() -> None:
     task = PROBLEMS["transformer"]  # 16 wide
-    assert rounded(skeleton(task, knobs_of(qat="int4"))) == {f"blocks.{block}.mlp.down" for block in range(3)}
+    assert exchanged(skeleton(task, knobs_of(qat="int4"))) == {f"blocks.{block}.mlp.down" for block in range(3)}
     with pytest.raises(BadInput, match=r"^qat='int4': must be another option: the rows of no linear layer"):
         assemble(task, knobs_of(qat=Int4(group=128)), CPU)
 
@@ -86,7 +86,7 @@ def test_without_plain_products() -> None:
     assert isinstance(layer, nn.Linear)
     x = torch.randn(5, layer.in_features)
     assert (layer(x) - F.linear(x, layer.weight, layer.bias)).abs().max() > 1e-3
-    with pytest.raises(Incompatible, match="adapter=lora needs that linear layers multiply by their weights as they "):
+    with pytest.raises(Incompatible, match="adapter=lora needs that layers multiply by their weights as they are"):
         assemble(WIDE, knobs_of(qat="int4", adapter="lora"), CPU)
 
 

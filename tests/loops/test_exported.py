@@ -76,8 +76,11 @@ def test_what_the_export_leaves_in_memory_is_not_the_steps(
     assert Train().run(make_session())["memory"]["beyond_tensors_bytes"] < left[0].nbytes / 2
 
 
-def test_a_run_with_rounded_weights_goes_on_to_the_last_digit(make_session: MakeSession) -> None:
-    common: dict[str, Any] = {"choices": {"qat": "int4"}}
+@pytest.mark.parametrize(("problem", "qat"), [("transformer", "int4"), ("resnet", "int8")])
+def test_a_run_with_rounded_weights_goes_on_to_the_last_digit(
+    make_session: MakeSession, problem: str, qat: str
+) -> None:
+    common: dict[str, Any] = {"problem": problem, "choices": {"qat": qat}}
     whole = make_session(**common)
     Train().run(whole)
     folder = whole.folder / "stopped"
