@@ -33,7 +33,7 @@ TABLES = [
 def can_flex(q_bntc: Tensor) -> bool:
     """Whether the operator runs there: on a card, and in plans for one, where tensors have no values."""
     is_there = q_bntc.is_cuda or (is_fake(q_bntc) and not attention.is_on_cpu(q_bntc))
-    return is_there and attention.dtype_of_scores(q_bntc) in DTYPES and not torch.compiler.is_exporting()
+    return is_there and attention.dtype_of_scores(q_bntc) in DTYPES
 
 
 def flex_attention(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, reach: Reach) -> Tensor:
