@@ -36,7 +36,9 @@ def flex_forward(q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, mask: Any) -> t
         mask: a torch.nn.attention.flex_attention.BlockMask.
     """
     attend = torch.ops.higher_order.flex_attention
-    return attend(q_bntc, k_bntc, v_bntc, as_it_is, mask.as_tuple(), scale_of(q_bntc), OPTIONS)[:2]
+    return attend(q_bntc, k_bntc, v_bntc, lambda score, *_: score, mask.as_tuple(), q_bntc.shape[-1] ** -0.5, OPTIONS)[
+        :2
+    ]
 
 
 def flex_backward(
@@ -44,27 +46,16 @@ def flex_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values.
 
-    torch.ops.higher_order.flex_attention_backward, since 2.5: see `flex_forward`.
+    torch.ops.higher_order.flex_attention_backward, since 2.5: see `flex_forward`. Replaced with that.
 
     Args:
         y_bntc, sums_bnt: what `flex_forward` returned.
     """
     attend = torch.ops.higher_order.flex_attention_backward
     inputs = (q_bntc, k_bntc, v_bntc, y_bntc, sums_bnt, grad_bntc, None)
-    return attend(*inputs, as_it_is, gradient_of_score, mask.as_tuple(), scale_of(q_bntc), OPTIONS)[:3]
-
-
-def as_it_is(score: Tensor, *places: Tensor) -> Tensor:
-    return score
-
-
-def gradient_of_score(score: Tensor, *places_and_gradient: Tensor) -> list[Tensor | None]:
-    """Of `as_it_is`, by the score and by the places (sample, head, query, key)."""
-    return [places_and_gradient[-1], None, None, None, None]
-
-
-def scale_of(q_bntc: Tensor) -> float:
-    return q_bntc.shape[-1] ** -0.5
+    # What is made of a score, and the gradients by it and by its places (sample, head, query, key).
+    score_and_gradients = (lambda score, *_: score, lambda *args: [args[-1], None, None, None, None])
+    return attend(*inputs, *score_and_gradients, mask.as_tuple(), q_bntc.shape[-1] ** -0.5, OPTIONS)[:3]
 
 
 def compiled(function: Callable[..., Any], examples: list[Tensor]) -> Callable[..., Any]:
