@@ -35,6 +35,7 @@ from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
     IS_EMULATED,
+    PROBLEMS,
     Watched,
     as_packed,
     compiler_as_before,
@@ -204,6 +205,20 @@ def test_a_step_on_a_card_has_the_gradients_of_blocks(knobs: dict[str, str], car
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_compiled_blocks_call_its_kernels(card: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in each layer and pass. On the emulated device the compiled rest has no values."""
+    calls, run = list[Any](), flex_attention.run
+    monkeypatch.setattr(flex_attention, "run", lambda function, *args: calls.append(function) or run(function, *args))
+    with compiler_as_before():
+        rig = assemble(Auto().pose(FLEX, SPEC), knobs_of(compile="blocks"), card)
+        loss, _ = step(rig, make_batch(SPEC, 2).to(card))
+    assert calls == [flex_forward] * 2 + [flex_backward] * 2
+    if not IS_EMULATED:
+        torch.testing.assert_close(loss.cpu(), loss_and_gradients(BLOCKS, CPU)[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
 def test_a_step_on_a_card_stays_in_the_band_of_16_bits(precision: str, card: torch.device) -> None:
     found, expected = loss_and_gradients(FLEX, card, precision=precision), loss_and_gradients(BLOCKS, CPU)
@@ -268,20 +283,21 @@ def test_it_takes_less_memory_than_blocks(precision: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("knobs", [{}, {"precision": "bf16"}, {"ckpt": "every1"}], ids=str)
-def test_a_card_holds_what_is_planned(knobs: dict[str, str]) -> None:
+def test_a_card_holds_what_is_planned(knobs: dict[str, str], card: torch.device) -> None:
     """With a narrow MLP the peak is in attention's backward pass. A plan leaves out the tables of blocks."""
-    device, spec = torch.device("cuda"), DataSpec(Modality.TOKENS, 11, (1000,))
+    spec = DataSpec(Modality.TOKENS, 11, (1000,))
     problem = Auto().pose(replace(FLEX, context=1000, mlp_width=8), spec)
-    torch.ones(64, 64, device=device, requires_grad=True).mm(torch.ones(64, 64, device=device)).sum().backward()
+    tiny = PROBLEMS["transformer"]  # its step makes cuBLAS's workspaces
+    step(assemble(tiny, knobs_of(), card), make_batch(tiny.spec, 4).to(card))
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    rig = assemble(problem, knobs_of(**knobs), device)
+    rig = assemble(problem, knobs_of(**knobs), card)
     for _ in range(2):
-        step(rig, make_batch(spec, 4).to(device))
+        step(rig, make_batch(spec, 4).to(card))
     held = torch.cuda.max_memory_allocated() - before
-    expected = trace(problem, knobs_of(**knobs), 4, Target(card_of(device))).sums().peak_bytes
+    expected = trace(problem, knobs_of(**knobs), 4, Target(card_of(card))).sums().peak_bytes
     assert held == pytest.approx(expected, rel=0.01)
 
 
