@@ -15,6 +15,7 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 # Below torch.library.custom_op, whose wrappers in Python take longer at each call than a card does.
 LIBRARY = torch.library.Library("lowvram", "FRAGMENT")
 TAKEN: set[str] = set()  # the names of all operators
+COSTLY: set[Any] = set()  # operators that take long for the memory of their results: ckpt=selective keeps these
 
 
 def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ Shapes: those of attention.py; also m blocks, s tokens of a block, g tokens that
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, final
 
 import torch
@@ -17,22 +18,30 @@ from torch.utils.checkpoint import checkpoint
 
 from lowvram.core.recomputed import keeps_everything, recomputed_later
 from lowvram.models.attention import Reach, as_mask, grouped_attention
+from lowvram.models.flex_attention import can_flex, flex_attention
 
 SMALLEST_BLOCK = 32  # with smaller ones the kernels take longer than with the pairs that larger ones add
 ALIGNMENT = 8  # tokens: torch copies a mask for the memory-efficient kernel unless its rows are multiples of them
 
 
+class LocalKernel(Enum):
+    """What computes local attention. The names are what a user types."""
+
+    blocks = "blocks of tokens, each by torch's fused attention"
+    flex = "torch's FlexAttention on a card, blocks elsewhere"
+
+
 @final
 class LocalAttention(nn.Module):
-    """Attention within a reach, by blocks of tokens: work and memory grow with t, not with t * t.
+    """Attention within a reach: work and memory grow with t, not with t * t.
 
     The blocks need a copy of the keys and values that holds most of them twice. It isn't kept: the backward pass
     computes the attention again, from queries, keys and values.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, kernel: LocalKernel = LocalKernel.blocks) -> None:
         super().__init__()
-        self.reach = reach
+        self.reach, self.is_flex = reach, kernel is LocalKernel.flex
 
     def forward(
         self, q_bntc: Tensor, k_bntc: Tensor, v_bntc: Tensor, dropout: float, mask_b1tt: Tensor | None = None
@@ -40,6 +49,8 @@ class LocalAttention(nn.Module):
         """As `grouped_attention`. A mask already holds the reach."""
         if mask_b1tt is not None or self.reach.is_whole(q_bntc.shape[2]):
             return grouped_attention(q_bntc, k_bntc, v_bntc, dropout, mask_b1tt)
+        if self.is_flex and can_flex(q_bntc):  # there is no dropout then: TransformerConfig
+            return flex_attention(q_bntc, k_bntc, v_bntc, self.reach)
         args = (q_bntc, k_bntc, v_bntc, dropout, self.reach)
         if keeps_everything() or not (torch.is_grad_enabled() and q_bntc.requires_grad):
             return in_blocks(*args)

@@ -23,7 +23,8 @@ from lowvram.core.rig import Tail
 from lowvram.data.spec import IDS, POSITIONS, DataSpec, Modality
 from lowvram.models.attention import NoPositions, Reach, Rotary, dtype_of_scores, grouped_attention, mask_of
 from lowvram.models.builtin import OwnModel, OwnModule
-from lowvram.models.local_attention import LocalAttention
+from lowvram.models.flex_attention import LEAST_WIDTH
+from lowvram.models.local_attention import LocalAttention, LocalKernel
 from lowvram.models.widths import InnerWidth, num_kept, of_layer, one_each, usual_width
 
 INITIAL_STD = 0.02  # of every weight, as in GPT-2
@@ -69,6 +70,7 @@ class TransformerConfig(OwnModel):
     head_width: int | None = None
     window: int | None = None
     global_tokens: int = 0
+    local_kernel: LocalKernel = LocalKernel.blocks
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "num_heads", "context"):
@@ -91,6 +93,20 @@ class TransformerConfig(OwnModel):
         turns = self.positions is Positions.learned or self.head_features % 2 == 0
         why = "learned where model.width / model.num_heads, or model.head_width, is odd: rotary turns pairs of features"
         require(turns, "model.positions", self.positions.name, why)
+        if self.local_kernel is LocalKernel.flex:
+            self.check_flex()
+
+    def check_flex(self) -> None:
+        """Raises BadInput where FlexAttention can't be used."""
+        reasons = {
+            "model.window is null: each token sees all before it": self.window is None,
+            f"model.dropout={self.dropout}: FlexAttention drops nothing": self.dropout > 0,
+            f"a head has {self.head_features} features: FlexAttention takes {LEAST_WIDTH} or more": (
+                self.head_features < LEAST_WIDTH
+            ),
+        }
+        for reason, is_so in reasons.items():
+            require(not is_so, "model.local_kernel", self.local_kernel.name, f"blocks where {reason}")
 
     @property
     def modality(self) -> Modality:
@@ -344,7 +360,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = (config.num_heads, config.kv_heads, config.kv_heads)  # of queries, keys, values
         self.dropout = config.dropout
-        self.attend = grouped_attention if config.reach is None else LocalAttention(config.reach)
+        self.attend = grouped_attention if config.reach is None else LocalAttention(config.reach, config.local_kernel)
         self.rotate = Rotary(config.kv_heads) if config.positions is Positions.rotary else NoPositions()
         # One projection for all three: under autocast its input is then cast, and saved for backward, once.
         self.qkv = nn.Linear(config.width, config.head_features * sum(self.heads))

@@ -26,6 +26,7 @@ POINTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {  # and wha
     "compile=model": (MANY_ACTIVATIONS, None),
     "compile=torchscript": (MANY_ACTIVATIONS, None),
     "compile=blocks ckpt=compiler": (MANY_ACTIVATIONS, (PEAK, "compile=blocks")),
+    "model.window=20 model.local_kernel=flex": (MANY_ACTIVATIONS, None),
     "optimizer=adamw_8bit": (MANY_WEIGHTS, (STATE, "optimizer=adamw")),
     "optimizer=adamw_4bit": (MANY_WEIGHTS, (STATE, "optimizer=adamw")),
     "precision=fp8": (

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
+from lowvram.core.fused import COSTLY
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.recomputed import has_backward, is_recomputed_later
 from lowvram.core.rig import Rig
@@ -78,7 +79,8 @@ def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     recomputation wouldn't draw its random numbers, and later dropouts would draw other ones than in the forward pass.
     """
     del context
-    is_costly = operator in PRODUCTS or (operator in ATTENTION and not dropout_of(operator, args, kwargs))
+    is_attention = operator in ATTENTION and not dropout_of(operator, args, kwargs)
+    is_costly = is_attention or operator in PRODUCTS or operator in COSTLY
     is_kept = is_costly and not is_recomputed_later()
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lowvram.compat.torch_ops import AttentionOps, NormOps
+from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD
 
 ATEN = torch.ops.aten
 
@@ -55,8 +56,8 @@ MEMBERS = {
     },
     Family.CONVOLUTION: {ATEN.convolution},
     Family.CONVOLUTION_BACKWARD: {ATEN.convolution_backward},
-    Family.ATTENTION: AttentionOps.FUSED,
-    Family.ATTENTION_BACKWARD: AttentionOps.FUSED_BACKWARD,
+    Family.ATTENTION: {*AttentionOps.FUSED, NEAR_ATTENTION},
+    Family.ATTENTION_BACKWARD: {*AttentionOps.FUSED_BACKWARD, NEAR_ATTENTION_BACKWARD},
 }
 BY_PACKET = {packet: family for family, packets in MEMBERS.items() for packet in packets}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -23,6 +23,8 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
 from lowvram.core.fused import LIBRARY
 from lowvram.knobs.precision.fp32 import uses_tf32
+from lowvram.models.attention import Reach
+from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD, num_pairs
 from lowvram.planning.time.op_class import ATTENTIONS, CONVOLUTIONS, FAMILIES, FLOP_FAMILIES, Family, family_of
 from lowvram.planning.trace.events import PHASES, Phase
 
@@ -92,6 +94,9 @@ UNREAD = {ATEN.nll_loss_backward: "self"}  # arguments of which only the shape i
 SCALED = "grads"  # fused optimizers write into this argument only if they get a loss scale, which lowvram never passes
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
 FUSED_CALLS = 12  # of a compiled kernel of few operators: a call took the host of an H200 some 300 µs, not 28 to 34
+# How many times as long FlexAttention takes for a pair of tokens as full attention. On an H200 it was 3.4 to 5.7 in
+# bf16, 5.6 to 7.8 in fp32 (docs/results/h200/local_attention.jsonl).
+FLEX_IN_16_BITS, FLEX_IN_32_BITS = 4, 7
 
 
 @final
@@ -139,8 +144,10 @@ def recipe_of(operator: Any) -> Recipe | None:
 def flops_formula(packet: Any) -> Callable[..., int] | None:
     """A function that counts an operator's FLOPs from its arguments and its result `out_val`; None if unknown."""
     family = family_of(packet, is_product=True)
+    is_backward = family is Family.ATTENTION_BACKWARD
+    if packet in (NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD):
+        return partial(flex_flops, is_backward)
     if family in ATTENTIONS:
-        is_backward = family is Family.ATTENTION_BACKWARD
         names = [argument.name for argument in schema_of(packet.default).arguments]
         causal = names.index("is_causal")
 
@@ -161,6 +168,14 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool
     widths = (3, 2) if is_backward else (1, 1)
     flops = 2 * num_pairs * (widths[0] * query.shape[-1] + widths[1] * value.shape[-1])
     return flops // 2 if is_causal else flops
+
+
+def flex_flops(is_backward: bool, *args: Any, out_val: Any) -> int:
+    """The FLOPs that full attention would do in the time of FlexAttention, which has a lower rate."""
+    query, key, value = args[is_backward : is_backward + 3]
+    length, reach = query.shape[2], Reach(*args[-2:])
+    times = FLEX_IN_16_BITS if query.itemsize == 2 else FLEX_IN_32_BITS
+    return times * attention_flops(query, key, value, is_backward, False) * num_pairs(reach, length) // length**2
 
 
 @final

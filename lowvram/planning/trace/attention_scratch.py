@@ -7,7 +7,7 @@ from typing import Any
 
 from lowvram.core.device import Card
 from lowvram.planning.memory.segments import rounded_up
-from lowvram.planning.trace.allocations import FP32_BYTES, Allocations, Kept, argument
+from lowvram.planning.trace.allocations import FP32_BYTES, RESULT, Allocations, Kept, Result, argument
 from lowvram.planning.trace.attention import AMPERE, SIXTEEN_BIT, SMALL_SHARED_MEMORY
 
 LOCK_BYTES, MOST_AT_WORK = 16, 200  # of the memory-efficient kernel; thread blocks over all heads
@@ -84,6 +84,16 @@ def efficient_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]
     rows = batch * heads * length * FP32_BYTES
     first = [rows] if is_16_bit else [[rows * value.shape[-1], rows, Kept(rows)]]
     return [[*first, batch * heads * head_bytes]]
+
+
+def flex_forward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
+    """The largest score of each query, which nothing reads (torch/_inductor/kernel/flex/flex_attention.py)."""
+    return [[Result.LAST, args[0][..., 0].numel() * FP32_BYTES, RESULT]]
+
+
+def flex_backward(card: Card, args: Sequence[Any], named: Mapping[str, Any]) -> Allocations:
+    """Row sums of the product of output and gradient (the same file)."""
+    return [[args[0][..., 0].numel() * FP32_BYTES, *[RESULT] * 3]]
 
 
 def efficient_block(card: Card, width: int, is_16_bit: bool) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowvram.compat.torch_ops import AttentionOps, CublasOps, ManyOps, NormOps
 from lowvram.core import host
 from lowvram.core.device import Card
+from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD
 from lowvram.planning.memory.segments import rounded_up
 from lowvram.planning.trace.allocations import FP32_BYTES, RESULT, Allocations, Kept, Result, Rule, argument
 from lowvram.planning.trace.attention import SIXTEEN_BIT
@@ -24,6 +25,8 @@ from lowvram.planning.trace.attention_scratch import (
     efficient_forward,
     flash_backward,
     flash_forward,
+    flex_backward,
+    flex_forward,
 )
 from lowvram.planning.trace.reductions import (
     MOST_THREADS,
@@ -253,4 +256,6 @@ RULES: dict[Any, Rule] = {
     AttentionOps.CUDNN_BACKWARD: cudnn_backward,
     AttentionOps.EFFICIENT: efficient_forward,
     AttentionOps.EFFICIENT_BACKWARD: efficient_backward,
+    NEAR_ATTENTION: flex_forward,
+    NEAR_ATTENTION_BACKWARD: flex_backward,
 }

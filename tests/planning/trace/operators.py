@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowvram.compat.torch_ops import AttentionOps, NormOps, norms
+from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD
 
 ATEN = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -138,6 +139,21 @@ def attention_backward(query: Tensor, packet: Any, num_heads: int) -> Run:
     return lambda: packet(query, query, key, value, None, *rest)
 
 
+def near_attention(query: Tensor, num_heads: int, is_backward: bool = False) -> Run:
+    """FlexAttention over a window of 100 tokens and 5 global ones; arguments as those of `attention_backward`. Its
+    kernels are compiled here."""
+    batch, heads, length, width = query.shape
+    query, key, value = (
+        query.new_empty(batch, length, number, width).transpose(1, 2) for number in (heads, num_heads, num_heads)
+    )
+    args, reach = (query, key, value), (100, 5)
+    if is_backward:
+        args = (query, *args, query, query.new_empty(batch, heads, length, dtype=FP32))
+    packet = NEAR_ATTENTION_BACKWARD if is_backward else NEAR_ATTENTION
+    packet(*args, *reach)
+    return lambda: packet(*args, *reach)
+
+
 def attention(shape: tuple[int, ...], dtype: torch.dtype, packet: Any, num_heads: int) -> Case:
     return Case(shape, dtype, partial(attention_backward, packet=packet, num_heads=num_heads))
 
@@ -180,6 +196,13 @@ EFFICIENT = {
     for width in (64, 80, 112, 160, 256)
     for dtype in (FP16, FP32)
 }
+FLEX = {
+    f"flex{' backward' * is_backward}, {length} queries, {num_heads} of 4 heads, {width} wide, in {dtype}": Case(
+        (4, 4, length, width), dtype, partial(near_attention, num_heads=num_heads, is_backward=is_backward)
+    )
+    for length, num_heads, width, dtype in ((1024, 4, 64, BF16), (1000, 2, 48, FP32))
+    for is_backward in (False, True)
+}
 CASES: dict[str, Case] = {
     "rows": Case((8192, 768), FP32, of(lambda x: x.sum(0))),
     "rows in bf16": Case((4096, 1000), BF16, of(lambda x: x.sum(0))),
@@ -211,6 +234,7 @@ CASES: dict[str, Case] = {
     "cudnn": attention((2, 8, 200, 64), BF16, AttentionOps.CUDNN_BACKWARD, 8),
     "efficient, fp32": attention((8, 32, 1024, 96), FP32, AttentionOps.EFFICIENT_BACKWARD, 32),
     **EFFICIENT,
+    **FLEX,
     **CONVOLUTIONS,
     **CONVOLUTIONS_BACKWARD,
     **TABLES,
