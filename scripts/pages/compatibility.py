@@ -55,6 +55,7 @@ ITS_OWN = ("optimizer", "adapter")  # groups that are compared with themselves: 
 EXTRA = {
     ("compile", "blocks"): ["compile.backend=aot_eager"],
     ("compile", "model"): ["compile.backend=aot_eager"],
+    ("optimizer", "lars"): ["optimizer.lr=0.1"],  # by the default one a random direction (zeroth_order) diverges
     ("precision", "fp16"): ["precision.init_scale=1024"],  # a scale that no first step overflows
     ("tile", "mlp"): ["tile.tokens=100"],  # of the 1,024 tokens of a batch
     ("ckpt", "auto"): ["vram=4GiB"],  # on a CPU it needs a budget
