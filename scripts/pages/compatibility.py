@@ -315,7 +315,7 @@ def counted(num_rows: int, is_added: bool) -> str:
     if not is_added:
         return str(num_rows)
     (before,) = re.findall(r"CPU\. (.+) configurations contain", PAGE.read_text())
-    return f"{before} and, for the pairs of newer options, {num_rows}"
+    return f"{before} and later {num_rows}"
 
 
 def main() -> int:

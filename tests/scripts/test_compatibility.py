@@ -50,7 +50,7 @@ def test_the_page_names_the_pairs_that_facts_refuse_and_no_other() -> None:
 
 
 def test_pairs_of_new_options_are_added_to_those_that_the_page_has() -> None:
-    before = counted(7, is_added=True).removesuffix(" and, for the pairs of newer options, 7")
+    before = counted(7, is_added=True).removesuffix(" and later 7")
     assert f"CPU. {before} configurations" in PAGE.read_text()
     assert counted(7, is_added=False) == "7"
 
