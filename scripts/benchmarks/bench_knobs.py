@@ -45,7 +45,7 @@ RATE = 1e4  # so that one step's difference of fp32 weights is the gradient and 
 ONE_STEP = ["mode=train", "train.steps=1", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0.0"]
 TIMED = ["mode=measure", "measure.reruns=0", "measure.warmup_steps=2", "measure.steps=6", "measure.max_seconds=20"]
 COMPANIONS = {Fact.MANY_RANKS: "sharding.ranks=2", Fact.COMPILED: "compile=blocks"}
-BUDGET = {("ckpt", "auto"): "vram=95MiB"}  # of what chooses for one; on a CPU it must be given
+CHOSEN = {("ckpt", "auto"): "ckpt.blocks=[0,1]"}  # by hand: a budget, on a CPU a limit of malloc's, costs time itself
 MODELS = (["model=transformer"], ["model=resnet", "model.norm=group"])
 WITHOUT_ERROR = ("optimizer", "allocator", "adapter", "depth", "sparsity")  # another model or update, no other numbers
 KEPT = ("peak_bytes", "process_peak_bytes", "by_kind", "by_kind_max")
@@ -126,8 +126,8 @@ def words_of(option: Option | None) -> list[str]:
     """The option, with what it needs beside it."""
     if option is None:
         return []
-    needs, budget = knob_of(option).needs(), [BUDGET[option]] if option in BUDGET else []
-    return ["=".join(option), *budget, *(word for fact, word in COMPANIONS.items() if fact in needs)]
+    needs, chosen = knob_of(option).needs(), [CHOSEN[option]] if option in CHOSEN else []
+    return ["=".join(option), *chosen, *(word for fact, word in COMPANIONS.items() if fact in needs)]
 
 
 def kept(row: Row) -> dict[str, Any]:
