@@ -24,6 +24,7 @@ from PIL import Image, features
 
 from lowvram.config.cache_folder import cache_folder
 from lowvram.config.errors import BadInput
+from lowvram.core.free_memory import free_host_bytes
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.data.imagefolder import Images, decoded
 from lowvram.results.files.durable import write
@@ -89,7 +90,7 @@ class Memory(ImageCache):
     row, as the data set stays the same while a run reads it."""
 
     def __init__(self, limit_bytes: int, _: str | None = None) -> None:
-        super().__init__(min(limit_bytes, available_bytes() // 2) // num_ranks())
+        super().__init__(min(limit_bytes, free_host_bytes() // 2) // num_ranks())
         self.pixels = shared_memory(self.limit_bytes)
 
     def around(self, images: Images) -> Images:
@@ -253,12 +254,6 @@ def opened_folder(name: str | None) -> Path:
     if not writable:
         raise BadInput("loader.cache_folder", name, f"null or a folder that can be written: {folder} can't")
     return folder
-
-
-def available_bytes() -> int:
-    """The memory that the kernel could give to processes."""
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
 
 
 CACHES = {"memory": Memory, "disk": Disk}  # by the names of loader.CacheKind

@@ -19,6 +19,7 @@ from torch import nn
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
+from lowvram.core.free_memory import free_host_bytes
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_layout
 from lowvram.models.hf_heads import READS, WRAPPING_KINDS, Head, check_shift, head_named_by, logits_at_end, model_class
@@ -37,6 +38,7 @@ from lowvram.models.hf_widths import Check, Trials
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
 from lowvram.models.widths import Pruned
+from lowvram.results.row import size_text
 
 LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
 USUAL_IMAGE_SIZE = 224  # pixels, for models that accept any size
@@ -290,6 +292,9 @@ class HfConfig(ForeignModel, Remade):
         same = [each for each in [*heads.found, *mlps.found] if not each.is_smaller]
         fewer = [each for each in [*heads.found, *mlps.found] if each.is_smaller]
         check = Check(model, lambda sizes: self.with_sizes(sizes).make(spec), self.call, inputs)
+        needed, free = check.needed_bytes(fewer), free_host_bytes()
+        allowed = f"a model whose proof in fp64 fits into the host's free memory, {size_text(free)}"
+        require(needed <= free, "model.name", self.name, f"{allowed}: this one's takes {size_text(needed)}")
         sure = check.proven(fewer)
         left = [
             *heads.left,

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.models.hf_source import transformers
-from lowvram.models.widths import InnerWidth, Slices, masked, num_kept, sliced
+from lowvram.models.widths import InnerWidth, Slices, mask, num_kept, sliced
 
 Sizes = dict[str, int]  # fields of a configuration, with other values
 Shapes = Mapping[str, tuple[int, ...]]
@@ -213,8 +213,8 @@ def is_read(model: nn.Module, part: Slices) -> bool:
 
 
 class Check:
-    """Compares models without some units to the trained one with zeros in their place. On the CPU, which holds the
-    weights twice in fp64.
+    """Compares models without some units to the trained one with zeros in their place. On the CPU, which holds all
+    weights in fp64, and once more what is left of those that become smaller.
 
     Args:
         make: the model with other sizes, on the CPU; its tensors hold any values.
@@ -236,13 +236,13 @@ class Check:
         Args:
             kept: of each width the units that stay.
         """
+        small = copied(self.make(sizes), weight=lambda tensor: tensor.detach().to("meta"))
         large, few = copied(self.trained), tree_map_only(Tensor, in_fp64, self.inputs())
-        state = large.state_dict()
-        small = copied(self.make(sizes))
-        small.load_state_dict(sliced(state, widths, kept))
-        of_all = masked(state, widths, kept)
-        zeroed = {name: tensor for name, tensor in of_all.items() if tensor is not state[name]}
-        return agree(*(computed(self.call, *each, few) for each in ((small, {}), (large, zeroed), (large, {}))))
+        state = large.state_dict(keep_vars=True)  # in which tied tensors are one object
+        whole = computed(self.call, large, {}, few)
+        ours = computed(self.call, small, sliced(state, widths, kept), few)
+        mask(state, widths, kept)
+        return agree(ours, computed(self.call, large, {}, few), whole)
 
     def proven(self, candidates: Sequence[Found]) -> Outcome:
         """Those of the candidates for which it holds, all together."""
@@ -259,6 +259,17 @@ class Check:
             else:
                 left.append(f"{candidate}: without some, the model isn't the one with zeros in their place")
         return Outcome(found, left)
+
+    def needed_bytes(self, candidates: Sequence[Found]) -> int:
+        """The host memory that `proven` takes, without activations."""
+        tensors = self.trained.state_dict()
+        kept = sum(
+            tensors[part.name].numel() * each.number // each.num_units
+            for each in candidates
+            for width in each.widths
+            for part in width.slices()
+        )
+        return torch.float64.itemsize * (kept + sum(each.numel() for each in self.trained.parameters()))
 
 
 def agree(ours: Tensor, theirs: Tensor, whole: Tensor) -> bool:
@@ -295,14 +306,18 @@ class Called(nn.Module):
         return self.call(self.model, inputs)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy in fp64 on the CPU, in evaluation mode."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        value = in_fp64(tensor.detach()).clone()
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+def copied(model: nn.Module, weight: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
+    """A copy in fp64 on the CPU, in evaluation mode.
+
+    Args:
+        weight: makes the copy of a weight instead.
+    """
+    memo: dict[int, Any] = {id(buffer): in_fp64(buffer) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter((weight or in_fp64)(parameter.detach()), requires_grad=False)
     return deepcopy(model, memo).eval()
 
 
 def in_fp64(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype)
+    """A copy."""
+    return tensor.to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)

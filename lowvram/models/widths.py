@@ -110,13 +110,11 @@ def sliced(state: Mapping[str, Tensor], widths: Sequence[InnerWidth], kept: Sequ
     return smaller
 
 
-def masked(state: Mapping[str, Tensor], widths: Sequence[InnerWidth], kept: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The same with zeros where the units are that leave; the others are the tensors of `state` themselves."""
-    zeroed = dict(state)
+def mask(state: Mapping[str, Tensor], widths: Sequence[InnerWidth], kept: Sequence[Tensor]) -> None:
+    """Write zeros where the units are that leave."""
     for width, units in zip(widths, kept, strict=True):
         leaves = torch.ones(width.num_units, dtype=torch.bool)
         leaves[units] = False
         for name, dim, places in width.slices():
             index = places[leaves].flatten()
-            zeroed[name] = zeroed[name].index_fill(dim, index.to(zeroed[name].device), 0.0)
-    return zeroed
+            state[name].index_fill_(dim, index.to(state[name].device), 0.0)

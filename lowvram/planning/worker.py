@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import final
 
 import torch
@@ -15,6 +14,7 @@ from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
 from lowvram.core.assemble import BY_TRIAL, block_names, skeleton
 from lowvram.core.device import card_of, choose_device
+from lowvram.core.free_memory import free_host_bytes
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
 from lowvram.data.source import Data
 from lowvram.loops.distillation.teach import Teach
@@ -260,12 +260,6 @@ def device_here(device: torch.device) -> tuple[str, DeviceSpec]:
     unknown = DeviceSpec(names=[card.name], compute_capability=f"{major}.{minor}")
     spec = find_device(card.name) or unknown
     return card.name, replace(spec, memory_bytes=num_bytes, multiprocessors=card.num_multiprocessors)
-
-
-def free_host_bytes() -> int:
-    """The memory that the kernel could give to a process (MemAvailable)."""
-    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
-    return int(line.split()[1]) * 1024
 
 
 def margin_of(plan: Fields, settings: Settings, plan_device: PlanDevice) -> float:

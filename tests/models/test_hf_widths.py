@@ -19,7 +19,7 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality, pairs_layout
-from lowvram.models import hf_widths
+from lowvram.models import hf, hf_widths
 from lowvram.models.hf import HfConfig, Weights
 from lowvram.models.hf_heads import Head
 from lowvram.models.hf_widths import Change, Found, agree, different_units, grouped
@@ -31,6 +31,7 @@ from tests.laboratory import CPU, knobs_of, make_batch, peak_as_measured, peak_a
 from tests.models.test_widths import zeroed
 
 NO_SIZE = "attention heads: its configuration has no field for the size of one"
+HALVED_OF_GPT2 = ("c_fc.weight", "c_fc.bias", "mlp.c_proj.weight")
 TWO_OF_FOUR = {"num_attention_heads": 2, "num_key_value_heads": 1}
 CASES: dict[str, dict[str, int]] = {  # what is smaller in the configuration of each
     "llama:grouped": {**TWO_OF_FOUR, "head_dim": 8, "intermediate_size": 24},
@@ -117,6 +118,21 @@ def test_the_nearest_number_of_heads_is_taken_that_the_configuration_allows() ->
     """Llama's number of heads must divide its width, 32: of 8 stay 4, not 3."""
     sizes = pruned("llama:many", ratio=0.6)[2].config.args
     assert sizes == {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 20}
+
+
+def test_the_memory_of_the_proof_is_asked_for_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64: all weights, and half of each layer of the MLPs whose width is halved, but the second layers' biases."""
+    model = trained(HfConfig(with_weights("gpt2"))).model
+    weights = sum(each.numel() for each in model.parameters())
+    halved = sum(each.numel() for name, each in model.state_dict().items() if name.endswith(HALVED_OF_GPT2))
+    needed = 8 * (weights + halved // 2)
+    monkeypatch.setattr(hf, "free_host_bytes", lambda: needed)
+    assert pruned("gpt2")[2].is_smaller
+    monkeypatch.setattr(hf, "free_host_bytes", lambda: needed - 1)
+    with pytest.raises(
+        BadInput, match=r"^model\.name=.*: must be a model whose proof in fp64 fits .*: this one's takes"
+    ):
+        pruned("gpt2")
 
 
 def test_nothing_leaves_at_a_ratio_of_0() -> None:
