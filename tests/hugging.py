@@ -61,13 +61,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more, which only some tes
 WIDER = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 GROUPED = {**WORDS, **WIDER, "num_key_value_heads": 2, "pad_token_id": 0}  # two heads of queries to one of keys
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-PRUNABLE: dict[str, tuple[str, dict[str, Any]]] = {  # what only tests of smaller models try
+PRUNABLE: dict[str, tuple[str, dict[str, Any]]] = {  # what only tests of smaller and of deeper models try
     "llama:grouped": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
     "llama:many": ("LlamaForCausalLM", {**GROUPED, "num_attention_heads": 8, "num_key_value_heads": 8}),
     "mistral:grouped": ("MistralForCausalLM", {**GROUPED, "head_dim": 12}),
     "qwen3:grouped": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8, "attention_bias": True}),
     "gemma:grouped": ("GemmaForCausalLM", {**GROUPED, "head_dim": 8}),
     "phi3:fused": ("Phi3ForCausalLM", GROUPED),
+    "olmo2": ("Olmo2ForCausalLM", GROUPED),  # norms stand at the end of branches
+    "smollm3:mixed": ("SmolLM3ForCausalLM", {**GROUPED, "no_rope_layers": [1, 0]}),  # a list with an entry per layer
     "mixtral:experts": ("MixtralForCausalLM", {**GROUPED, **EXPERTS}),
 }
 

@@ -63,8 +63,8 @@ def with_transformed(words: list[str]) -> list[str]:
     if folder is None:
         return words
     model = exported_in(folder, name)
-    is_pruned_elsewhere = name == "prune.run" and is_of_transformers(described_in(model))
-    (words_of_transformers if is_pruned_elsewhere else sizes_in)(model, name, words)  # is checked before all else
+    of_model = words_of_transformers if is_of_transformers(described_in(model)) else sizes_in
+    of_model(model, name, words)  # is checked before all else
     row = rows.read(model.parent)
     data = {} if row is None else data_of(row, words, f"{name}={folder}")
     return [*untyped({"model.init": str(model), **data}, words), *words]
@@ -161,9 +161,8 @@ def sizes_in(folder: Path, name: str, words: Sequence[str]) -> list[str]:
     target = described["model"].get("_target_") if is_export(described) else None
     nodes = {option: node_of("model", option) for option in options_of("model")}
     options = [option for option, node in nodes.items() if node["_target_"] == target and "init" in node]
-    others = "" if name == "grow.run" else " or of Hugging Face's transformers"
-    allowed = f"the folder of a trained model of lowvram's own (transformer, resnet){others}, such as a run's model"
-    require(bool(options), name, str(folder), f"{allowed}: {CONFIG} there is none's")
+    allowed = "the folder of a trained model of lowvram's own (transformer, resnet) or of Hugging Face's transformers"
+    require(bool(options), name, str(folder), f"{allowed}, such as a run's model: {CONFIG} there is none's")
     manifest.check(folder)
     check_safetensors(folder, name, str(folder))
     row = rows.read(folder.parent)

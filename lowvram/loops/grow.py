@@ -7,17 +7,12 @@ with Block Expansion" (2024).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
-from torch import Tensor
-
-from lowvram.config.errors import require
-from lowvram.config.settings import GrowSettings
 from lowvram.loops.session import Session
-from lowvram.loops.transform import trained_model, trained_tensors, transformed
-from lowvram.models.builtin import OwnModel
-from lowvram.models.growth import grown, sources
+from lowvram.loops.transform import trained_model, trained_of, trained_tensors, transformed
+from lowvram.models.growth import values_of
+from lowvram.models.remade import Remade
 
 
 @final
@@ -27,19 +22,14 @@ class Grow:
 
     def run(self, session: Session) -> dict[str, Any]:
         settings = session.settings.grow
-        shallow = trained_model(session, "grow", settings.run, OwnModel, "transformer or resnet")
-        deep = shallow.grown(settings.factor, settings.how)
-        num_copied = sum(map(len, shallow.runs_of_blocks()))
-        allowed = "the folder of a model with a block that keeps the image's shape, to be copied: it has none"
-        require(num_copied > 0, "grow.run", shallow.init, allowed)
+        shallow = trained_model(session, "grow", settings.run, Remade, "transformer, resnet or hf")
+        grown = shallow.deeper(trained_of(session), settings.factor, settings.how)
         session.begin(0, 0)
-        row = transformed(session, "growing", (shallow, deep), partial(values, session, shallow, settings))
-        print(f"grown by {settings.how.name}: {shallow.changes(deep)}")
+        models = (shallow, grown.config)
+        row = transformed(
+            session, "growing", models, lambda: values_of(grown.tensors, trained_tensors(session, shallow))
+        )
+        print(f"grown by {settings.how.name}: {shallow.changes(grown.config)}")
+        for sentence in grown.left:
+            print(f"stays as it is: {sentence}")
         return row
-
-
-def values(session: Session, shallow: OwnModel, settings: GrowSettings) -> dict[str, Tensor]:
-    """The tensors of the deeper model."""
-    num_blocks = len(session.problem.blocks(session.rig.model))
-    deeper = sources(shallow.runs_of_blocks(), num_blocks, settings.factor, settings.how)
-    return grown(trained_tensors(session, shallow), deeper, shallow.last_layers)

@@ -18,11 +18,9 @@ from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields
 from lowvram.loops.importance import IMPORTANCES
 from lowvram.loops.session import Session
-from lowvram.loops.transform import trained_model, trained_tensors, transformed
-from lowvram.models.remade import Remade, Trained
+from lowvram.loops.transform import trained_model, trained_of, trained_tensors, transformed
+from lowvram.models.remade import Remade
 from lowvram.models.widths import Pruned, sliced
-
-FEW = 2  # samples on which it is checked that a unit's places are known
 
 
 @final
@@ -44,20 +42,10 @@ class Prune:
 
 def smaller(session: Session, large: Remade, settings: PruneSettings) -> Pruned:
     """How the model becomes smaller. Raises BadInput if it can't, or would be as large as before."""
-    trained = Trained(session.rig.model, session.data.spec, partial(few_inputs, session))
-    pruned = large.smaller(trained, settings.ratio, settings.round_to)
+    pruned = large.smaller(trained_of(session), settings.ratio, settings.round_to)
     allowed = f"larger, or prune.round_to={settings.round_to} smaller: this leaves all widths of the model as they are"
     require(settings.ratio == 0 or pruned.is_smaller, "prune.ratio", settings.ratio, allowed)
     return pruned
-
-
-def few_inputs(session: Session) -> Any:
-    """The inputs of a few samples of the first batch, on the CPU."""
-    batches = session.batches(0)
-    try:
-        return next(batches).map(lambda tensor: tensor[:FEW].cpu()).inputs
-    finally:
-        batches.close()
 
 
 def kept_values(session: Session, large: Remade, pruned: Pruned) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,10 @@ from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.profiling.post_run import run_peaks
 from lowvram.loops.session import Session
 from lowvram.models.layout import EXPORTED, dtypes_in
-from lowvram.models.remade import Remade
+from lowvram.models.remade import Remade, Trained
 
 M = TypeVar("M", bound=Remade)
+FEW = 2  # samples that show whether another model computes the same
 ALLOWED = ("accum", "allocator")  # groups that change neither the weights nor how the model is called
 
 
@@ -119,6 +121,20 @@ def trained_model(session: Session, mode: str, run: str | None, kind: type[M], o
     require(written is ExportFormat.safetensors, "export.format", written.name, allowed)
     check_free(session.folder / EXPORTED)
     return model
+
+
+def trained_of(session: Session) -> Trained:
+    """The session's model, and what it reads."""
+    return Trained(session.rig.model, session.data.spec, partial(few_inputs, session))
+
+
+def few_inputs(session: Session) -> Any:
+    """The inputs of a few samples of the first batch, on the CPU."""
+    batches = session.batches(0)
+    try:
+        return next(batches).map(lambda tensor: tensor[:FEW].cpu()).inputs
+    finally:
+        batches.close()
 
 
 def is_in(trained: Path, run: Path) -> bool:

@@ -10,15 +10,18 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
 from lowvram.core.rig import Tail, has_dropout
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
+from lowvram.models.growth import Grown, copied_tensors, sources
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.widths import InnerWidth, Pruned
+
+BLOCKS = "blocks"  # the list of blocks in each of lowvram's models
 
 
 class OwnModule(nn.Module, ABC):
@@ -99,6 +102,13 @@ class OwnModel(Remade):
     def inner_widths(self) -> list[InnerWidth]:
         """The widths inside the blocks, each with its places in the model's tensors."""
         return []
+
+    def deeper(self, trained: Trained, factor: int, how: GrowthKind) -> Grown:
+        config, runs, model = self.grown(factor, how), self.runs_of_blocks(), trained.model
+        allowed = "the folder of a model with a block that keeps the image's shape, to be copied: it has none"
+        require(any(runs), "grow.run", self.init, allowed)
+        lists = {BLOCKS: sources(runs, len(self.blocks_of(model, trained.spec)), factor, how)}
+        return Grown(config, copied_tensors(model.state_dict(), lists, {BLOCKS: self.last_layers}), [])
 
     def grown(self, factor: int, how: GrowthKind) -> Self:
         """The configuration of the same model with each block of `runs_of_blocks` `factor` times, and without `init`.

@@ -1,16 +1,15 @@
-"""A deeper model from a trained one: which blocks are copied, and the tensors of the result."""
+"""A deeper model from a trained one: which blocks are copied, and where each tensor of the result comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowvram.config.settings import GrowthKind
 
-BLOCKS = "blocks"  # the list of blocks in each of lowvram's models
 TENSORS = ("weight", "bias")  # of a layer
 
 
@@ -19,6 +18,34 @@ class Source(NamedTuple):
 
     block: int  # the block of the trained model, counted from 0
     is_idle: bool  # whether its last layers are zero, so that it hands on what it is given
+
+
+class Copied(NamedTuple):
+    """Where a tensor of the deeper model comes from."""
+
+    name: str  # of the trained model's tensor
+    is_zero: bool  # whether it only has its shape
+
+
+class Grown(NamedTuple):
+    """How a model becomes deeper.
+
+    Attributes:
+        config: the configuration of the deeper model.
+        tensors: of each tensor of that model, by its name, where it comes from.
+        left: sentences: what stays as it is, and why.
+    """
+
+    config: Any
+    tensors: dict[str, Copied]
+    left: list[str]
+
+
+def values_of(tensors: Mapping[str, Copied], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a deeper model's tensors, by their names. Those that aren't zero are the trained model's own."""
+    return {
+        name: torch.zeros_like(state[each.name]) if each.is_zero else state[each.name] for name, each in tensors.items()
+    }
 
 
 def sources(runs: Sequence[range], num_blocks: int, factor: int, how: GrowthKind) -> list[Source]:
@@ -47,19 +74,26 @@ def copies(run: range, factor: int, how: GrowthKind) -> list[Source]:
     return [Source(block, is_idle and turn > 0) for block in run for turn in range(factor)]
 
 
-def grown(state: Mapping[str, Tensor], deeper: Sequence[Source], last_layers: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of the deeper model, by name.
+def copied_tensors(
+    names: Iterable[str], lists: Mapping[str, Sequence[Source]], last_layers: Mapping[str, Collection[str]]
+) -> dict[str, Copied]:
+    """Where each tensor of the deeper model comes from, by its name.
 
     Args:
-        state: those of the trained model.
-        last_layers: of a block the names of the layers that are zero where it is idle.
+        names: of the trained model's tensors.
+        lists: of each list of blocks, by its name, what the blocks of the deeper model are made from.
+        last_layers: of a list the names of the layers of a block that are zero where it is idle.
     """
-    tensors = {name: tensor for name, tensor in state.items() if not name.startswith(f"{BLOCKS}.")}
-    for number, source in enumerate(deeper):
-        prefix = f"{BLOCKS}.{source.block}."
-        for name, tensor in state.items():
-            if name.startswith(prefix):
-                inner = name.removeprefix(prefix)
-                is_zero = source.is_idle and inner in [f"{layer}.{of}" for layer in last_layers for of in TENSORS]
-                tensors[f"{BLOCKS}.{number}.{inner}"] = torch.zeros_like(tensor) if is_zero else tensor
+    tensors = dict[str, Copied]()
+    for name in names:
+        inside = next((each for each in lists if name.startswith(f"{each}.")), None)
+        if inside is None:
+            tensors[name] = Copied(name, is_zero=False)
+            continue
+        number, _, inner = name.removeprefix(f"{inside}.").partition(".")
+        layer, _, tensor = inner.rpartition(".")
+        is_last = layer in last_layers.get(inside, ()) and tensor in TENSORS
+        for deeper, source in enumerate(lists[inside]):
+            if str(source.block) == number:
+                tensors[f"{inside}.{deeper}.{inner}"] = Copied(name, source.is_idle and is_last)
     return tensors

@@ -18,10 +18,12 @@ from torch import nn
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
+from lowvram.config.settings import GrowthKind
 from lowvram.config.texts import first_line
 from lowvram.core.free_memory import free_host_bytes
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.models import hf_layout
+from lowvram.models import hf_depths, hf_layout
+from lowvram.models.growth import Grown
 from lowvram.models.hf_heads import READS, WRAPPING_KINDS, Head, check_shift, head_named_by, logits_at_end, model_class
 from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
@@ -281,20 +283,49 @@ class HfConfig(ForeignModel, Remade):
         except Exception:
             return None
 
-    def smaller(self, trained: Trained, ratio: float, multiple: int) -> Pruned:
-        head = self.chosen_head().name
-        require(self.has_trained_head(), "model.head", head, "the one that the model was trained with, to be pruned")
+    def checked_blocks(self, trained: Trained, what: str) -> tuple[str, ...]:
+        """The names of the blocks, of a model that was trained with its head.
+
+        Args:
+            what: what is done to them.
+        """
+        head, blocks = self.chosen_head().name, self.find_blocks(trained.model, trained.spec).blocks
+        require(self.has_trained_head(), "model.head", head, f"the one that the model was trained with, to be {what}")
+        require(bool(blocks), "model.blocks", self.blocks, f"the class of the blocks that are {what}: none were found")
+        return blocks
+
+    def check_proof(self, num_bytes: int) -> None:
+        """Raises BadInput if the host hasn't the memory for a proof in fp64."""
+        free = free_host_bytes()
+        allowed = f"a model whose proof in fp64 fits into the host's free memory, {size_text(free)}"
+        require(num_bytes <= free, "model.name", self.name, f"{allowed}: this one's takes {size_text(num_bytes)}")
+
+    def deeper(self, trained: Trained, factor: int, how: GrowthKind) -> Grown:
+        blocks = self.checked_blocks(trained, "copied")
         model, spec, inputs = trained
-        blocks = self.find_blocks(model, spec).blocks
-        require(bool(blocks), "model.blocks", self.blocks, "the class of the blocks that are pruned: none were found")
+        values = self.config_for(spec).to_dict()
+        depth = hf_depths.deeper(values, lambda sizes: self.shapes_with(sizes, spec), blocks, factor, how)
+        allowed = f"a model whose configuration says how many blocks it has; here stay {'; '.join(depth.left)}"
+        require(bool(depth.lists), "model.name", self.name, allowed)
+        deep, zero = self.with_sizes(depth.sizes), dict[str, list[str]]()
+        if how is GrowthKind.identity:
+            self.check_proof(hf_depths.needed_bytes(model))
+            try:
+                zero = hf_depths.proven_last_layers(self.call, model, lambda: deep.make(spec), inputs(), depth)
+            except Exception as error:  # norms stand after the sum, or layers don't compute in fp64
+                allowed = f"stack or interleave for this model: {first_line(error)}"
+                raise BadInput("grow.how", how.name, allowed) from None
+        return Grown(deep, depth.tensors(model.state_dict(), zero), depth.left)
+
+    def smaller(self, trained: Trained, ratio: float, multiple: int) -> Pruned:
+        blocks = self.checked_blocks(trained, "pruned")
+        model, spec, inputs = trained
         trials = Trials(model, self.config_for(spec), lambda sizes: self.shapes_with(sizes, spec), blocks)
         heads, mlps = trials.heads(ratio), trials.mlps(ratio, multiple)
         same = [each for each in [*heads.found, *mlps.found] if not each.is_smaller]
         fewer = [each for each in [*heads.found, *mlps.found] if each.is_smaller]
         check = Check(model, lambda sizes: self.with_sizes(sizes).make(spec), self.call, inputs)
-        needed, free = check.needed_bytes(fewer), free_host_bytes()
-        allowed = f"a model whose proof in fp64 fits into the host's free memory, {size_text(free)}"
-        require(needed <= free, "model.name", self.name, f"{allowed}: this one's takes {size_text(needed)}")
+        self.check_proof(check.needed_bytes(fewer))
         sure = check.proven(fewer)
         left = [
             *heads.left,

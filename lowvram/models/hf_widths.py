@@ -11,20 +11,19 @@ what it computes with zeros in their place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from itertools import count
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.models.hf_source import transformers
+from lowvram.models.proof import Call, computed, copied, in_fp64, without_weights
 from lowvram.models.widths import InnerWidth, Slices, mask, num_kept, sliced
 
-Sizes = dict[str, int]  # fields of a configuration, with other values
+Sizes = dict[str, Any]  # fields of a configuration, with other values
 Shapes = Mapping[str, tuple[int, ...]]
 # What transformers calls these in all configurations; `attribute_map` says under which name one of them has it.
 HEADS, KV_HEADS, HEAD_SIZE = "num_attention_heads", "num_key_value_heads", "head_dim"
@@ -225,7 +224,7 @@ class Check:
         self,
         trained: nn.Module,
         make: Callable[[Sizes], nn.Module],
-        call: Callable[[nn.Module, Any], Tensor],
+        call: Call,
         inputs: Callable[[], Any],
     ) -> None:
         self.trained, self.make, self.call, self.inputs = trained, make, call, inputs
@@ -236,7 +235,7 @@ class Check:
         Args:
             kept: of each width the units that stay.
         """
-        small = copied(self.make(sizes), weight=lambda tensor: tensor.detach().to("meta"))
+        small = without_weights(self.make(sizes))
         large, few = copied(self.trained), tree_map_only(Tensor, in_fp64, self.inputs())
         state = large.state_dict(keep_vars=True)  # in which tied tensors are one object
         whole = computed(self.call, large, {}, few)
@@ -283,41 +282,3 @@ def different_units(found: Sequence[Found]) -> list[Tensor]:
     numbers = [(each.num_units, each.number) for each in found for _ in each.widths]
     orders = {size: torch.randperm(size, generator=torch.Generator().manual_seed(0)) for size, _ in numbers}
     return [orders[size].roll(index)[:number] for index, (size, number) in enumerate(numbers)]
-
-
-@torch.no_grad()
-def computed(
-    call: Callable[[nn.Module, Any], Tensor], model: nn.Module, instead: Mapping[str, Tensor], inputs: Any
-) -> Tensor:
-    """The logits of a model with these tensors, by their names, instead of its own."""
-    around = Called(model, call)
-    return functional_call(around, {f"model.{name}": tensor for name, tensor in instead.items()}, (inputs,))
-
-
-@final
-class Called(nn.Module):
-    """A model as it is called here."""
-
-    def __init__(self, model: nn.Module, call: Callable[[nn.Module, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.call = model, call
-
-    def forward(self, inputs: Any) -> Tensor:
-        return self.call(self.model, inputs)
-
-
-def copied(model: nn.Module, weight: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
-    """A copy in fp64 on the CPU, in evaluation mode.
-
-    Args:
-        weight: makes the copy of a weight instead.
-    """
-    memo: dict[int, Any] = {id(buffer): in_fp64(buffer) for buffer in model.buffers()}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter((weight or in_fp64)(parameter.detach()), requires_grad=False)
-    return deepcopy(model, memo).eval()
-
-
-def in_fp64(tensor: Tensor) -> Tensor:
-    """A copy."""
-    return tensor.to("cpu", torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)

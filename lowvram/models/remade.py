@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Self
 
 from torch import nn
 
+from lowvram.config.settings import GrowthKind
 from lowvram.data.spec import DataSpec
+from lowvram.models.growth import Grown
 from lowvram.models.widths import Pruned
 
 
@@ -47,6 +49,18 @@ class Remade(ABC):
 
         Raises:
             BadInput: the model can't be pruned.
+        """
+
+    @abstractmethod
+    def deeper(self, trained: Trained, factor: int, how: GrowthKind) -> Grown:
+        """How the model gets more blocks.
+
+        Args:
+            trained: isn't changed.
+            factor: how many times each block is there that can be copied.
+
+        Raises:
+            BadInput: the model can't be grown, or not so.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lowvram.tasks import Auto
 from tests.laboratory import IMAGES, RESNET, knobs_of
 from tests.loops.sessions import GROW, session_in
 from tests.loops.test_prune import trained
+from tests.loops.test_prune_hf import trained as trained_of_transformers
 
 
 def to_grow(folder: Path, name: str, how: GrowthKind = GrowthKind.stack) -> Session:
@@ -61,6 +63,24 @@ def test_the_file_has_the_number_formats_of_the_old_one(tmp_path: Path, name: st
     assert len(after) > len(before)
     inner = {name.split(".", 2)[-1]: dtype for name, dtype in before.items()}
     assert all(inner[name.split(".", 2)[-1]] is dtype for name, dtype in after.items())
+
+
+@pytest.mark.parametrize("how", GrowthKind)
+def test_a_deeper_model_of_transformers_is_written(
+    tmp_path: Path, how: GrowthKind, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = trained_of_transformers(tmp_path, "llama:grouped", in_16_bits=True)
+    fields = Grow().run(replace(session, settings=replace(session.settings, grow=replace(GROW, how=how))))
+    figures, said = fields["growing"], json.loads((tmp_path / "model" / "config.json").read_text())
+    assert said["num_hidden_layers"] == 4
+    assert capsys.readouterr().out.splitlines()[-1] == f"grown by {how.name}: num_hidden_layers=4"
+    assert figures["parameters_after"] == fields["model"]["parameters"] > figures["parameters_before"]
+    assert figures["loss_after"] == fields["loss"]["eval"]
+    assert (figures["loss_after"] == figures["loss_before"]) is (how is GrowthKind.identity)
+    formats = dtypes_in([tmp_path / "model" / "model.safetensors"])
+    assert set(formats.values()) == {torch.bfloat16}
+    assert (tmp_path / "model" / "tokenizer_config.json").is_file()
+    assert not list(tmp_path.glob(".*"))  # what is written beside is gone
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from lowvram.export.folder import export, load
 from lowvram.export.plain import Origin
 from lowvram.knobs.adapter import NoAdapter
 from lowvram.knobs.precision.bf16_pure import to_bf16
-from lowvram.loops.grow import Grow
 from lowvram.loops.prune import Prune
 from lowvram.loops.session import Session
 from lowvram.models import hf_widths
@@ -154,6 +153,4 @@ def test_refusals(tmp_path: Path) -> None:
     unread = replace(PRUNE, run="outputs/run")
     with pytest.raises(BadInput, match=r"^prune\.run='outputs/run': must be typed on the command line beside mode="):
         Prune().run(session_of(tmp_path, HfConfig(with_weights("gpt2")), spec, prune=unread))
-    with pytest.raises(BadInput, match=r"^model='HfConfig': must be transformer or resnet with mode=grow"):
-        Grow().run(session_of(tmp_path, HfConfig(with_weights("gpt2")), spec))
     assert not (tmp_path / "model").exists()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.settings import GrowthKind
 from lowvram.models.builtin import OwnModel
-from lowvram.models.growth import Source, grown, sources
+from lowvram.models.growth import Source, sources, values_of
+from lowvram.models.remade import Trained
 from lowvram.models.resnet import NormKind, ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from tests.laboratory import make_batch
@@ -21,13 +20,13 @@ STACK, INTERLEAVE, IDENTITY = GrowthKind.stack, GrowthKind.interleave, GrowthKin
 GROWING = sorted(MODELS.keys() - {"transformer, shared layers"})
 
 
-def deeper(config: OwnModel, name: str, factor: int, how: GrowthKind) -> nn.Module:
+def deeper(name: str, factor: int, how: GrowthKind) -> nn.Module:
     """In fp64 and in evaluation mode."""
-    _, spec = MODELS[name]
+    config, spec = MODELS[name]
     model = filled(config, spec)
-    order = sources(config.runs_of_blocks(), len(model.blocks), factor, how)
-    made = config.grown(factor, how).make(spec).double().eval()
-    made.load_state_dict(grown(model.state_dict(), order, config.last_layers))
+    grown = config.deeper(Trained(model, spec, lambda: None), factor, how)
+    made = grown.config.make(spec).double().eval()
+    made.load_state_dict(values_of(grown.tensors, model.state_dict()))
     return made
 
 
@@ -36,7 +35,7 @@ def deeper(config: OwnModel, name: str, factor: int, how: GrowthKind) -> nn.Modu
 def test_with_idle_blocks_a_model_computes_what_it_did(name: str, factor: int) -> None:
     config, spec = MODELS[name]
     inputs = make_batch(spec, 3, dtype=torch.float64).inputs
-    before, model = filled(config, spec)(inputs), deeper(config, name, factor, IDENTITY)
+    before, model = filled(config, spec)(inputs), deeper(name, factor, IDENTITY)
     after = model(inputs)
     assert (after - before).abs().max() <= 1e-12 * before.abs().max()
     after.sum().backward()
@@ -52,7 +51,7 @@ def test_with_idle_blocks_a_model_computes_what_it_did(name: str, factor: int) -
 def test_copied_blocks_compute_what_the_old_ones_do(name: str, how: GrowthKind) -> None:
     config, spec = MODELS[name]
     inputs, model = make_batch(spec, 3, dtype=torch.float64).inputs, filled(config, spec)
-    found = deeper(config, name, 2, how)(inputs)
+    found = deeper(name, 2, how)(inputs)
     order = sources(config.runs_of_blocks(), len(model.blocks), 2, how)
     whole = model(inputs)
     model.blocks = nn.ModuleList(model.blocks[source.block] for source in order)
@@ -91,10 +90,7 @@ def test_what_can_not_be_grown_is_refused() -> None:
 
 
 def test_values_of_the_rest_stay() -> None:
-    config, spec = MODELS["resnet"]
-    model = filled(config, spec)
-    order = sources(config.runs_of_blocks(), len(model.blocks), 2, STACK)
-    tensors: dict[str, Tensor] = grown(model.state_dict(), order, config.last_layers)
-    rest = {name: tensor for name, tensor in model.state_dict().items() if "blocks" not in name}
-    assert all(tensors[name].equal(tensor) for name, tensor in rest.items())
-    assert replace(config, init=None).grown(2, STACK).make(spec).state_dict().keys() == tensors.keys()
+    before, after = filled(*MODELS["resnet"]).state_dict(), deeper("resnet", 2, STACK).state_dict()
+    rest = {name: tensor for name, tensor in before.items() if "blocks" not in name}
+    assert rest
+    assert all(after[name].equal(tensor) for name, tensor in rest.items())
