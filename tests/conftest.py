@@ -29,7 +29,7 @@ from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.launch.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 from tests.laboratory import compiler_as_before
-from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s
+from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s, sample
 
 MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
 
@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if item.path in medium or STARTERS & set(item.fixturenames):
             item.add_marker("medium")
+    sample(items)
 
 
 @pytest.hookimpl(wrapper=True)

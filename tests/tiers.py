@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ import pytest
 
 from lowvram.launch.process_tree import children
 
+ROOT = Path(__file__).parent
 # CPU time, not wall-clock time, so that other processes can't fail a test, on a processor as fast as one that takes
 # REFERENCE_S for `reference_s`: those of shared machines are at times half as fast. Starting a process takes seconds.
 LIMIT_S, MEDIUM_LIMIT_S = 5.0, 10.0
@@ -57,6 +59,28 @@ MEDIUM = [
     "worker/test_flops",
     "worker/test_ranks",
 ]
+# Of tests with many cases that are alike: in these files `scripts/test` runs each n-th case, and `all` the others.
+SAMPLED = {
+    "test_laws_of_pairs": 3,
+    "test_laws_foreign": 2,
+    "cli/test_resume": 2,
+    "config/test_secret": 3,
+    "knobs/test_adapter_over_time": 2,
+    "knobs/test_sparsity": 2,
+    "knobs/test_sparsity_zeros": 2,
+    "knobs/test_stepping_together": 3,
+    "knobs/test_tile": 2,
+    "knobs/test_tile_blocks": 2,
+    "launch/test_faults": 2,
+    "loops/distillation/test_features": 2,
+    "models/test_hf_depths": 2,
+    "models/test_hf_families": 3,
+    "models/test_hf_widths": 2,
+    "models/test_local_attention": 2,
+    "planning/test_choice": 2,
+    "planning/trace/test_tracer": 2,
+    "worker/test_flops": 3,
+}
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -64,6 +88,19 @@ def first_of(cases: Sequence[Any], num: int = 1) -> list[Any]:
     """The first `num` cases unmarked, and the others marked slow. A case of several values is a tuple."""
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [*cases[:num], *(pytest.param(*each, marks=pytest.mark.slow) for each in values[num:])]
+
+
+def sample(items: Sequence[pytest.Function]) -> None:
+    """Mark the cases slow that `SAMPLED` leaves out, counted in their order."""
+    every = {ROOT / f"{name}.py": number for name, number in SAMPLED.items()}
+    counts = Counter[Any]()
+    for item in items:
+        number = every.get(item.path)
+        if number and hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            test = (item.path, item.originalname)
+            if counts[test] % number:
+                item.add_marker("slow")
+            counts[test] += 1
 
 
 def check_cpu_s(item: pytest.Function, taken_s: float) -> None:

@@ -133,6 +133,7 @@ def test_what_a_snapshot_does_not_fit_is_refused(call: Call, interrupted: Path) 
     assert call("resume=last", "name=null", "precision=bf16", "ckpt=every1", "model.dropout=0.5").code == 0
 
 
+@pytest.mark.slow  # another process of test_a_finished_run_can_be_made_longer
 def test_a_finished_run_keeps_the_zeros_that_it_was_trained_with(call: Call) -> None:
     """Another option of sparsity is refused, whether or not it knows the fields that were typed for the run."""
     run = call(*TINY, "sparsity=rigl", "sparsity.drop=0.2", "hydra.run.dir=run")

@@ -152,6 +152,7 @@ def test_after_a_probe_that_ran_out_of_memory_the_next_one_follows(
     assert kept[0] == "0"  # an earlier call knows it: it isn't run again
 
 
+@pytest.mark.slow  # trains what the search has written
 def test_the_file_is_an_experiment(call: Call) -> None:
     outcome = call(*SEARCH, "plan.device=rtx3060", "vram=530MiB")
     (path,) = outcome.cwd.glob("outputs/**/experiment/winner.yaml")

@@ -42,6 +42,7 @@ def test_a_mode_that_has_nobody_to_ask_is_refused(call: Call) -> None:
     assert "mode='teach': must be train, unless task=distill names a teacher" in refused.err
 
 
+@pytest.mark.slow  # tests/loops/distillation/test_features.py needs no processes
 def test_blocks_learn_from_those_of_a_run_as_planned(call: Call) -> None:
     teacher = call(*TINY, "model.num_layers=2").folder
     words = (*TINY, "task=distill", f"task.teacher={teacher}", "task.feature_weight=1")
