@@ -38,7 +38,8 @@ from lowvram.core.values import Fill
 from lowvram.export.folder import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
-from lowvram.models.block_finder import FoundBlocks, find_blocks, without_memory
+from lowvram.models.block_finder import FoundBlocks, find_blocks
+from lowvram.models.fake_pass import without_memory
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape

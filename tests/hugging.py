@@ -60,6 +60,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # more, which only some tes
 
 WIDER = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 GROUPED = {**WORDS, **WIDER, "num_key_value_heads": 2, "pad_token_id": 0}  # two heads of queries to one of keys
+RELATIVE = {"use_relative_position_bias": True}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 PRUNABLE: dict[str, tuple[str, dict[str, Any]]] = {  # what only tests of smaller and of deeper models try
     "llama:grouped": ("LlamaForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
@@ -69,6 +70,12 @@ PRUNABLE: dict[str, tuple[str, dict[str, Any]]] = {  # what only tests of smalle
     "gemma:grouped": ("GemmaForCausalLM", {**GROUPED, "head_dim": 8}),
     "phi3:fused": ("Phi3ForCausalLM", GROUPED),
     "olmo2": ("Olmo2ForCausalLM", GROUPED),  # norms stand at the end of branches
+    "lfm2:mixed": (
+        "Lfm2ForCausalLM",
+        {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    ),
+    "bart:unequal": ("BartForConditionalGeneration", {**BART, **SPECIAL, "decoder_layers": 1}),
+    "beit": ("BeitForImageClassification", {**HEADS, "image_size": 16, "patch_size": 4, **RELATIVE}),
     "smollm3:mixed": ("SmolLM3ForCausalLM", {**GROUPED, "no_rope_layers": [1, 0]}),  # a list with an entry per layer
     "mixtral:experts": ("MixtralForCausalLM", {**GROUPED, **EXPERTS}),
 }

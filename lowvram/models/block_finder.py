@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowvram.compat.torch_fake import FakeTensorMode
-from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.compat.torch_trees import tree_map_only
+from lowvram.models.fake_pass import fake_pass
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
 AS_MUCH = 0.9  # classes that save at least this share of what the class with the most saves count as equal to it
@@ -45,9 +42,7 @@ def find_blocks(
         named: the class name of the blocks, if the user gave it.
     """
     try:
-        with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            record = ForwardRecord(without_memory(model))
-            outputs = record.watched(call, tree_map_only(Tensor, mode.from_tensor, inputs))
+        record, outputs = fake_pass(model, partial(recorded, call), inputs)
     except Exception:
         names = {module: name for name, module in model.named_modules()}
         return FoundBlocks(tuple(names[module] for module in outermost(model, named)), None, False)
@@ -57,6 +52,12 @@ def find_blocks(
     heads = (record.names[module] for module, output in record.linear.items() if output is outputs)
     is_plain = all(record.is_plain[module] for module in order)
     return FoundBlocks(tuple(record.names[module] for module in order), next(heads, None), is_plain)
+
+
+def recorded(call: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> tuple[ForwardRecord, Any]:
+    """What a forward pass shows, and its outputs."""
+    record = ForwardRecord(model)
+    return record, record.watched(call, inputs)
 
 
 def outermost(model: nn.Module, kind: str | None) -> list[nn.Module]:
@@ -72,15 +73,6 @@ def repeated_classes(model: nn.Module) -> dict[str, int]:
     names = {type(module).__name__ for module in model.modules() if is_composed(module)}
     counts = {name: len(outermost(model, name)) for name in sorted(names)}
     return {name: count for name, count in counts.items() if count > 1}
-
-
-def without_memory(model: nn.Module) -> nn.Module:
-    """A copy in training mode with new, empty tensors. Call it under a FakeTensorMode: they then have no memory."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-    return deepcopy(model, memo).train()
 
 
 @final

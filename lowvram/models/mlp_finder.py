@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
-from lowvram.compat.torch_trees import tree_map_only
 from lowvram.core.rig import token_dim
-from lowvram.models.block_finder import without_memory
+from lowvram.models.fake_pass import fake_pass
 
 # As the blocks of Transformers call them. The last is a method of BERT and its relatives, which have no such module.
 USUAL_NAMES = ("mlp", "feed_forward", "ffn", "DenseReluDense", "block_sparse_moe", "feed_forward_chunk")
@@ -85,12 +83,14 @@ def uses_of(
 ) -> dict[Place, Use]:
     """How one forward pass of the model calls methods, in the order in which they first return."""
     uses: dict[Place, Use] = {}
+
+    def watched(copy: nn.Module, fake: Any) -> None:
+        for place in places:
+            watch(copy, place, uses)
+        call(copy, fake)
+
     try:
-        with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            copy = without_memory(model)
-            for place in places:
-                watch(copy, place, uses)
-            call(copy, tree_map_only(Tensor, mode.from_tensor, inputs))
+        fake_pass(model, watched, inputs)
     except Exception:
         return {}
     return uses

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
-from lowvram.compat.torch_trees import tree_flatten, tree_map_only, tree_unflatten
+from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.core.rig import is_per_sample
-from lowvram.models.block_finder import without_memory
+from lowvram.models.fake_pass import fake_pass
 from lowvram.models.mlp_finder import with_zeros
 
 
@@ -75,11 +74,13 @@ def calls_of(
 ) -> list[tuple[str, Use]]:
     """The calls of the blocks in one forward pass, in their order."""
     calls: list[tuple[str, Use]] = []
-    with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        copy = without_memory(model)
+
+    def watched(copy: nn.Module, fake: Any) -> None:
         for name in names:
             watch(copy.get_submodule(name), name, calls)
-        call(copy, tree_map_only(Tensor, mode.from_tensor, inputs))
+        call(copy, fake)
+
+    fake_pass(model, watched, inputs)
     return calls
 
 

@@ -1,0 +1,77 @@
+"""A forward pass on fake tensors leaves nothing behind."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache, wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowvram.compat.torch_fake import FakeTensor
+from lowvram.models.fake_pass import fake_pass
+from lowvram.models.hf import HfConfig
+from tests.hugging import with_weights
+from tests.models.test_hf_widths import trained
+
+
+@cache
+def places(length: int) -> Tensor:
+    return torch.arange(length)
+
+
+def as_transformers_does(function: Any) -> Any:
+    cached = lru_cache(maxsize=10)(function)
+
+    @wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return cached(*args)
+
+    return wrapper
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(8))
+
+    @staticmethod
+    @as_transformers_does
+    def reversed_places(length: int) -> Tensor:
+        return torch.arange(length).flip(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[places(len(x))] + self.table[self.reversed_places(len(x))]
+
+
+def test_nothing_that_functions_remember_is_fake_afterwards() -> None:
+    model, x = Remembers(), torch.ones(4)
+    before = model(x)
+    fake = fake_pass(model, lambda copy, inputs: copy(inputs), x)
+    assert isinstance(fake, FakeTensor)
+    assert not isinstance(model.table, FakeTensor)
+    Remembers.reversed_places(5)
+    after = model(x)
+    assert not isinstance(after, FakeTensor)
+    assert after.equal(before)
+
+
+def test_also_after_a_pass_that_fails() -> None:
+    def failing(copy: nn.Module, inputs: Tensor) -> None:
+        copy(inputs)
+        raise RuntimeError("no")
+
+    model = Remembers()
+    with pytest.raises(RuntimeError, match="no"):
+        fake_pass(model, failing, torch.ones(4))
+    assert not isinstance(model(torch.ones(4)), FakeTensor)
+
+
+def test_beit_trains() -> None:
+    """Its table of relative places is remembered by the size of its windows."""
+    config = HfConfig(with_weights("beit"))
+    model, _, inputs = trained(config)
+    output = config.call(model, inputs())
+    assert not isinstance(output, FakeTensor)
+    output.sum().backward()
