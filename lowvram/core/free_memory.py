@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,24 +16,28 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     """
     (line,) = [line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
     available = int(line.split()[1]) * 1024
-    return max(0, min([available, *map(left_in, limited_cgroups(root))]))
+    return int(max(0, min([available, *map(left_in, cgroups(root))])))
 
 
-def limited_cgroups(root: Path) -> Iterator[Path]:
-    """The folders of the process's cgroup and of those around it that have a limit (version 2:
-    https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
+def cgroups(root: Path) -> Iterator[Path]:
+    """The folders of the process's cgroup and of those around it, if the kernel counts by version 2
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
     mounted, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():
         if line.startswith("0::"):
             inner = mounted / line.removeprefix("0::").lstrip("/")
             for folder in [inner, *inner.parents]:
-                limit = folder / "memory.max"
-                if folder.is_relative_to(mounted) and limit.exists() and limit.read_text().strip() != "max":
+                if folder.is_relative_to(mounted) and ".." not in folder.parts:
                     yield folder
 
 
-def left_in(cgroup: Path) -> int:
-    """What a limit leaves. Cached files don't count: the kernel drops them before it refuses memory."""
-    counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    used = int((cgroup / "memory.current").read_text()) - int(counts["inactive_file"])
-    return int((cgroup / "memory.max").read_text()) - used
+def left_in(cgroup: Path) -> float:
+    """What a limit leaves; infinity if there is none, or its files can't be read. Cached files don't count: the kernel
+    drops them before it refuses memory."""
+    try:
+        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cached = sum(int(counts[name]) for name in ("inactive_file", "active_file"))
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError, KeyError):  # `max` is no number
+        return math.inf
+    return limit - used + cached

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
+from lowvram.loops import fields
 from lowvram.loops.session import Session
 from lowvram.loops.transform import trained_model, trained_of, trained_tensors, transformed
 from lowvram.models.growth import values_of
@@ -32,4 +33,4 @@ class Grow:
         print(f"grown by {settings.how.name}: {shallow.changes(grown.config)}")
         for sentence in grown.left:
             print(f"stays as it is: {sentence}")
-        return row
+        return fields.merged(row, {"growing": {"left": "; ".join(grown.left) or None}})

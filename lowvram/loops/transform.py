@@ -68,10 +68,13 @@ def trained_tensors(session: Session, old: Remade) -> dict[str, Tensor]:
     are mostly bf16. The session's model has them in fp32, with the values of the file, so that nothing is rounded."""
     formats = dtypes_in(old.weight_files())
     tensors: dict[str, Tensor] = session.rig.model.state_dict()
+    floats = {dtype for dtype in formats.values() if dtype.is_floating_point}
 
     def format_of(name: str, tensor: Tensor) -> torch.dtype:
         of_a_base = name.partition(".")[2]  # a model of transformers that was saved without a head
-        return formats.get(name, formats.get(of_a_base, tensor.dtype))
+        # Files may have names that transformers changes as it reads them, such as those of ViT and of experts.
+        others = next(iter(floats)) if len(floats) == 1 and tensor.is_floating_point() else tensor.dtype
+        return formats.get(name, formats.get(of_a_base, others))
 
     return {name: tensor.to(format_of(name, tensor)) for name, tensor in tensors.items()}
 

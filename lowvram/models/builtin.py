@@ -107,8 +107,10 @@ class OwnModel(Remade):
         config, runs, model = self.grown(factor, how), self.runs_of_blocks(), trained.model
         allowed = "the folder of a model with a block that keeps the image's shape, to be copied: it has none"
         require(any(runs), "grow.run", self.init, allowed)
-        lists = {BLOCKS: sources(runs, len(self.blocks_of(model, trained.spec)), factor, how)}
-        return Grown(config, copied_tensors(model.state_dict(), lists, {BLOCKS: self.last_layers}), [])
+        num_blocks = len(self.blocks_of(model, trained.spec))
+        lists = {BLOCKS: sources(runs, num_blocks, factor, how)}
+        last_layers = {f"{BLOCKS}.{number}": self.last_layers for number in range(num_blocks)}
+        return Grown(config, copied_tensors(model.state_dict(), lists, last_layers), [])
 
     def grown(self, factor: int, how: GrowthKind) -> Self:
         """The configuration of the same model with each block of `runs_of_blocks` `factor` times, and without `init`.

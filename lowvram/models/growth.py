@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lowvram.config.settings import GrowthKind
@@ -42,9 +41,11 @@ class Grown(NamedTuple):
 
 
 def values_of(tensors: Mapping[str, Copied], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of a deeper model's tensors, by their names. Those that aren't zero are the trained model's own."""
+    """The values of a deeper model's tensors, by their names. Those that aren't zero are the trained model's own; those
+    that are take no memory."""
+    values = {name: state[each.name] for name, each in tensors.items()}
     return {
-        name: torch.zeros_like(state[each.name]) if each.is_zero else state[each.name] for name, each in tensors.items()
+        name: value.new_zeros(()).expand_as(value) if tensors[name].is_zero else value for name, value in values.items()
     }
 
 
@@ -82,7 +83,7 @@ def copied_tensors(
     Args:
         names: of the trained model's tensors.
         lists: of each list of blocks, by its name, what the blocks of the deeper model are made from.
-        last_layers: of a list the names of the layers of a block that are zero where it is idle.
+        last_layers: of blocks, by their names, the layers that are zero where one is idle.
     """
     tensors = dict[str, Copied]()
     for name in names:
@@ -92,8 +93,8 @@ def copied_tensors(
             continue
         number, _, inner = name.removeprefix(f"{inside}.").partition(".")
         layer, _, tensor = inner.rpartition(".")
-        is_last = layer in last_layers.get(inside, ()) and tensor in TENSORS
-        for deeper, source in enumerate(lists[inside]):
+        is_last = layer in last_layers.get(f"{inside}.{number}", ()) and tensor in TENSORS
+        for place, source in enumerate(lists[inside]):
             if str(source.block) == number:
-                tensors[f"{inside}.{deeper}.{inner}"] = Copied(name, source.is_idle and is_last)
+                tensors[f"{inside}.{place}.{inner}"] = Copied(name, source.is_idle and is_last)
     return tensors

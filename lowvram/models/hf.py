@@ -295,27 +295,32 @@ class HfConfig(ForeignModel, Remade):
         return blocks
 
     def check_proof(self, num_bytes: int) -> None:
-        """Raises BadInput if the host hasn't the memory for a proof in fp64."""
+        """Raises BadInput if the host hasn't so much memory for a check in fp64."""
         free = free_host_bytes()
-        allowed = f"a model whose proof in fp64 fits into the host's free memory, {size_text(free)}"
-        require(num_bytes <= free, "model.name", self.name, f"{allowed}: this one's takes {size_text(num_bytes)}")
+        allowed = f"a model small enough for the host's free memory, {size_text(free)}: to check in 64-bit floats"
+        takes = f"that both models compute the same takes {size_text(num_bytes)}"
+        require(num_bytes <= free, "model.name", self.name, f"{allowed} {takes}")
 
     def deeper(self, trained: Trained, factor: int, how: GrowthKind) -> Grown:
-        blocks = self.checked_blocks(trained, "copied")
+        self.checked_blocks(trained, "copied")
         model, spec, inputs = trained
         values = self.config_for(spec).to_dict()
-        depth = hf_depths.deeper(values, lambda sizes: self.shapes_with(sizes, spec), blocks, factor, how)
-        allowed = f"a model whose configuration says how many blocks it has; here stay {'; '.join(depth.left)}"
-        require(bool(depth.lists), "model.name", self.name, allowed)
-        deep, zero = self.with_sizes(depth.sizes), dict[str, list[str]]()
-        if how is GrowthKind.identity:
-            self.check_proof(hf_depths.needed_bytes(model))
-            try:
-                zero = hf_depths.proven_last_layers(self.call, model, lambda: deep.make(spec), inputs(), depth)
-            except Exception as error:  # norms stand after the sum, or layers don't compute in fp64
-                allowed = f"stack or interleave for this model: {first_line(error)}"
-                raise BadInput("grow.how", how.name, allowed) from None
-        return Grown(deep, depth.tensors(model.state_dict(), zero), depth.left)
+        depth = hf_depths.find_depth(model, values, lambda sizes: self.shapes_with(sizes, spec), factor, how)
+        config, names = self.with_sizes(depth.sizes), model.state_dict().keys()
+        is_deeper = bool(depth.lists) and hf_depths.runs_all(self.call, model, config.make(spec), inputs(), depth.lists)
+        stay = "; ".join(depth.left) or "blocks that a pass doesn't run if there are more"
+        allowed = f"a model whose configuration says how many blocks it has; here stay {stay}"
+        require(is_deeper, "model.name", self.name, allowed)
+        if how is not GrowthKind.identity:
+            return Grown(config, depth.tensors(names, {}), depth.left)
+        self.check_proof(hf_depths.needed_bytes(model, depth.tensors(names, {})))
+        try:
+            last = hf_depths.proven_last_layers(self.call, model, lambda: config.make(spec), inputs(), depth)
+        except (hf_depths.NotIdle, RuntimeError, TypeError, ValueError) as error:
+            is_known = isinstance(error, hf_depths.NotIdle)
+            why = error if is_known else f"it can't be checked in 64-bit floats ({first_line(error)})"
+            raise BadInput("grow.how", how.name, f"stack or interleave for this model: {why}") from None
+        return Grown(config, depth.tensors(names, last), depth.left)
 
     def smaller(self, trained: Trained, ratio: float, multiple: int) -> Pruned:
         blocks = self.checked_blocks(trained, "pruned")

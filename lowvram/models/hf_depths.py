@@ -1,14 +1,13 @@
 """Finds how the configuration of a model of transformers says how many blocks there are, and which layers of a block
 must be zero for it to hand on what it is given.
 
-No list of families: a field counts if the model with another value, made without memory, has more of the same blocks
-and else the same tensors. Layers count if a block of the trained model, run alone, then returns its inputs; that the
-whole deeper model computes what the trained one does is checked, too.
+No list of families: a field counts if the model with another value has more of the same blocks and else the same
+tensors. Layers count if a block of the trained model, run alone, then returns its inputs; that the whole deeper model
+computes what the trained one does is checked, too.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,14 +19,21 @@ from torch.func import functional_call
 
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.settings import GrowthKind
+from lowvram.models.block_finder import is_composed
+from lowvram.models.fake_pass import fake_pass
 from lowvram.models.growth import TENSORS, Copied, Source, copied_tensors, sources, values_of
 from lowvram.models.hf_widths import Shapes, Sizes
-from lowvram.models.proof import Call, computed, copied, in_fp64, without_weights
+from lowvram.models.proof import Call, computed, fp64_copy, in_fp64, without_weights
 
 Lists = dict[str, list[Source]]  # of lists of blocks, by their names, what the blocks of the deeper model are made from
 NO_DEPTH = "no field of its configuration is their number and nothing else"
 CLOSE = 1e-12  # how far what two models compute in fp64 may differ, relative to the largest
 NOT_IDLE = "its blocks change what they are given even if all their layers are zero"
+BY_PLACE = "what its blocks compute depends on their place, which copies in between change"
+
+
+class NotIdle(Exception):
+    """No layers make the copies of blocks hand on what they are given. The message says why."""
 
 
 class Depth(NamedTuple):
@@ -45,97 +51,153 @@ class Depth(NamedTuple):
     gone: set[str]
     left: list[str]
 
-    def tensors(self, names: Iterable[str], zero: Mapping[str, Sequence[str]]) -> dict[str, Copied]:
-        """Where each tensor of the deeper model comes from, by its name.
-
-        Args:
-            names: of the trained model's tensors.
-            zero: of lists of blocks the layers that are zero in idle ones.
-        """
-        tensors = copied_tensors(names, self.lists, zero)
+    def tensors(self, names: Iterable[str], last_layers: Mapping[str, Sequence[str]]) -> dict[str, Copied]:
+        """Where each tensor of the deeper model comes from, by its name; as `copied_tensors`."""
+        tensors = copied_tensors(names, self.lists, last_layers)
         return {name: each for name, each in tensors.items() if name not in self.gone}
 
 
-def deeper(
+def find_depth(
+    model: nn.Module,
     values: Mapping[str, Any],
     shapes: Callable[[Sizes], Shapes | None],
-    blocks: Iterable[str],
     factor: int,
     how: GrowthKind,
 ) -> Depth:
     """How all blocks are there `factor` times.
 
     Args:
-        values: the fields of the configuration.
+        values: the fields of the model's configuration.
         shapes: of the model with other values, by the names of its tensors; None if there is no such model.
-        blocks: the names of the model's blocks.
     """
-    before, depth = shapes({}) or {}, Depth({}, {}, set(), [])
-    for name, length in lists_of(blocks).items():
-        copies = sources([range(length)], length, factor, how)
-        fits = partial(is_longer, before, name, copies)
-        tried = ((sizes, shapes(sizes)) for sizes in candidates(values, length, copies))
-        sizes, after = next(((sizes, after) for sizes, after in tried if after and fits(after)), (None, {}))
+    before, depth = shapes({}), Depth({}, {}, set(), [])
+    for name, length in lists_of(model).items():
+        made_from = sources([range(length)], length, factor, how)
+        fits = partial(is_longer, before or {}, name, made_from)
+        tried = (sizes for sizes in candidates(values, length, made_from) if fits(shapes(sizes)))
+        sizes = next(tried, None)
         if sizes is None:
-            depth.left.append(f"{length} blocks in {name}: {NO_DEPTH}")
-        else:
-            depth.lists[name] = copies
-            depth.sizes.update(sizes)
-            depth.gone.update(copied_tensors(before, {name: copies}, {}).keys() - after.keys())
+            depth.left.append(f"{length} modules in {name}: {NO_DEPTH}")
+            continue
+        for field in [field for field in sizes if isinstance(sizes[field], list)]:
+            fewer = {other: value for other, value in sizes.items() if other != field}
+            sizes = fewer if fits(shapes(fewer)) else sizes
+        depth.lists[name] = made_from
+        depth.sizes.update(sizes)
+        known = copied_tensors(before or {}, {name: made_from}, {})
+        depth.gone.update(known.keys() - (shapes(sizes) or {}).keys())
     return depth
 
 
-def lists_of(blocks: Iterable[str]) -> dict[str, int]:
-    """The lists whose elements are blocks, by their names, and how long they are."""
-    numbers: dict[str, set[str]] = defaultdict(set)
-    for block in blocks:
-        name, _, number = block.rpartition(".")
-        numbers[name].add(number)
-    return {name: len(found) for name, found in numbers.items() if found == set(map(str, range(len(found))))}
+def lists_of(model: nn.Module) -> dict[str, int]:
+    """The outermost lists of modules that have modules in them, by their names, and how long they are."""
+    found = dict[str, int]()
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{other}.") for other in found)
+        if isinstance(module, nn.ModuleList) and len(module) and not is_inside and all(map(is_composed, module)):
+            found[name] = len(module)
+    return found
 
 
-def candidates(values: Mapping[str, Any], length: int, copies: Sequence[Source]) -> Iterator[Sizes]:
-    """Each field with the value `length`, longer: alone, then with those lists longer that have an entry for each
-    block, such as `layer_types`."""
+def candidates(values: Mapping[str, Any], length: int, made_from: Sequence[Source]) -> Iterator[Sizes]:
+    """Each field with the value `length` as the deeper model would have it: alone, then beside a list with an entry for
+    each block, such as `layer_types`, which is also tried by itself, then beside all of these lists."""
     of_each = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == length}
-    longer = {name: [entries[source.block] for source in copies] for name, entries in of_each.items()}
-    for lists in ({}, longer) if longer else ({},):
-        yield from ({name: len(copies), **lists} for name, value in values.items() if is_number(value, length))
+    longer = {name: [entries[source.block] for source in made_from] for name, entries in of_each.items()}
+    numbers = [name for name, value in values.items() if type(value) is int and value == length]
+    single = [{name: entries} for name, entries in longer.items()]
+    for lists in [{}, *single, *([longer] if len(longer) > 1 else [])]:
+        if lists:
+            yield lists
+        yield from ({number: len(made_from), **lists} for number in numbers)
 
 
-def is_number(value: Any, number: int) -> bool:
-    return type(value) is int and value == number
-
-
-def is_longer(before: Shapes, blocks: str, copies: Sequence[Source], after: Shapes) -> bool:
-    """Whether a model differs from the trained one in the length of a list of blocks alone."""
-    known = copied_tensors(before, {blocks: copies}, {})
+def is_longer(before: Shapes, blocks: str, made_from: Sequence[Source], after: Shapes | None) -> bool:
+    """Whether a model differs from the trained one in the length of a list of blocks alone. Copies may lack a tensor of
+    their block, if the first of them has it."""
+    known = copied_tensors(before, {blocks: made_from}, {})
+    firsts = {each.name: name for name, each in reversed(known.items())}.values()
     return (
-        any(name.startswith(f"{blocks}.{len(copies) - 1}.") for name in after)
-        and before.keys() <= after.keys() <= known.keys()
+        after is not None
+        and any(name.startswith(f"{blocks}.{len(made_from) - 1}.") for name in after)
+        and set(firsts) <= after.keys() <= known.keys()
         and all(shape == before[known[name].name] for name, shape in after.items())
     )
+
+
+def runs_all(call: Call, trained: nn.Module, deep: nn.Module, inputs: Any, lists: Lists) -> bool:
+    """Whether a forward pass of the deeper model runs all of its blocks. It runs on fake tensors; also true if the
+    trained model can't."""
+    try:
+        fake_pass(trained, call, inputs)
+    except Exception:
+        return True
+    try:
+        ran = fake_pass(deep, partial(modules_that_run, call), inputs)
+    except Exception:
+        return False
+    return all(f"{name}.{number}" in ran for name, made_from in lists.items() for number in range(len(made_from)))
+
+
+def modules_that_run(call: Call, model: nn.Module, inputs: Any) -> list[str]:
+    ran = list[str]()
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(partial(note, ran, name))
+    call(model, inputs)
+    return ran
+
+
+def note(names: list[str], name: str, *_: Any) -> None:
+    names.append(name)
+
+
+def needed_bytes(model: nn.Module, tensors: Mapping[str, Copied]) -> int:
+    """The host memory that `proven_last_layers` takes, without activations: for the deeper model as it is made, then
+    for the trained one in fp64."""
+    weights = {name: each.numel() for name, each in model.named_parameters()}
+    num_deeper = sum(weights.get(each.name, 0) for each in tensors.values())
+    return max(torch.float32.itemsize * num_deeper, torch.float64.itemsize * sum(weights.values()))
 
 
 def proven_last_layers(
     call: Call, trained: nn.Module, make: Callable[[], nn.Module], inputs: Any, depth: Depth
 ) -> dict[str, list[str]]:
-    """Of each list of blocks the layers that are zero in idle ones. On the CPU, which holds all weights in fp64.
+    """Of blocks, by their names, the layers that are zero where one is idle. Computes on the CPU.
 
     Args:
         make: the deeper model, on the CPU; its tensors hold any values.
         inputs: of a few samples, on the CPU.
 
     Raises:
-        ValueError: there are no such layers.
+        NotIdle: there are no such layers.
     """
     deep = without_weights(make())
-    large, few = copied(trained), tree_map_only(Tensor, in_fp64, inputs)
-    zero, state = last_layers(call, large, depth.lists, few), large.state_dict(keep_vars=True)
-    instead = values_of(depth.tensors(state, zero), state)
+    large, few = fp64_copy(trained), tree_map_only(Tensor, in_fp64, inputs)
+    last, state = last_layers(call, large, depth.lists, few), large.state_dict(keep_vars=True)
+    instead = values_of(depth.tensors(state, last), state)
     if not is_close(computed(call, deep, instead, few), computed(call, large, {}, few)):
-        raise ValueError(NOT_IDLE)
-    return zero
+        raise NotIdle(BY_PLACE)
+    return last
+
+
+def last_layers(call: Call, model: nn.Module, lists: Iterable[str], inputs: Any) -> dict[str, list[str]]:
+    """Of blocks, by their names, the layers that make one hand on what it is given if they are zero: as few as
+    possible, and the last ones. Of blocks with tensors of the same names one is tried.
+
+    Args:
+        model: in fp64, in evaluation mode.
+
+    Raises:
+        NotIdle: there are none.
+    """
+    blocks = {
+        f"{name}.{number}": block for name in lists for number, block in model.get_submodule(name).named_children()
+    }
+    kinds = {block: (block.rpartition(".")[0], *dict(module.named_parameters())) for block, module in blocks.items()}
+    firsts = {kind: block for block, kind in reversed(kinds.items())}
+    visits = visits_of(call, model, {block: blocks[block] for block in firsts.values()}, inputs)
+    found = {kind: last_layers_of(blocks[block], visits[block]) for kind, block in firsts.items()}
+    return {block: found[kind] for block, kind in kinds.items()}
 
 
 class Visit(NamedTuple):
@@ -146,54 +208,36 @@ class Visit(NamedTuple):
     layers: list[str]
 
 
-def last_layers(call: Call, model: nn.Module, lists: Iterable[str], inputs: Any) -> dict[str, list[str]]:
-    """Of each list of blocks the layers that make its first one hand on what it is given if they are zero: as few as
-    possible, and the last ones.
-
-    Args:
-        model: in fp64, in evaluation mode.
-
-    Raises:
-        ValueError: there are none.
-    """
-    firsts = {name: model.get_submodule(f"{name}.0") for name in lists}
-    found = dict[str, list[str]]()
-    for name, visit in visits(call, model, firsts, inputs).items():
-        zero = list(dict.fromkeys(visit.layers))
-        if not hands_on(firsts[name], visit, zero):
-            raise ValueError(NOT_IDLE)
-        for layer in list(zero):
-            fewer = [each for each in zero if each != layer]
-            if hands_on(firsts[name], visit, fewer):
-                zero = fewer
-        found[name] = zero
-    return found
-
-
-def visits(call: Call, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> dict[str, Visit]:
+def visits_of(call: Call, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> dict[str, Visit]:
     """How the model calls these blocks."""
     found = dict[str, Visit]()
+
+    def begin(block: str, layers: list[str], _: nn.Module, args: Any, named: Any) -> None:
+        found[block] = Visit(args, named, layers)
+
     with ExitStack() as hooks:
         for name, block in blocks.items():
             layers = list[str]()
-            handles = [
-                module.register_forward_hook(partial(note, layers, inner))
-                for inner, module in block.named_modules()
-                if isinstance(getattr(module, "weight", None), nn.Parameter)
-            ]
-
-            def begin(_: nn.Module, args: Any, named: Any, name: str = name, layers: list[str] = layers) -> None:
-                found[name] = Visit(args, named, layers)
-
-            handles.append(block.register_forward_pre_hook(begin, with_kwargs=True))
+            handles = [block.register_forward_pre_hook(partial(begin, name, layers), with_kwargs=True)]
+            for inner, module in block.named_modules():
+                if isinstance(getattr(module, "weight", None), nn.Parameter):
+                    handles.append(module.register_forward_hook(partial(note, layers, inner)))
             for handle in handles:
                 hooks.callback(handle.remove)
         computed(call, model, {}, inputs)
     return found
 
 
-def note(layers: list[str], name: str, *_: Any) -> None:
-    layers.append(name)
+def last_layers_of(block: nn.Module, visit: Visit) -> list[str]:
+    """All layers, without those that needn't be zero, the first ones first."""
+    last = list(dict.fromkeys(visit.layers))
+    if not hands_on(block, visit, last):
+        raise NotIdle(NOT_IDLE)
+    for layer in list(last):
+        fewer = [other for other in last if other != layer]
+        if hands_on(block, visit, fewer):
+            last = fewer
+    return last
 
 
 @torch.no_grad()
@@ -204,11 +248,6 @@ def hands_on(block: nn.Module, visit: Visit, zero: Sequence[str]) -> bool:
     given, *_ = (each for each in tree_leaves((visit.args, visit.named)) if isinstance(each, Tensor))
     returned, *_ = tree_leaves(functional_call(block, zeros, visit.args, visit.named))
     return is_close(returned, given)
-
-
-def needed_bytes(model: nn.Module) -> int:
-    """The host memory that `proven_last_layers` takes, without activations and zeros."""
-    return torch.float64.itemsize * sum(each.numel() for each in model.parameters())
 
 
 def is_close(ours: Tensor, theirs: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.models.hf_source import transformers
-from lowvram.models.proof import Call, computed, copied, in_fp64, without_weights
+from lowvram.models.proof import Call, computed, fp64_copy, in_fp64, without_weights
 from lowvram.models.widths import InnerWidth, Slices, mask, num_kept, sliced
 
 Sizes = dict[str, Any]  # fields of a configuration, with other values
@@ -236,7 +236,7 @@ class Check:
             kept: of each width the units that stay.
         """
         small = without_weights(self.make(sizes))
-        large, few = copied(self.trained), tree_map_only(Tensor, in_fp64, self.inputs())
+        large, few = fp64_copy(self.trained), tree_map_only(Tensor, in_fp64, self.inputs())
         state = large.state_dict(keep_vars=True)  # in which tied tensors are one object
         whole = computed(self.call, large, {}, few)
         ours = computed(self.call, small, sliced(state, widths, kept), few)

@@ -1,4 +1,4 @@
-"""Third-party models computed in fp64 on the CPU, which proves that another model computes the same."""
+"""Copies of third-party models in fp64 on the CPU, and what they compute there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Called(nn.Module):
         return self.call(self.model, inputs)
 
 
-def copied(model: nn.Module) -> nn.Module:
+def fp64_copy(model: nn.Module) -> nn.Module:
     """A copy in fp64 on the CPU, in evaluation mode."""
     return rebuilt(model, in_fp64)
 

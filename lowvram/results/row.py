@@ -99,6 +99,7 @@ def _without_figures() -> Row:
         "precision": _nulls("skipped_steps scale"),
         "gradient": _nulls("noise_scale noise_scale_reason"),
         "pruning": _nulls("left"),
+        "growing": _nulls("left"),
         **_nulls("attempts fidelity semantics_changed disturbed reruns ranks"),
         "provenance": _nulls(
             "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"

@@ -40,7 +40,7 @@ KINDS: Mapping[str, Kind] = {  # of all values that aren't numbers
     **dict.fromkeys(("id", "name", "status", "reason", "disturbed", "semantics_changed", "model.blocks"), TEXT),
     **dict.fromkeys(("logged.name", "logged.group"), TEXT),
     **dict.fromkeys(("memory.source", "memory.by_kind_reason", "fidelity.reason", "plan.reason"), TEXT),
-    **dict.fromkeys(("gradient.noise_scale_reason", "pruning.left"), TEXT),
+    **dict.fromkeys(("gradient.noise_scale_reason", "pruning.left", "growing.left"), TEXT),
     **dict.fromkeys(("provenance.git_sha", "provenance.lowvram", "provenance.torch", "provenance.driver"), TEXT),
     **dict.fromkeys(("provenance.device_name", "provenance.python", "provenance.started", "provenance.command"), TEXT),
     **dict.fromkeys(("compiled", "provenance.dirty", "time.is_cut", "plan.fits"), TRUTH),

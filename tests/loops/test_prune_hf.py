@@ -94,6 +94,15 @@ def test_a_smaller_model_is_written(tmp_path: Path, kind: str, importance: Impor
     )
 
 
+def test_the_file_has_the_number_formats_of_the_old_one_under_other_names(tmp_path: Path) -> None:
+    """transformers changes names as it reads and writes a ViT's file: the model's own aren't the file's."""
+    session = trained(tmp_path, "vit", in_16_bits=True)
+    Prune().run(session)
+    before, after = (dtypes_in([tmp_path / folder / "model.safetensors"]) for folder in ("before", "model"))
+    assert after == before
+    assert not session.rig.model.state_dict().keys() <= before.keys()
+
+
 def test_the_file_has_the_number_formats_of_the_old_one(tmp_path: Path) -> None:
     """Of a run with precision=bf16_pure: bf16. Nothing is rounded, and what was tied is written once."""
     Prune().run(trained(tmp_path, "llama:grouped", in_16_bits=True))

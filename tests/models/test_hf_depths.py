@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from tests.models.test_hf_widths import in_fp64, trained
 
 STACK, INTERLEAVE, IDENTITY = GrowthKind.stack, GrowthKind.interleave, GrowthKind.identity
 FOUR = {"num_hidden_layers": 4}
-CASES: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {  # of each: sizes, and by lists the zeros of copies
+Layers = list[str]
+# Of each: sizes, and by lists (and their blocks, if these differ) the layers that are zero in copies.
+CASES: dict[str, tuple[dict[str, Any], Mapping[str, Layers | dict[int, Layers]]]] = {
     "llama:grouped": (FOUR, {"model.layers": ["self_attn.o_proj", "mlp.down_proj"]}),
     "phi3:fused": (FOUR, {"model.layers": ["self_attn.o_proj", "mlp.down_proj"]}),
     "smollm3:mixed": (
         {**FOUR, "no_rope_layers": [1, 1, 0, 0], "layer_types": 4 * ["full_attention"]},
         {"model.layers": ["self_attn.o_proj", "mlp.down_proj"]},
+    ),
+    "lfm2:mixed": (
+        {**FOUR, "layer_types": ["conv", "conv", "full_attention", "full_attention"]},
+        {"model.layers": {0: ["conv.out_proj", "feed_forward.w2"], 1: ["self_attn.out_proj", "feed_forward.w2"]}},
     ),
     "olmo2": (FOUR, {"model.layers": ["post_attention_layernorm", "post_feedforward_layernorm"]}),
     "gpt2": ({"n_layer": 6}, {"transformer.h": ["attn.c_proj", "mlp.c_proj"]}),
@@ -61,8 +68,13 @@ def test_with_idle_blocks_a_model_computes_what_it_did(kind: str) -> None:
     sizes, last = CASES[kind]
     assert grown.config.args == sizes
     zero = {name for name, each in grown.tensors.items() if each.is_zero}
-    first = {f"{blocks}.1.{layer}.weight" for blocks, layers in last.items() for layer in layers}
-    assert {name for name in zero if ".1." in name.replace("layer.1.", "") and name.endswith("weight")} == first
+    expected = {
+        f"{name}.{2 * number + 1}.{layer}"
+        for name, layers in last.items()
+        for number in range(len(model.get_submodule(name)))
+        for layer in (layers[number] if isinstance(layers, dict) else layers)
+    }
+    assert {name.rpartition(".")[0] for name in zero} == expected
     deep, few = made(model.double(), spec, grown), in_fp64(inputs())
     before, after = config.call(model, few), config.call(deep, few)
     assert (after - before).abs().max() <= 1e-12 * before.abs().max()
@@ -72,7 +84,7 @@ def test_with_idle_blocks_a_model_computes_what_it_did(kind: str) -> None:
 
 
 @pytest.mark.parametrize("how", [STACK, INTERLEAVE])
-@pytest.mark.parametrize("kind", ["llama:grouped", "gpt2", "vit", "bert", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama:grouped", "lfm2:mixed", "gpt2", "vit", "bert", "gpt_neox"])
 def test_copied_blocks_compute_what_the_old_ones_do(kind: str, how: GrowthKind) -> None:
     config, (model, spec, inputs), grown = deeper(kind, how)
     deep, few = made(model.double(), spec, grown), in_fp64(inputs())
@@ -91,6 +103,16 @@ def test_three_times_as_many() -> None:
     assert deeper("gpt2", STACK, factor=3)[2].config.args == {"n_layer": 9}
 
 
+def test_a_decoder_of_one_block_gets_deeper_too() -> None:
+    assert deeper("bart:unequal", STACK)[2].config.args == {"encoder_layers": 4, "decoder_layers": 2}
+
+
+def test_a_model_that_would_not_run_its_new_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_depths, "modules_that_run", lambda *_: ["transformer.h.0"])
+    with pytest.raises(BadInput, match=r"^model\.name=.*; here stay blocks that a pass doesn't run if there are more"):
+        deeper("gpt2", STACK)
+
+
 def test_an_encoder_and_its_decoder_both_get_deeper(tmp_path: Path) -> None:
     config, (model, spec, _), grown = deeper("bart", INTERLEAVE)
     assert grown.config.args == {"encoder_layers": 4, "decoder_layers": 4}
@@ -107,7 +129,11 @@ def test_an_encoder_and_its_decoder_both_get_deeper(tmp_path: Path) -> None:
         ("bert", IDENTITY, r"^grow\.how='identity': must be stack or interleave for this model: its blocks change"),
         ("mixtral:experts", IDENTITY, r"^grow\.how='identity': must be stack or interleave for this model: .*Double"),
         ("resnet", STACK, r"^model\.name=.*: must be a model whose configuration says how many blocks it has; here "),
-        ("swin", STACK, r"^model\.name=.*; here stay 2 blocks in swin\.encoder\.layers\.0\.blocks: no field of its"),
+        (
+            "swin",
+            STACK,
+            r"^model\.name=.*; here stay 2 modules in swin\.encoder\.layers: no field of its ",
+        ),
     ],
 )
 def test_what_can_not_be_grown_is_refused_in_a_sentence(kind: str, how: GrowthKind, sentence: str) -> None:
@@ -117,37 +143,40 @@ def test_what_can_not_be_grown_is_refused_in_a_sentence(kind: str, how: GrowthKi
 
 def test_layers_that_do_not_suffice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all blocks were as the first one, and were not."""
-    monkeypatch.setattr(hf_depths, "last_layers", lambda *_: {"transformer.h": ["attn.c_proj"]})
-    with pytest.raises(
-        BadInput, match=r"^grow\.how='identity': must be stack or interleave for this model: its blocks"
-    ):
+    monkeypatch.setattr(hf_depths, "last_layers", lambda *_: {f"transformer.h.{n}": ["attn.c_proj"] for n in (0, 1, 2)})
+    with pytest.raises(BadInput, match=r"^grow\.how='identity': must be stack or interleave for this model: what its"):
         deeper("gpt2", IDENTITY)
 
 
 def test_the_memory_of_the_proof_is_asked_for_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = sum(each.numel() for each in trained(HfConfig(with_weights("gpt2"))).model.parameters())
-    monkeypatch.setattr(hf, "free_host_bytes", lambda: 8 * weights - 1)
-    with pytest.raises(
-        BadInput, match=r"^model\.name=.*: must be a model whose proof in fp64 fits .*: this one's takes"
-    ):
-        deeper("gpt2", IDENTITY)
+    """In fp64 as much as the model has; more for the deeper one where it has more than twice as many weights."""
+    model: Any = trained(HfConfig(with_weights("gpt2"))).model
+    weights, of_blocks = (sum(each.numel() for each in part.parameters()) for part in (model, model.transformer.h))
+    for factor, needed in ((2, 8 * weights), (3, 4 * (weights + 2 * of_blocks))):
+        monkeypatch.setattr(hf, "free_host_bytes", lambda needed=needed: needed)
+        assert deeper("gpt2", IDENTITY, factor)[2].tensors
+        monkeypatch.setattr(hf, "free_host_bytes", lambda needed=needed: needed - 1)
+        with pytest.raises(BadInput, match=r"^model\.name=.*: must be a model small enough for the host's free memory"):
+            deeper("gpt2", IDENTITY, factor)
     assert deeper("gpt2", STACK)[2].config.args == {"n_layer": 6}  # nothing is to be proven
 
 
 def test_lists_of_blocks() -> None:
-    blocks = ["encoder.0", "encoder.1", "decoder.0", "stages.1", "stages.2", "pooler", "odd.a"]
-    assert lists_of(blocks) == {"encoder": 2, "decoder": 1}
+    model, block = nn.Module(), lambda: nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]))
+    model.encoder, model.decoder = nn.ModuleList([block(), block()]), nn.ModuleList([block()])
+    model.layers, model.none, model.other = nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList(), block()
+    assert lists_of(model) == {"encoder": 2, "decoder": 1, "other.0": 1}
 
 
 def test_fields_are_tried_alone_first() -> None:
-    values = {"depth": 2, "heads": 2, "flag": True, "width": 8, "types": ["a", "b"], "names": ["x"]}
+    values = {"depth": 2, "heads": 2, "flag": True, "width": 8, "types": ["a", "b"], "ends": [1, 2], "names": ["x"]}
     copies = [Source(0, is_idle=False), Source(0, is_idle=True), Source(1, is_idle=False), Source(1, is_idle=True)]
-    types = {"types": ["a", "a", "b", "b"]}
+    types, ends = {"types": ["a", "a", "b", "b"]}, {"ends": [1, 1, 2, 2]}
     assert list(candidates(values, 2, copies)) == [
-        {"depth": 4},
-        {"heads": 4},
-        {"depth": 4, **types},
-        {"heads": 4, **types},
+        *({"depth": 4}, {"heads": 4}),
+        *(types, {"depth": 4, **types}, {"heads": 4, **types}),
+        *(ends, {"depth": 4, **ends}, {"heads": 4, **ends}),
+        *(types | ends, {"depth": 4, **types, **ends}, {"heads": 4, **types, **ends}),
     ]
 
 
@@ -169,14 +198,16 @@ def test_more_blocks_are_more_of_the_same() -> None:
         {**longer, "neck": (4, 4)},
         {**longer, "layers.3.bias": (3,)},  # its block, the second one, has none
         {name: shape for name, shape in longer.items() if name != "head"},
+        {name: shape for name, shape in longer.items() if name != "layers.0.bias"},
     ]
     assert not [other for other in others if is_longer(before, "layers", copies, other)]
+    assert not is_longer(before, "layers", copies, None)
 
 
 def test_blocks_without_a_copy_are_as_before() -> None:
     names = ["head.weight", "layers.0.down.weight", "layers.1.down.weight", "layers.10.down.weight"]
     lists = {"layers": [Source(0, is_idle=False), Source(0, is_idle=True), Source(1, is_idle=False)]}
-    found = copied_tensors(names, lists, {"layers": ["down"]})
+    found = copied_tensors(names, lists, {"layers.0": ["down"]})
     assert {name: tuple(each) for name, each in found.items()} == {
         "head.weight": ("head.weight", False),
         "layers.0.down.weight": ("layers.0.down.weight", False),

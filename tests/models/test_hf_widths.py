@@ -130,7 +130,7 @@ def test_the_memory_of_the_proof_is_asked_for_before_it_begins(monkeypatch: pyte
     assert pruned("gpt2")[2].is_smaller
     monkeypatch.setattr(hf, "free_host_bytes", lambda: needed - 1)
     with pytest.raises(
-        BadInput, match=r"^model\.name=.*: must be a model whose proof in fp64 fits .*: this one's takes"
+        BadInput, match=r"^model\.name=.*: must be a model small enough for the host's free memory, 0\.14"
     ):
         pruned("gpt2")
 

@@ -42,6 +42,7 @@ SECTIONS = {
     "precision": "skipped_steps scale",
     "gradient": "noise_scale noise_scale_reason",
     "pruning": "left",
+    "growing": "left",
     "provenance": (
         "git_sha dirty lowvram torch device_name device_memory_bytes driver threads seed python started command"
     ),
