@@ -14,6 +14,7 @@ from lowvram.config.settings import GrowSettings, GrowthKind
 from lowvram.export.folder import load
 from lowvram.loops.grow import Grow
 from lowvram.loops.session import Session
+from lowvram.models import hf_depths
 from lowvram.models.layout import dtypes_in
 from lowvram.models.resnet import BlockKind
 from lowvram.tasks import Auto
@@ -76,11 +77,22 @@ def test_a_deeper_model_of_transformers_is_written(
     assert capsys.readouterr().out.splitlines()[-1] == f"grown by {how.name}: num_hidden_layers=4"
     assert figures["parameters_after"] == fields["model"]["parameters"] > figures["parameters_before"]
     assert figures["loss_after"] == fields["loss"]["eval"]
+    assert figures["left"] is None
     assert (figures["loss_after"] == figures["loss_before"]) is (how is GrowthKind.identity)
     formats = dtypes_in([tmp_path / "model" / "model.safetensors"])
     assert set(formats.values()) == {torch.bfloat16}
     assert (tmp_path / "model" / "tokenizer_config.json").is_file()
     assert not list(tmp_path.glob(".*"))  # what is written beside is gone
+
+
+def test_what_stays_as_it_is_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hf_depths, "lists_of", lambda _: {"model.layers": 2, "model.towers": 3})
+    session = trained_of_transformers(tmp_path, "llama:grouped")
+    left = Grow().run(replace(session, settings=replace(session.settings, grow=GROW)))["growing"]["left"]
+    assert left == "3 modules in model.towers: no field of its configuration is their number and nothing else"
+    assert capsys.readouterr().out.splitlines()[-1] == f"stays as it is: {left}"
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -47,14 +47,12 @@ class Remembers(nn.Module):
 
 def test_nothing_that_functions_remember_is_fake_afterwards() -> None:
     model, x = Remembers(), torch.ones(4)
-    before = model(x)
     fake = fake_pass(model, lambda copy, inputs: copy(inputs), x)
     assert isinstance(fake, FakeTensor)
     assert not isinstance(model.table, FakeTensor)
-    Remembers.reversed_places(5)
-    after = model(x)
-    assert not isinstance(after, FakeTensor)
-    assert after.equal(before)
+    assert not isinstance(places(4), FakeTensor)
+    assert not isinstance(Remembers.reversed_places(4), FakeTensor)
+    assert model(x).tolist() == [3.0, 3.0, 3.0, 3.0]
 
 
 def test_also_after_a_pass_that_fails() -> None:

@@ -15,7 +15,7 @@ from lowvram.config.settings import GrowthKind
 from lowvram.models import hf, hf_depths
 from lowvram.models.growth import Grown, Source, copied_tensors, values_of
 from lowvram.models.hf import HfConfig
-from lowvram.models.hf_depths import candidates, is_longer, lists_of
+from lowvram.models.hf_depths import candidates, find_depth, is_longer, lists_of
 from lowvram.models.hf_source import transformers
 from tests.hugging import with_weights
 from tests.models.test_hf_widths import in_fp64, trained
@@ -109,7 +109,11 @@ def test_a_decoder_of_one_block_gets_deeper_too() -> None:
 
 def test_a_model_that_would_not_run_its_new_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_depths, "modules_that_run", lambda *_: ["transformer.h.0"])
-    with pytest.raises(BadInput, match=r"^model\.name=.*; here stay blocks that a pass doesn't run if there are more"):
+    refused = r"^model\.name=.*; here stay blocks that a pass doesn't run if there are more"
+    with pytest.raises(BadInput, match=refused):
+        deeper("gpt2", STACK)
+    monkeypatch.setattr(hf_depths, "modules_that_run", lambda *_: [][0])  # as a list that is too short would
+    with pytest.raises(BadInput, match=refused):
         deeper("gpt2", STACK)
 
 
@@ -178,6 +182,21 @@ def test_fields_are_tried_alone_first() -> None:
         *(ends, {"depth": 4, **ends}, {"heads": 4, **ends}),
         *(types | ends, {"depth": 4, **types, **ends}, {"heads": 4, **types, **ends}),
     ]
+
+
+def test_lists_that_are_not_needed_stay() -> None:
+    """Two are needed beside the number, so that all were tried."""
+    model, lists = nn.Module(), {"types": ["a", "b"], "kinds": [0, 1], "ends": [7, 8]}
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2, bias=False)) for _ in range(2)])
+
+    def shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+        depth = sizes.get("depth", 2)
+        fits = all(len(sizes.get(name, lists[name])) == depth for name in ("types", "kinds"))
+        return {f"layers.{number}.0.weight": (2, 2) for number in range(depth)} if fits else None
+
+    found = find_depth(model, {"depth": 2, **lists}, shapes, 2, INTERLEAVE)
+    assert found.sizes == {"depth": 4, "types": ["a", "a", "b", "b"], "kinds": [0, 0, 1, 1]}
+    assert (list(found.lists), found.gone, found.left) == (["layers"], set(), [])
 
 
 def test_neither_flags_nor_fractions_are_numbers_of_blocks() -> None:
