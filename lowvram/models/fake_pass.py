@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +18,7 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 
 T = TypeVar("T")
+CACHED = type(lru_cache(len))
 
 
 def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any) -> T:
@@ -25,11 +29,14 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any)
         run: is given the copy and its inputs.
         inputs: on the CPU.
     """
+    misses = {cached: cached.cache_info().misses for cached in caches_of(model)}
     try:
         with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return run(without_memory(model), tree_map_only(Tensor, mode.from_tensor, inputs))
     finally:
-        clear_caches(model)
+        for cached, before in misses.items():
+            if cached.cache_info().misses > before:  # else it has nothing from this pass
+                cached.cache_clear()
 
 
 def without_memory(model: nn.Module) -> nn.Module:
@@ -41,22 +48,21 @@ def without_memory(model: nn.Module) -> nn.Module:
     return deepcopy(model, memo).train()
 
 
-def clear_caches(model: nn.Module) -> None:
-    """Clear what functions of the model's code remember from call to call (`functools.lru_cache`). BEiT and DINOv3 of
-    transformers do so with tensors: a fake one would come back in a real pass."""
-    for kind in {type(module) for module in model.modules()}:
-        for owner in (kind, sys.modules[kind.__module__]):
-            for cached in (each for function in list(vars(owner).values()) for each in inside(function)):
-                if isinstance(getattr(cached, "cache_parameters", None), Callable):
-                    cached.cache_clear()
+def caches_of(model: nn.Module) -> set[Any]:
+    """The functions of the model's code that remember results from call to call (`functools.lru_cache`). BEiT of
+    transformers does so with tensors: a fake one would come back in a real pass."""
+    kinds = {type(module) for module in model.modules()}
+    files = {sys.modules.get(kind.__module__) for kind in kinds} - {None}
+    return {cached for owner in kinds | files for each in list(vars(owner).values()) for cached in caches_in(each)}
 
 
-def inside(function: Any) -> Iterator[Any]:
-    """A function of a module or a class, and those that it wraps."""
-    function = getattr(function, "__func__", function)
-    yield function
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # nothing was assigned to it yet
-            continue
+def caches_in(member: Any) -> Iterator[Any]:
+    """Of a member of a module or a class: itself, or what it wraps. Nothing else of foreign objects is looked at."""
+    function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+    if isinstance(function, CACHED):
+        yield function
+    elif isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # nothing was assigned to it yet
+                if isinstance(cell.cell_contents, CACHED):
+                    yield cell.cell_contents

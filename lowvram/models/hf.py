@@ -316,7 +316,7 @@ class HfConfig(ForeignModel, Remade):
         self.check_proof(hf_depths.needed_bytes(model, depth.tensors(names, {})))
         try:
             last = hf_depths.proven_last_layers(self.call, model, lambda: config.make(spec), inputs(), depth)
-        except (hf_depths.NotIdle, RuntimeError, TypeError, ValueError) as error:
+        except (hf_depths.NotIdle, LookupError, RuntimeError, TypeError, ValueError) as error:
             is_known = isinstance(error, hf_depths.NotIdle)
             why = error if is_known else f"it can't be checked in 64-bit floats ({first_line(error)})"
             raise BadInput("grow.how", how.name, f"stack or interleave for this model: {why}") from None

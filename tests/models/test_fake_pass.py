@@ -21,6 +21,11 @@ def places(length: int) -> Tensor:
     return torch.arange(length)
 
 
+@cache
+def registry() -> dict[str, int]:
+    return {}
+
+
 def as_transformers_does(function: Any) -> Any:
     cached = lru_cache(maxsize=10)(function)
 
@@ -64,6 +69,18 @@ def test_also_after_a_pass_that_fails() -> None:
     with pytest.raises(RuntimeError, match="no"):
         fake_pass(model, failing, torch.ones(4))
     assert not isinstance(model(torch.ones(4)), FakeTensor)
+
+
+def test_what_was_remembered_before_stays() -> None:
+    """A function of the user's may keep what must stay one object."""
+    kept = registry()
+    fake_pass(Remembers(), lambda copy, inputs: copy(inputs), torch.ones(4))
+    assert registry() is kept
+
+
+def test_code_that_is_no_module_of_python_runs_too() -> None:
+    kind = type("Loose", (Remembers,), {"__module__": "not.imported"})
+    assert isinstance(fake_pass(kind(), lambda copy, inputs: copy(inputs), torch.ones(4)), FakeTensor)
 
 
 def test_beit_trains() -> None:
