@@ -29,6 +29,7 @@ from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.launch.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
 from tests.laboratory import compiler_as_before
+from tests.ranks import start_server
 from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s, sample
 
 MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
@@ -55,12 +56,14 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     check_cpu_s(item, cpu_s() - before_s)
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Function) -> None:
     """Each ledger and each trace collects garbage before it counts. What torch and the tests hold for good is most of
     what it would look through, and never garbage: the collector leaves it out from here on. Half of their time."""
     if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()
+    if "on_ranks" in item.function.__code__.co_names:
+        start_server()
 
 
 def pytest_unconfigure() -> None:
