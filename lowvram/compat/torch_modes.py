@@ -36,13 +36,19 @@ class FastDispatchMode(TorchDispatchMode):
         return False
 
 
+def is_in_dispatch_mode() -> bool:
+    """Whether a dispatch mode is active: a trace, a ledger.
+
+    torch._C._len_torch_dispatch_stack, since 2.0. Replaced by a public name, if torch makes one.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def without_dispatch_modes() -> AbstractContextManager[object]:
     """Inside it no dispatch mode is active.
 
     torch.utils._python_dispatch._disable_current_modes, since 2.0: some libraries raise under a mode, or cache tensors
-    that they made under it. Where none is active it isn't called, as it takes longer than a small operator:
-    torch._C._len_torch_dispatch_stack, since 2.0. Both replaced by public names, if torch makes them.
+    that they made under it. Where none is active it isn't called, as it takes longer than a small operator. Replaced by
+    a public name, if torch makes one.
     """
-    if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()
-    return _python_dispatch._disable_current_modes()
+    return _python_dispatch._disable_current_modes() if is_in_dispatch_mode() else nullcontext()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
@@ -67,6 +68,9 @@ def absent_facts(device: torch.device, num_ranks: int = 1) -> dict[Fact, str]:
     """The facts that a device of this machine and its ranks lack, each with what the user can do about it."""
     card = card_of(device) if device.type == "cuda" else None
     absent = absent_from(card, num_ranks, str(device) if card else "the CPU")
+    if card and find_spec("triton") is None:
+        why = "Triton isn't installed, which torch for CUDA brings on Linux: pip install triton"
+        absent |= dict.fromkeys([Fact.C_COMPILER, Fact.KERNEL_COMPILER], why)
     if not any(shutil.which(name) for name in compilers(device)):
         why = f"none of {', '.join(compilers(device))} was found: install g++ and gcc, or set CXX or CC"
         absent |= dict.fromkeys([Fact.C_COMPILER, *([Fact.KERNEL_COMPILER] if card else [])], why)

@@ -10,22 +10,30 @@ import torch
 from torch.autograd.graph import increment_version
 
 from lowvram.compat.torch_autograd import below_autograd
-from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.torch_modes import is_in_dispatch_mode, without_dispatch_modes
 
 # Below torch.library.custom_op, whose wrappers in Python take longer at each call than a card does.
 LIBRARY = torch.library.Library("lowvram", "FRAGMENT")
 TAKEN: set[str] = set()  # the names of all operators
+LAUNCHED: set[Any] = set()  # operators with a kernel that is written by hand
 COSTLY: set[Any] = set()  # operators that take long for the memory of their results: ckpt=selective keeps these
 
 
-def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., None]) -> Callable[..., None]:
+def fused(
+    schema: str,
+    formula: Callable[..., None],
+    in_pieces: Callable[..., None],
+    launch: Callable[..., None] | None = None,
+) -> Callable[..., None]:
     """An operator that writes into its arguments and returns nothing.
 
     Args:
         schema: its name and its arguments, such as "add_in_bf16(Tensor(a!) sums, Tensor values, int seed) -> ()".
         formula: what it does, in torch's operators. A card runs it as one kernel, which torch.compile makes at the
-            first call: it needs no memory for what lies between the operators.
+            first call, unless `launch` is given: it needs no memory for what lies between the operators.
         in_pieces: calls `formula` for one piece after another, so that other devices need little memory for it.
+        launch: launches a kernel on a card that is written by hand and computes the same. Outside of dispatch modes it
+            is called past torch's dispatcher: in a third of the host's time.
     """
 
     @cache
@@ -41,7 +49,7 @@ def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., No
 
         return call
 
-    def on_card(*args: Any) -> None:
+    def run_compiled(*args: Any) -> None:
         # Inside a dispatch mode nothing may be compiled; wherever a kernel is called, it is compiled but once.
         with torch.no_grad(), below_autograd(), without_dispatch_modes():
             compiled()(*args)
@@ -54,6 +62,17 @@ def fused(schema: str, formula: Callable[..., None], in_pieces: Callable[..., No
     TAKEN.add(name)
     LIBRARY.define(schema)
     LIBRARY.impl(name, noted(in_pieces), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, noted(on_card), "CUDA")
+    LIBRARY.impl(name, noted(launch or run_compiled), "CUDA")
     LIBRARY.impl(name, lambda *args: None, "Meta")
-    return getattr(torch.ops.lowvram, name).default
+    operator = getattr(torch.ops.lowvram, name).default
+    if launch is None:
+        return operator
+    LAUNCHED.add(operator)
+
+    def call(*args: Any) -> None:
+        if args[0].is_cuda and not is_in_dispatch_mode():
+            launch(*args)
+        else:
+            operator(*args)
+
+    return call

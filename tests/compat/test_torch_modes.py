@@ -79,8 +79,10 @@ def test_a_lifted_mode_sees_nothing() -> None:
 @needed("torch._C._len_torch_dispatch_stack", by="what fused operators cost a card's host")
 def test_where_there_is_no_mode_none_is_lifted() -> None:
     from lowvram.compat.torch_fake import FakeTensorMode
-    from lowvram.compat.torch_modes import without_dispatch_modes
+    from lowvram.compat.torch_modes import is_in_dispatch_mode, without_dispatch_modes
 
+    assert not is_in_dispatch_mode()
     assert isinstance(without_dispatch_modes(), nullcontext)
     with FakeTensorMode():
+        assert is_in_dispatch_mode()
         assert not isinstance(without_dispatch_modes(), nullcontext)

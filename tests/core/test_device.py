@@ -97,6 +97,15 @@ def test_kernels_of_our_own_are_compiled_for_cards_alone(monkeypatch: pytest.Mon
     assert absent_facts(torch.device("cuda"))[Fact.KERNEL_COMPILER].startswith("none of gcc")
 
 
+def test_triton_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "NVIDIA GeForce RTX 3090", (8, 6))
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    for is_there in (False, True):
+        monkeypatch.setattr(device_module, "find_spec", lambda name, is_there=is_there: is_there or None)
+        assert (Fact.KERNEL_COMPILER not in absent_facts(torch.device("cuda"))) is is_there
+    assert Fact.C_COMPILER not in absent_facts(CPU)
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
     """A card of this kind."""
     properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1], multi_processor_count=40)

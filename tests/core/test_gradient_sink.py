@@ -22,7 +22,8 @@ from lowvram.knobs.logits import LazyLogits, TiledLogits
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn, device_sums, in_backward
-from lowvram.knobs.stepping.device_sums import ALIGNED_NUMEL, Bf16, DeviceSums, Total
+from lowvram.knobs.stepping.device_sums import DeviceSums
+from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Bf16, Total
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto, Problem
 from tests.hugging import tiny
@@ -85,7 +86,8 @@ class Exact(Total):
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where additions to sums began; stepping.sums=bf16 is exact."""
     monkeypatch.setattr(in_backward, "Bf16", Exact)
-    monkeypatch.setattr(device_sums, "Fp32", Exact)
+    monkeypatch.setattr(device_sums, "Fp32", lambda zeros: Exact(len(zeros), zeros.device))
+    monkeypatch.setattr(device_sums, "SMALL_NUMEL", -1)  # no gradient waits
     monkeypatch.setattr(Exact, "starts", [])
     return Exact.starts
 

@@ -20,7 +20,8 @@ from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn
-from lowvram.knobs.stepping.device_sums import BLOCK_NUMEL, PIECE_NUMEL, Bf16, Int8, Total, to_bf16, to_int8
+from lowvram.knobs.stepping.device_sums import DeviceSums
+from lowvram.knobs.stepping.totals import BLOCK_NUMEL, PIECE_NUMEL, Bf16, Int8, Total, to_bf16, to_int8
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -162,6 +163,44 @@ def test_with_a_loss_scale_a_bad_gradient_changes_nothing(sums: SumsIn) -> None:
         stepper.backward(model(torch.ones(1, 3)).sum() * scale)
     assert not stepper.update().applied
     assert torch.equal(model.weight, before)
+
+
+def vectors(num: int) -> tuple[list[nn.Parameter], DeviceSums]:
+    """Parameters whose gradients were taken in one part: each a view of a tensor of `num` numbers."""
+    parameters, sums = [nn.Parameter(torch.zeros(4)) for _ in range(3)], DeviceSums(Int8)
+    sums.begin(2)
+    for parameter in parameters:
+        parameter.grad = torch.ones(num)[:4]
+        sums.take(parameter)
+    return parameters, sums
+
+
+def test_small_gradients_wait_for_the_end_of_their_part() -> None:
+    """By then they are the sums; a part that failed leaves nothing."""
+    parameters, sums = vectors(4)
+    assert not sums.with_gradient()
+    sums.end_part()
+    assert sums.with_gradient() == parameters
+    assert float(sums.squares().total()) == 12
+    _, sums = vectors(4)
+    sums.begin(2)
+    sums.end_part()
+    assert not sums.with_gradient()
+
+
+def test_what_waits_keeps_no_large_tensor() -> None:
+    parameters, sums = vectors(2**20)
+    assert sums.with_gradient() == parameters
+
+
+def test_no_two_additions_round_alike() -> None:
+    sums, weights = DeviceSums(Int8), [nn.Parameter(torch.zeros(1000, 1)) for _ in range(2)]
+    sums.begin(1)
+    for weight in weights:
+        weight.grad = torch.linspace(0, 1, 1000)[:, None]
+        sums.take(weight)
+        sums.bring_back(weight)
+    assert not torch.equal(*(weight.grad for weight in weights))
 
 
 @EACH

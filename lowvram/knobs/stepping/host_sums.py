@@ -50,6 +50,8 @@ class HostSums(Sums):
         copy = link.add if parameter in self._arrivals else link.fetch
         self._arrivals[parameter] = copy(total, gradient)
 
+    def end_part(self) -> None: ...
+
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:
             self._arrivals.pop(parameter, lambda: None)()  # the copy of a skipped step may still be running

@@ -23,11 +23,12 @@ from lowvram.core.ledger import announce
 from lowvram.core.rig import MakeOptimizer, Rig, Update, is_finite
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.after_backward import AfterBackward
-from lowvram.knobs.stepping.device_sums import Bf16, DeviceSums, Int8
+from lowvram.knobs.stepping.device_sums import DeviceSums
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.one_by_one import OneByOneStepper
 from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain, rescale
 from lowvram.knobs.stepping.sums import Sums
+from lowvram.knobs.stepping.totals import Bf16, Int8
 
 Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
 
@@ -256,6 +257,7 @@ class Summed(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+        self.sums.end_part()
 
     def use(self, parameter: nn.Parameter) -> None:
         self.sums.take(parameter)
@@ -287,6 +289,7 @@ class WithLastPart(Strategy):
     def backward(self, loss: Tensor) -> None:
         self.num_left -= 1
         loss.backward()
+        self.sums.end_part()
 
     def use(self, parameter: nn.Parameter) -> None:
         if self.num_left:

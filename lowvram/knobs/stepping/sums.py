@@ -23,6 +23,10 @@ class Sums(ABC):
     def take(self, parameter: nn.Parameter) -> None:
         """Add the parameter's gradient to its sum, and set it to None."""
 
+    @abstractmethod
+    def end_part(self) -> None:
+        """Called after the backward pass of each part."""
+
     def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
         """Where the parameter's gradient may be added a few rows at a time; None if `take` needs the whole one."""
         del parameter

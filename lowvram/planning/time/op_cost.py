@@ -21,7 +21,7 @@ from lowvram.compat.torch_modes import is_traceable_wrapper_subclass
 from lowvram.compat.torch_ops import CopyOps, schema_of
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.core import host
-from lowvram.core.fused import LIBRARY
+from lowvram.core.fused import LAUNCHED, LIBRARY
 from lowvram.knobs.precision.fp32 import uses_tf32
 from lowvram.models.attention import Reach
 from lowvram.models.flex_attention import NEAR_ATTENTION, NEAR_ATTENTION_BACKWARD, num_pairs
@@ -94,6 +94,7 @@ UNREAD = {ATEN.nll_loss_backward: "self"}  # arguments of which only the shape i
 SCALED = "grads"  # fused optimizers write into this argument only if they get a loss scale, which lowvram never passes
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
 FUSED_CALLS = 12  # of a compiled kernel of few operators: a call took the host of an H200 some 300 µs, not 28 to 34
+LAUNCHED_CALLS = 2  # of a kernel that is launched by hand: on the CPU of one machine a sixth of the former's time
 # How many times as long FlexAttention takes for a pair of tokens as full attention. On an H200 it was 3.4 to 5.7 in
 # bf16, 5.6 to 7.8 in fp32 (docs/results/h200/local_attention.jsonl).
 FLEX_IN_16_BITS, FLEX_IN_32_BITS = 4, 7
@@ -137,7 +138,7 @@ def recipe_of(operator: Any) -> Recipe | None:
     new = int(makes) * (2 if packet in PICKING else 1)
     count_flops = flops_formula(packet)
     family = family_of(packet, count_flops is not None)
-    calls = FUSED_CALLS if operator.namespace == LIBRARY.ns else 1
+    calls = LAUNCHED_CALLS if operator in LAUNCHED else FUSED_CALLS if operator.namespace == LIBRARY.ns else 1
     return Recipe(reads, written, makes, new, count_flops, packet in COPIES, family, calls)
 
 
