@@ -68,3 +68,26 @@ def test_a_card_compiles_it_once() -> None:
         operator(sums, values, 3)
         with Seen():
             operator(sums, values, 3)
+
+
+@needs_gpu[0]
+@needs_gpu[1]
+def test_a_kernel_written_by_hand_is_launched_past_the_dispatcher() -> None:
+    """But for dispatch modes, which see the operator."""
+    launched: list[int] = []
+
+    def launch(sums: Tensor, values: Tensor, times: int) -> None:
+        launched.append(times)
+
+    schema = "add_double_by_hand_for_a_test(Tensor(a!) sums, Tensor values, int times) -> ()"
+    by_hand = fused(schema, add_double, in_halves, launch)
+    sums = torch.ones(5, device="cuda")
+    by_hand(sums, sums.clone(), 3)
+    with Seen() as seen:
+        by_hand(sums, sums.clone(), 4)
+    assert launched == [3, 4]
+    assert "lowvram::add_double_by_hand_for_a_test" in seen.names
+    on_cpu = torch.ones(2)
+    by_hand(on_cpu, torch.ones(2), 5)
+    assert on_cpu.tolist() == [11, 11]
+    assert launched == [3, 4]

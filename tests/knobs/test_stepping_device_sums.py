@@ -114,14 +114,14 @@ class Forked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.large = nn.Parameter(torch.randn(PIECE_NUMEL + 100))
+        self.large = nn.Parameter(torch.randn(1, PIECE_NUMEL + 100))
         self.early = nn.Parameter(torch.randn(7))
 
     def forward(self, seed: int, is_first: bool) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         images = torch.randn(2, 3, 8, 8, generator=generator)
         loss = self.conv(images).square().sum()
-        loss = loss + (self.large * torch.randn(len(self.large), generator=generator)).sum()
+        loss = loss + (self.large * torch.randn(self.large.shape, generator=generator)).sum()
         return loss + (seed + 1) * self.early.square().sum() if is_first else loss
 
 
