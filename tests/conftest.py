@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from lowvram.cli import job_process
 from lowvram.cli import main as cli
@@ -28,11 +29,14 @@ from lowvram.knobs.optimizer import low_bit
 from lowvram.knobs.optimizer.low_bit import compiled_step
 from lowvram.launch.client import Server
 from tests.calls import FAULTS, ROOT, Outcome, Running, begin, killed_at_last
+from tests.files_once import read_once
 from tests.laboratory import compiler_as_before
 from tests.ranks import start_server
 from tests.tiers import MEDIUM, STARTERS, check_cpu_s, cpu_s, sample
 
 MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
+
+OmegaConf.load = staticmethod(read_once)  # Hydra reads some twenty files for each call, which takes longer than a run
 
 # Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))

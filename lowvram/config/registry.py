@@ -47,6 +47,12 @@ def knob_of(option: Option) -> Any:
     return build(node_of(*option), option[0])
 
 
+def read_all() -> None:
+    """Read every option of every knob group once, for this process and those that are forked from it."""
+    for option in all_options():
+        knob_of(option)
+
+
 def node_of(group: str, name: str) -> DictConfig:
     """The YAML of one option of any group."""
     return _load(CONF / group / f"{name}.yaml")

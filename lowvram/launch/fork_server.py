@@ -22,6 +22,7 @@ import socket
 import sys
 
 from lowvram.compat.torch_compiler import COMPILER_MODULE
+from lowvram.config.registry import read_all
 from lowvram.launch.process_tree import children
 from lowvram.launch.supervisor import KILL, MOST_FDS, PR_SET_CHILD_SUBREAPER, STOPS, TERM, WORKER, Supervisor, prctl
 
@@ -48,6 +49,8 @@ def main() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in PRELOAD:
         importlib.import_module(name)
+    with contextlib.suppress(Exception):  # a mistake in a file is told where the option is used
+        read_all()
     gc.collect()
     gc.freeze()  # so that children's garbage collections don't write to shared pages
     with contextlib.suppress(ConnectionError):  # the parent is gone

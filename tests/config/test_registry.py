@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from itertools import combinations
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.config.identity import ROOT
-from lowvram.config.registry import all_options, knob_of, neutral_options, options_of, ready_options
+from lowvram.config.registry import all_options, knob_of, neutral_options, options_of, read_all, ready_options
 from lowvram.config.settings import KNOB_GROUPS
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact
@@ -77,3 +79,24 @@ def test_the_number_of_ranks_follows_the_options() -> None:
 def test_an_option_is_its_yaml() -> None:
     assert knob_of(("accum", "x8")) == knob_of(("accum", "x8"))
     assert vars(knob_of(("accum", "x8"))) == {"parts": 8}
+
+
+class Nothing(TorchDispatchMode):
+    """No operator may run inside it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore
+        raise AssertionError(func)
+
+
+def test_a_process_that_reads_all_options_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those that are forked from it could hang, or couldn't use CUDA."""
+    knob_of.cache_clear()
+    for name in ("is_available", "device_count", "get_device_properties", "_lazy_init"):
+        monkeypatch.delattr(torch.cuda, name)
+    num_threads = len(os.listdir("/proc/self/task"))
+    with Nothing():
+        read_all()
+    assert len(os.listdir("/proc/self/task")) == num_threads
+    assert knob_of.cache_info().currsize == len(all_options())
+    knob_of(("ckpt", "every1"))
+    assert knob_of.cache_info().hits == 1

@@ -200,7 +200,10 @@ def test_no_two_additions_round_alike() -> None:
         weight.grad = torch.linspace(0, 1, 1000)[:, None]
         sums.take(weight)
         sums.bring_back(weight)
-    assert not torch.equal(*(weight.grad for weight in weights))
+    one, other = (weight.grad for weight in weights)
+    assert one is not None
+    assert other is not None
+    assert not torch.equal(one, other)
 
 
 @EACH
