@@ -38,6 +38,8 @@ MANY_OBJECTS = 50_000  # some ten milliseconds of a collection
 
 OmegaConf.load = staticmethod(read_once)  # Hydra reads some twenty files for each call, which takes longer than a run
 
+# On busy cores a second thread makes tiny steps take longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))
 os.environ.setdefault("LOWVRAM_CACHE", str(ROOT / ".pytest_cache" / "lowvram"))  # the same of traces
