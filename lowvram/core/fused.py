@@ -33,27 +33,8 @@ def fused(
             first call, unless `launch` is given: it needs no memory for what lies between the operators.
         in_pieces: calls `formula` for one piece after another, so that other devices need little memory for it.
         launch: launches a kernel on a card that is written by hand and computes the same. Outside of dispatch modes it
-            is called past torch's dispatcher: in a third of the host's time.
+            is called past torch's dispatcher, which takes the host longer than the launch.
     """
-
-    @cache
-    def compiled() -> Callable[..., None]:  # not before a card asks: torch imports its compiler here, for seconds
-        return torch.compile(formula, dynamic=True)
-
-    def noted(kernel: Callable[..., None]) -> Callable[..., None]:
-        """The kernel; afterwards autograd knows that it has written."""
-
-        def call(*args: Any) -> None:
-            kernel(*args)
-            increment_version([args[place] for place in written])
-
-        return call
-
-    def run_compiled(*args: Any) -> None:
-        # Inside a dispatch mode nothing may be compiled; wherever a kernel is called, it is compiled but once.
-        with torch.no_grad(), below_autograd(), without_dispatch_modes():
-            compiled()(*args)
-
     name, _, signature = schema.partition("(")
     arguments = signature.partition(") ->")[0].split(", ")
     written = [place for place, argument in enumerate(arguments) if "!)" in argument]
@@ -61,12 +42,40 @@ def fused(
         raise ValueError(f"there are two operators called {name}")
     TAKEN.add(name)
     LIBRARY.define(schema)
-    LIBRARY.impl(name, noted(in_pieces), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, noted(launch or run_compiled), "CUDA")
+    LIBRARY.impl(name, noted(in_pieces, written), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, noted(launch or compiled(formula), written), "CUDA")
     LIBRARY.impl(name, lambda *args: None, "Meta")
     operator = getattr(torch.ops.lowvram, name).default
-    if launch is None:
-        return operator
+    return operator if launch is None else launched(operator, launch)
+
+
+def noted(kernel: Callable[..., None], written: list[int]) -> Callable[..., None]:
+    """The kernel; afterwards autograd knows that it has written into its arguments of these places."""
+
+    def call(*args: Any) -> None:
+        kernel(*args)
+        increment_version([args[place] for place in written])
+
+    return call
+
+
+def compiled(formula: Callable[..., None]) -> Callable[..., None]:
+    """The formula as one kernel."""
+
+    @cache
+    def kernel() -> Callable[..., None]:  # not before a card asks: torch imports its compiler here, for seconds
+        return torch.compile(formula, dynamic=True)
+
+    def call(*args: Any) -> None:
+        # Inside a dispatch mode nothing may be compiled; wherever a kernel is called, it is compiled but once.
+        with torch.no_grad(), below_autograd(), without_dispatch_modes():
+            kernel()(*args)
+
+    return call
+
+
+def launched(operator: Any, launch: Callable[..., None]) -> Callable[..., None]:
+    """The operator; on a card, where no dispatch mode is to see it, its kernel at once."""
     LAUNCHED.add(operator)
 
     def call(*args: Any) -> None:
