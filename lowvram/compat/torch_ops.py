@@ -112,15 +112,6 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Add to each tensor, in place, the other one of its place, in few CUDA kernels if all have the same dtype.
-
-    torch._foreach_add_, since before 1.13: torch documents it without making it public. Replaced by a public name, if
-    torch makes one.
-    """
-    torch._foreach_add_(tensors, others)  # pyright: ignore[reportPrivateImportUsage]
-
-
 def multiply_all(tensors: list[Tensor], by: Tensor) -> None:
     """Multiply tensors in place by a 0-dim one on their device, in few CUDA kernels however many tensors there are.
 

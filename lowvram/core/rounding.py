@@ -66,12 +66,12 @@ class Split(Rounding):
     def write(self, weight: Tensor, correction: Tensor | None, exact: Tensor) -> None:
         assert correction is not None
         exact = local(exact).float()
-        is_finite = exact.isfinite().to(torch.int32)  # bits of nan must not be rounded up: that can overflow
+        is_number = are_numbers(exact).to(torch.int32)
         bits = exact.view(torch.int32)
-        bits = torch.add(bits, is_finite, alpha=self.unit // 2).bitwise_and_(-self.unit)
-        upper = torch.add(bits, is_finite, alpha=2 ** (LOW_BITS - 1)).bitwise_and_(-(2**LOW_BITS))
+        bits = torch.add(bits, is_number, alpha=self.unit // 2).bitwise_and_(-self.unit)
+        upper = torch.add(bits, is_number, alpha=2 ** (LOW_BITS - 1)).bitwise_and_(-(2**LOW_BITS))
         local(weight).copy_(upper.view(torch.float32))
-        local(correction).copy_(bits.sub_(upper).mul_(is_finite).div_(self.unit, rounding_mode="floor"))
+        local(correction).copy_(bits.sub_(upper).mul_(is_number).div_(self.unit, rounding_mode="floor"))
 
     @torch.no_grad()
     def restore(self, widened: Tensor, correction: Tensor | None) -> None:
@@ -95,14 +95,19 @@ def stochastically(target: Tensor, exact: Tensor) -> None:
     """
     for target_rows, exact_rows in zip(*(rows_of(local(tensor)) for tensor in (target, exact)), strict=True):
         wide_rows = exact_rows.float()
-        noise = torch.randint_like(wide_rows, 2**LOW_BITS, dtype=torch.int32).mul_(wide_rows.isfinite())
+        noise = torch.randint_like(wide_rows, 2**LOW_BITS, dtype=torch.int32).mul_(are_numbers(wide_rows))
         bits = noise.add_(wide_rows.view(torch.int32)).bitwise_and_(-(2**LOW_BITS))
         target_rows.copy_(bits.view(torch.float32))
 
 
+def are_numbers(values: Tensor) -> Tensor:
+    """False for nan, whose bits must not be rounded up: that can overflow. Those of infinities stay as they are."""
+    return values.eq(values)
+
+
 def rows_of(tensor: Tensor) -> Sequence[Tensor]:
     """The tensor in runs of rows, of about `NUMEL_AT_A_TIME` elements."""
-    if not tensor.ndim:
+    if tensor.numel() <= NUMEL_AT_A_TIME:
         return [tensor]
     return tensor.split(max(1, NUMEL_AT_A_TIME * len(tensor) // max(1, tensor.numel())))
 

@@ -122,15 +122,6 @@ def test_norms_are_those_of_each() -> None:
     ]
 
 
-@needed("torch._foreach_add_", by="stepping.sums=bf16 and int8")
-def test_all_are_added_in_place() -> None:
-    from lowvram.compat.torch_ops import add_all
-
-    tensors = [torch.ones(2), torch.full((1,), 3.0)]
-    add_all(tensors, [torch.tensor([1.0, 2.0]), torch.tensor([0.5])])
-    assert [tensor.tolist() for tensor in tensors] == [[2, 3], [3.5]]
-
-
 @needed("torch._foreach_mul_", by="stepping.clip and precision=fp16")
 def test_all_are_multiplied_in_place() -> None:
     from lowvram.compat.torch_ops import multiply_all

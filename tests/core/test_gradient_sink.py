@@ -81,13 +81,16 @@ class Exact(Total):
     def read(self, start: int, end: int) -> Tensor:
         return self.sums[start:end]
 
+    def add_to(self, gradient: Tensor) -> None:
+        gradient += self.sums
+
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where additions to sums began; stepping.sums=bf16 is exact."""
     monkeypatch.setattr(in_backward, "Bf16", Exact)
     monkeypatch.setattr(device_sums, "Fp32", lambda zeros: Exact(len(zeros), zeros.device))
-    monkeypatch.setattr(device_sums, "SMALL_NUMEL", -1)  # no gradient waits
+    monkeypatch.setattr(in_backward, "SMALL_NUMEL", -1)  # no gradient waits
     monkeypatch.setattr(Exact, "starts", [])
     return Exact.starts
 

@@ -166,7 +166,7 @@ def test_bytes_of_a_parameter(choices: dict[str, str | Knob], num_bytes: float) 
     step(rig, make_batch(task.spec, 4))
     numel = sum(weight.numel() for weight in rig.trainable)
     optimizers = getattr(rig.stepper, "optimizers", None)
-    states = [optimizer.state for optimizer in optimizers.values()] if optimizers else [states_of(rig)]
+    states = [optimizer.state for optimizer in dict.fromkeys(optimizers.values())] if optimizers else [states_of(rig)]
     kept = [value for state in states for each in state.values() for name, value in each.items() if name != "step"]
     found = sum(tensor.nbytes for tensor in [*kept, *rig.trainable])
     gradients = 0 if optimizers else 2 * numel

@@ -165,32 +165,38 @@ def test_with_a_loss_scale_a_bad_gradient_changes_nothing(sums: SumsIn) -> None:
     assert torch.equal(model.weight, before)
 
 
-def vectors(num: int) -> tuple[list[nn.Parameter], DeviceSums]:
-    """Parameters whose gradients were taken in one part: each a view of a tensor of `num` numbers."""
-    parameters, sums = [nn.Parameter(torch.zeros(4)) for _ in range(3)], DeviceSums(Int8)
-    sums.begin(2)
-    for parameter in parameters:
-        parameter.grad = torch.ones(num)[:4]
-        sums.take(parameter)
-    return parameters, sums
+PARTS = [[0, 1, 2], [0, 1, 2], [0, 1, 3], [0, 2], [2], [0, 1, 2, 3], [4, 5], [4, 5]]  # vectors that have a gradient
 
 
-def test_small_gradients_wait_for_the_end_of_their_part() -> None:
-    """By then they are the sums; a part that failed leaves nothing."""
-    parameters, sums = vectors(4)
-    assert not sums.with_gradient()
-    sums.end_part()
-    assert sums.with_gradient() == parameters
-    assert float(sums.squares().total()) == 12
-    _, sums = vectors(4)
-    sums.begin(2)
-    sums.end_part()
-    assert not sums.with_gradient()
+@pytest.mark.parametrize("num_parts", range(1, len(PARTS) + 1))
+def test_vectors_are_summed_in_fp32_whichever_a_part_reaches(num_parts: int) -> None:
+    vectors = [nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)) for _ in range(6)]
+    sums, wanted = DeviceSums(Int8), [torch.zeros(5) for _ in vectors]
+    for step_number in range(2):
+        sums.begin(num_parts)
+        for part, numbers in enumerate(PARTS[:num_parts]):
+            for number in numbers:
+                gradient = torch.full((5,), 1 + 2.0**-7 * (number + part), dtype=torch.bfloat16)
+                vectors[number].grad = gradient
+                wanted[number] += (step_number == 0) * gradient
+            sums.take([vectors[number] for number in numbers])
+        assert set(sums.with_gradient()) == {vectors[number] for numbers in PARTS[:num_parts] for number in numbers}
+        for vector in sums.with_gradient():
+            sums.bring_back(vector)
+    for vector, total in zip(vectors, wanted, strict=True):
+        assert torch.equal(torch.zeros(5) if vector.grad is None else vector.grad.float(), total.bfloat16().float())
 
 
-def test_what_waits_keeps_no_large_tensor() -> None:
-    parameters, sums = vectors(2**20)
-    assert sums.with_gradient() == parameters
+@pytest.mark.parametrize("make", [Bf16, Int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 127, 128, 300, 512])
+def test_a_gradient_with_its_sum_is_rounded_once(make: MakeRoom, dtype: torch.dtype, numel: int) -> None:
+    draw = torch.Generator().manual_seed(numel)
+    kept, gradient = make(numel, CPU), torch.randn(numel, generator=draw).to(dtype)
+    kept.add(torch.randn(numel, generator=draw), 1)
+    wanted = (gradient.float() + kept.read(0, numel)).to(dtype)
+    kept.add_to(gradient)
+    torch.testing.assert_close(gradient, wanted, rtol=0 if dtype is torch.bfloat16 else 1e-6, atol=1e-7)
 
 
 def test_no_two_additions_round_alike() -> None:
@@ -198,7 +204,7 @@ def test_no_two_additions_round_alike() -> None:
     sums.begin(1)
     for weight in weights:
         weight.grad = torch.linspace(0, 1, 1000)[:, None]
-        sums.take(weight)
+        sums.take([weight])
         sums.bring_back(weight)
     one, other = (weight.grad for weight in weights)
     assert one is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import weakref
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,9 @@ from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import SGD, AdamW
 from lowvram.knobs.precision import Fp16
-from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, Norm, SumsIn
+from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, Norm, SumsIn, in_backward
 from lowvram.knobs.stepping.host_sums import HostSums
+from lowvram.knobs.stepping.in_backward import SMALL_NUMEL
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -236,6 +238,86 @@ def test_state_goes_round_through_a_file(clip: float | None, norm: Norm) -> None
     take_step(steppers[0], models[0], loss_of(models[0], 2))
     take_step(fresh, third, loss_of(third, 2))
     assert relative_error(third.state_dict(), models[0].state_dict()) == 0
+
+
+def test_small_vectors_share_an_optimizer() -> None:
+    model = make_model()
+    model.register_parameter("large", nn.Parameter(torch.zeros(SMALL_NUMEL + 1)))
+    model.register_parameter("number", nn.Parameter(torch.zeros(())))
+    stepper = make_stepper(model)
+    shared = [stepper.optimizers[parameter] for parameter in (model[0].bias, model[2].bias, model.number)]
+    assert len(set(shared)) == 1
+    assert len(stepper.each()) == len(stepper.state_dict()["optimizers"]) == 4  # two matrices, the large vector
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_it_updates_them_once_a_step(clip: float | None, num_parts: int) -> None:
+    model, updates = make_model(), []
+    stepper = make_stepper(model, clip)
+    stepper.optimizers[model[0].bias].register_step_post_hook(lambda *_: updates.append(stepper))
+    take_step(stepper, model, *(loss_of(model, seed) for seed in range(num_parts)))
+    assert len(updates) == 1
+
+
+def test_until_the_backward_pass_ends_only_gradients_of_small_vectors_wait() -> None:
+    model, seen = make_model(), []
+    stepper = make_stepper(model)
+    x = torch.ones(7, 5, dtype=torch.float64, requires_grad=True)
+    x.register_hook(lambda _: seen.extend(name for name, one in model.named_parameters() if one.grad is not None))
+    take_step(stepper, model, model(x).sum())
+    assert seen == ["0.bias", "2.bias"]
+
+
+def test_no_shard_waits() -> None:
+    """It may be a view of the gradients of its whole block."""
+    stepper = assemble(PROBLEMS["resnet"], knobs_of(stepping="in_backward", offload="parameters"), CPU).stepper
+    assert isinstance(stepper, InBackwardStepper)
+    assert len(stepper.each()) == len(stepper.optimizers)
+
+
+def run_out_of_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("sums", SumsIn, ids=lambda sums: sums.name)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_backward_pass_that_fails_leaves_no_gradient(sums: SumsIn, num_parts: int) -> None:
+    """The next step may be tried with smaller parts."""
+    norms = []
+    for fails in (True, False):
+        model = make_model(torch.float32)
+        parameters = list(model.parameters())
+        stepper = InBackwardStepper(parameters, PLAIN_SGD, sums.room_for(parameters), None, Norm.host)
+        if fails:
+            stepper.begin(2)
+            hidden = model[:2](torch.ones(7, 5))
+            hidden.register_hook(run_out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                stepper.backward(model[2](hidden).sum())
+            assert model[2].bias.grad is not None
+        stepper.begin(num_parts)
+        for seed in range(num_parts):
+            stepper.backward(loss_of(model, seed))
+        norms.append(stepper.update().grad_norm)
+    torch.testing.assert_close(*norms, rtol=0 if sums is SumsIn.host else 1e-2, atol=0)
+
+
+def test_a_state_with_an_optimizer_for_each_parameter_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An early version of lowvram saved such."""
+    models = [make_model(), make_model()]
+    with monkeypatch.context() as patch:
+        patch.setattr(in_backward, "SMALL_NUMEL", -1)
+        early = make_stepper(models[0], make=AdamW().make)
+    now = make_stepper(models[1], make=AdamW().make)
+    take_step(early, models[0], loss_of(models[0], 1))
+    models[1].load_state_dict(models[0].state_dict())
+    now.load_state_dict(deepcopy(early.state_dict()))
+    for stepper, model in zip((early, now), models, strict=True):
+        take_step(stepper, model, loss_of(model, 2))
+    assert len(early.state_dict()["optimizers"]) == 4
+    assert relative_error(models[1].state_dict(), models[0].state_dict()) == 0
+    now.load_state_dict(deepcopy(now.state_dict()))
 
 
 def test_gradients_of_few_bits_are_summed_in_fp32() -> None:

@@ -36,7 +36,10 @@ class Piece:
         return self.rows is None
 
     def of(self, tensor: Tensor) -> Tensor:
-        return tensor if self.rows is None else torch.atleast_1d(local(tensor))[self.rows]
+        if self.rows is None:
+            return tensor
+        shard = local(tensor)
+        return shard[self.rows] if shard.ndim else shard.view(1)
 
 
 class StateFormat(ABC):

@@ -87,7 +87,7 @@ class CpuOffloadStepper(Stepper):
         self.kept_optimizers = [make_optimizer(self.kept)] if self.kept else []  # one; none if all are offloaded
         self.versions = {parameter: version_of(local(parameter)) for parameter in self.masters}
         for parameter in self.masters:
-            when_accumulated(parameter, self.sums.take)
+            when_accumulated(parameter, self.sums.take_one)
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
         self.divisor = divisor

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import gcd
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowvram.compat.torch_ops import add_all
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
@@ -20,8 +19,14 @@ from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.sums import Sums
 from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Fp32, Total, pieces
 
-SMALL_NUMEL = 2**16  # of a vector
 SEED_STRIDE = 0x2545F491  # from one addition to the next: odd, so that no two of a step have the same seed
+
+
+class Vectors(NamedTuple):
+    """Sums of small vectors, one after the other in one tensor, of which each has a view."""
+
+    numbers: list[int]  # the `id` of each vector
+    sums: Tensor
 
 
 @final
@@ -30,8 +35,8 @@ class DeviceSums(Sums):
     (biases, scales of norms) in fp32. Memory lasts from a parameter's first gradient of a step until it is used. Of a
     sharded parameter only this rank's shard is kept.
 
-    A card adds a gradient in less time than its host takes to ask for it. So those of small vectors wait until the part
-    ends, and are added by one call; and what a backward pass calls doesn't say `torch.no_grad` again.
+    A card adds a gradient in less time than its host takes to ask for it. So those of small vectors are added by one
+    call; and what a backward pass calls doesn't say `torch.no_grad` again.
 
     Args:
         make: makes room for the gradient of a matrix, of so many elements, on a device.
@@ -42,38 +47,33 @@ class DeviceSums(Sums):
         self.num_steps = 0  # so far
         self._seed = 0  # of the noise of the last addition
         self._sums: dict[nn.Parameter, Total] = {}
-        self._waiting: dict[nn.Parameter, Tensor] = {}  # gradients of the running part
+        self._vectors: Vectors | None = None
 
     def begin(self, num_parts: int) -> None:
         self._sums.clear()
-        self._waiting.clear()
+        self._vectors = None
         self.num_steps += 1
         self._seed = seed_of(str(self.num_steps)) % MOST_SEEDS
 
-    def take(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        gradient, parameter.grad = flat(local(parameter.grad)), None
-        if parameter.ndim <= 1 and gradient.untyped_storage().nbytes() <= SMALL_NUMEL * gradient.itemsize:
-            self._waiting[parameter] = gradient  # it keeps no larger tensor alive, of which it is a view
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        gradients = [flat(local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+        if len(parameters) == 1:
+            self.add(parameters[0], gradients[0])
         else:
-            self.add(parameter, gradient)
+            self.add_vectors(parameters, gradients)
 
-    @torch.no_grad()
-    def end_part(self) -> None:
-        if not self._waiting:
-            return
-        gradients = torch.cat([*self._waiting.values()]).float().split([*map(len, self._waiting.values())])
-        sums: list[Tensor] = []
-        added: list[Tensor] = []
-        for parameter, gradient in zip(self._waiting, gradients, strict=True):
-            if (total := self._sums.get(parameter)) is None:
-                self._sums[parameter] = Fp32(gradient)
-            else:
-                sums.append(total.read(0, len(gradient)))
-                added.append(gradient)
-        if sums:
-            add_all(sums, added)
-        self._waiting.clear()
+    def add_vectors(self, parameters: Sequence[nn.Parameter], gradients: list[Tensor]) -> None:
+        """The same for several vectors: by one call, if they are those of the first part."""
+        added, numbers = torch.cat(gradients), [*map(id, parameters)]
+        if self._vectors is not None and self._vectors.numbers == numbers:
+            self._vectors.sums.add_(added)
+        elif self._sums.keys().isdisjoint(parameters):
+            self._vectors = Vectors(numbers, added.float())
+            views = self._vectors.sums.split([*map(len, gradients)])
+            self._sums |= {parameter: Fp32(view) for parameter, view in zip(parameters, views, strict=True)}
+        else:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                self.add(parameter, gradient)
 
     def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
         is_plain = not isinstance(parameter, DTensor) and parameter.is_contiguous()
@@ -81,18 +81,21 @@ class DeviceSums(Sums):
 
     def add(self, parameter: nn.Parameter, values: Tensor, start: int = 0) -> None:
         """Add the elements (n,) from `start` on of a gradient, in the order in memory."""
-        if parameter not in self._sums:
-            numel, device = local(parameter).numel(), values.device
-            is_matrix = parameter.ndim > 1
-            self._sums[parameter] = self.make(numel, device) if is_matrix else Fp32(torch.zeros(numel, device=device))
+        if (total := self._sums.get(parameter)) is None:
+            total = self._sums[parameter] = self.room_for(parameter, values.device)
         self._seed = (self._seed + SEED_STRIDE) % MOST_SEEDS
-        self._sums[parameter].add(values, self._seed, start)
+        total.add(values, self._seed, start)
 
-    def add_to(self, parameter: nn.Parameter) -> None:
-        """Add the sum of the earlier parts to the parameter's gradient, and drop the sum."""
-        if (total := self._sums.pop(parameter, None)) is not None:
-            assert parameter.grad is not None
-            total.add_to(flat(local(parameter.grad)))
+    def room_for(self, parameter: nn.Parameter, device: torch.device) -> Total:
+        numel = local(parameter).numel()
+        return self.make(numel, device) if parameter.ndim > 1 else Fp32(torch.zeros(numel, device=device))
+
+    def add_to(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the sums of the earlier parts to the parameters' gradients, and drop the sums."""
+        for parameter in parameters:
+            if (total := self._sums.pop(parameter, None)) is not None:
+                assert parameter.grad is not None
+                total.add_to(flat(local(parameter.grad)))
 
     def with_gradient(self) -> list[nn.Parameter]:
         """The smallest first: when the largest is brought back, the sums of the others are free."""
@@ -110,10 +113,8 @@ class DeviceSums(Sums):
 
     @torch.no_grad()
     def bring_back(self, parameter: nn.Parameter) -> None:
-        total, gradient = self._sums.pop(parameter), torch.empty_like(parameter, requires_grad=False)
-        for start, end in pieces(local(gradient).numel()):
-            flat(local(gradient))[start:end] = total.read(start, end)
-        parameter.grad = announce(gradient, Kind.GRADIENTS)
+        parameter.grad = announce(torch.zeros_like(parameter, requires_grad=False), Kind.GRADIENTS)
+        self.add_to([parameter])
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import torch
@@ -40,8 +40,13 @@ class HostSums(Sums):
         self._arrivals.clear()
         self._is_single, self._squares = num_parts == 1, SquareSum()
 
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self.take_one(parameter)
+
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter) -> None:
+    def take_one(self, parameter: nn.Parameter) -> None:
+        """Add the parameter's gradient to its sum, and set it to None."""
         assert parameter.grad is not None
         gradient, parameter.grad = local(parameter.grad), None
         if self._is_single:
@@ -49,8 +54,6 @@ class HostSums(Sums):
         link, total = self.links[gradient.device], self._sum_of(parameter, gradient)
         copy = link.add if parameter in self._arrivals else link.fetch
         self._arrivals[parameter] = copy(total, gradient)
-
-    def end_part(self) -> None: ...
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:

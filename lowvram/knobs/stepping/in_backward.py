@@ -7,7 +7,7 @@ Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
@@ -31,6 +32,7 @@ from lowvram.knobs.stepping.sums import Sums
 from lowvram.knobs.stepping.totals import Bf16, Int8
 
 Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
+SMALL_NUMEL = 2**16  # of a vector
 
 
 class Norm(Enum):
@@ -100,7 +102,11 @@ class InBackward(Knob):
 
 @final
 class InBackwardStepper(OneByOneStepper):
-    """One optimizer per parameter. The strategy of a step is chosen when it begins.
+    """One optimizer per parameter, and one for all small vectors (biases, scales of norms). The strategy of a step is
+    chosen when it begins.
+
+    Gradients are used as autograd computes them. But those of small vectors wait until the backward pass ends: that
+    takes hardly any memory, and less of the host's time than a hook and an update for each.
 
     Without clipping or a loss scale, gradients are used at once. If one of them isn't finite, `applied` is False, but
     parameters have already been updated, with that gradient too: only an earlier snapshot can be continued. With
@@ -116,22 +122,31 @@ class InBackwardStepper(OneByOneStepper):
         clip: float | None,
         norm: Norm,
     ) -> None:
-        super().__init__(parameters, make_optimizer)
+        self.vectors = [parameter for parameter in parameters if is_small_vector(parameter)]
+        super().__init__(parameters, make_optimizer, self.vectors)
         self.sums, self.clip, self.norm = sums, clip, norm
         self.last_norm: Tensor | None = None
         self.strategy: Strategy = AtOnce(self.optimizers, None)
         for parameter in parameters:
-            when_accumulated(parameter, self.use)
+            if not is_small_vector(parameter):
+                when_accumulated(parameter, self.use)
 
     def use(self, parameter: nn.Parameter) -> None:
         """Called when autograd has computed the parameter's gradient; sets it to None afterwards."""
         if parameter.grad is None:  # all of it went into a sink
             return
         announce(parameter.grad, Kind.GRADIENTS)
-        self.strategy.use(parameter)
+        self.strategy.use([parameter])
         parameter.grad = None
 
+    def use_vectors(self) -> None:
+        """The same for small vectors, called after a backward pass."""
+        if arrived := [vector for vector in self.vectors if vector.grad is not None]:
+            self.strategy.use(arrived)
+            drop_gradients(arrived)
+
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        drop_gradients(self.vectors)  # of a backward pass that failed
         self.strategy = self.choose(num_parts, divisor)
 
     def choose(self, num_parts: int, divisor: Tensor | float) -> Strategy:
@@ -151,6 +166,7 @@ class InBackwardStepper(OneByOneStepper):
 
     def backward(self, loss: Tensor) -> None:
         self.strategy.backward(loss)
+        self.use_vectors()
 
     def sink_of(self, parameter: Tensor) -> GradientSink | None:
         if isinstance(parameter, nn.Parameter) and parameter in self.optimizers:
@@ -159,6 +175,7 @@ class InBackwardStepper(OneByOneStepper):
 
     def update(self) -> Update:
         update = self.strategy.finish()
+        self.use_vectors()  # if it ran another backward pass
         if update.applied:
             self.last_norm = update.grad_norm.detach()
         return update
@@ -186,8 +203,8 @@ class Strategy(ABC):
         """The backward pass of one part."""
 
     @abstractmethod
-    def use(self, parameter: nn.Parameter) -> None:
-        """Use the parameter's new gradient, which is freed when this returns."""
+    def use(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Use the new gradient of a parameter, or those of several small vectors, which are freed when this returns."""
 
     def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
         """Where the running backward pass may add the parameter's gradient a few rows at a time, without a call of
@@ -211,9 +228,9 @@ class AtOnce(Strategy):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def use(self, parameter: nn.Parameter) -> None:
-        measure(parameter, self.squares)
-        step_one(parameter, self.optimizers, self.by)
+    def use(self, parameters: Sequence[nn.Parameter]) -> None:
+        measure(parameters, self.squares)
+        update_with(parameters, self.optimizers, self.by)
 
     def finish(self) -> Update:
         norm = self.squares.total().sqrt()
@@ -228,14 +245,14 @@ class TwoPasses(Strategy):
         self.optimizers, self.clip, self.divisor = optimizers, clip, divisor
         self.squares = SquareSum()
         self.loss: Tensor | None = None
-        self.use_one: Callable[[nn.Parameter], None] = partial(measure, squares=self.squares)
+        self.use_now: Callable[[Sequence[nn.Parameter]], None] = partial(measure, squares=self.squares)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward(retain_graph=True)
         self.loss = loss
 
-    def use(self, parameter: nn.Parameter) -> None:
-        self.use_one(parameter)
+    def use(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.use_now(parameters)
 
     def finish(self) -> Update:
         norm = self.squares.total().sqrt() / self.divisor
@@ -243,7 +260,7 @@ class TwoPasses(Strategy):
         applied = is_finite(norm)
         if applied and loss is not None:
             by = factor(norm, self.clip, self.divisor)
-            self.use_one = partial(step_one, optimizers=self.optimizers, by=by)
+            self.use_now = partial(update_with, optimizers=self.optimizers, by=by)
             loss.backward()
         return Update(norm, applied)
 
@@ -257,10 +274,9 @@ class Summed(Strategy):
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
-        self.sums.end_part()
 
-    def use(self, parameter: nn.Parameter) -> None:
-        self.sums.take(parameter)
+    def use(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.sums.take(parameters)
 
     def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
         return self.sums.sink_of(parameter)
@@ -270,10 +286,10 @@ class Summed(Strategy):
         applied = is_finite(norm)
         if applied:
             by = factor(norm, self.clip, self.divisor)
-            for parameter in self.sums.with_gradient():
-                self.sums.bring_back(parameter)
-                step_one(parameter, self.optimizers, by)
-                parameter.grad = None
+            for parameters in by_optimizer(self.sums.with_gradient(), self.optimizers):
+                bring_back(parameters, self.sums)
+                update_with(parameters, self.optimizers, by)
+                drop_gradients(parameters)
         return Update(norm, applied)
 
 
@@ -289,39 +305,61 @@ class WithLastPart(Strategy):
     def backward(self, loss: Tensor) -> None:
         self.num_left -= 1
         loss.backward()
-        self.sums.end_part()
 
-    def use(self, parameter: nn.Parameter) -> None:
+    def use(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.num_left:
-            self.sums.take(parameter)
+            self.sums.take(parameters)
         else:
-            self.sums.add_to(parameter)
-            self.use_now(parameter)
+            self.sums.add_to(parameters)
+            self.use_now(parameters)
 
     def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
         return self.sums.sink_of(parameter)
 
-    def use_now(self, parameter: nn.Parameter) -> None:
-        measure(parameter, self.squares)
-        step_one(parameter, self.optimizers, None)
+    def use_now(self, parameters: Sequence[nn.Parameter]) -> None:
+        measure(parameters, self.squares)
+        update_with(parameters, self.optimizers, None)
 
     def finish(self) -> Update:
-        for parameter in self.sums.with_gradient():  # of which the last part had no gradient, or added it to a sink
-            self.sums.bring_back(parameter)
-            self.use_now(parameter)
-            parameter.grad = None
+        # Of these the last part had no gradient, or added it to a sink.
+        for parameters in by_optimizer(self.sums.with_gradient(), self.optimizers):
+            bring_back(parameters, self.sums)
+            self.use_now(parameters)
+            drop_gradients(parameters)
         norm = self.squares.total().sqrt()
         return Update(norm, is_finite(norm))
 
 
-def measure(parameter: nn.Parameter, squares: SquareSum) -> None:
-    assert parameter.grad is not None
-    squares.add(local(parameter.grad), parameter)
+def is_small_vector(parameter: nn.Parameter) -> bool:
+    """Not of a sharded one: its gradient may be a view of those of a whole block."""
+    return parameter.ndim <= 1 and parameter.numel() <= SMALL_NUMEL and not isinstance(parameter, DTensor)
 
 
-def step_one(parameter: nn.Parameter, optimizers: Optimizers, by: Tensor | None) -> None:
-    """Update one parameter with its gradient, multiplied by `by`."""
-    assert parameter.grad is not None
-    with torch.no_grad():
-        rescale([parameter.grad], by)
-    optimizers[parameter].step()
+def by_optimizer(parameters: Iterable[nn.Parameter], optimizers: Optimizers) -> Iterable[list[nn.Parameter]]:
+    """The parameters, those that share an optimizer together."""
+    groups: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(optimizers[parameter], []).append(parameter)
+    return groups.values()
+
+
+def bring_back(parameters: Iterable[nn.Parameter], sums: Sums) -> None:
+    for parameter in parameters:
+        sums.bring_back(parameter)
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def measure(parameters: Sequence[nn.Parameter], squares: SquareSum) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        squares.add(local(parameter.grad), parameter)
+
+
+def update_with(parameters: Sequence[nn.Parameter], optimizers: Optimizers, by: Tensor | None) -> None:
+    """Update parameters that share an optimizer with their gradients, multiplied by `by`."""
+    rescale([parameter.grad for parameter in parameters if parameter.grad is not None], by)
+    optimizers[parameters[0]].step()

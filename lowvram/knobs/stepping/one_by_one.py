@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowvram.core.rig import MakeOptimizer, Stepper
@@ -12,23 +13,52 @@ from lowvram.core.rounding import forget
 
 
 class OneByOneStepper(Stepper):
-    """The base of these steppers: their optimizers, and what is kept of them."""
+    """The base of these steppers: their optimizers, and what is kept of them.
 
-    def __init__(self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer) -> None:
-        self.optimizers = {parameter: make_optimizer([parameter]) for parameter in parameters}
+    Args:
+        together: parameters that are updated together, and share an optimizer.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, together: Sequence[nn.Parameter] = ()
+    ) -> None:
+        shared = dict.fromkeys(together, make_optimizer([*together])) if together else {}
+        self.optimizers = {
+            parameter: shared[parameter] if parameter in shared else make_optimizer([parameter])
+            for parameter in parameters
+        }
+
+    def each(self) -> list[torch.optim.Optimizer]:
+        """All optimizers, each once."""
+        return [*dict.fromkeys(self.optimizers.values())]
 
     def forget(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:
             forget(self.optimizers[parameter].state, parameter)
 
     def set_lr(self, lr: float) -> None:
-        for optimizer in self.optimizers.values():
+        for optimizer in self.each():
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()]}
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.each()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, its_state in zip(self.optimizers.values(), state["optimizers"], strict=True):
+        saved = state["optimizers"]
+        if len(saved) > len(self.each()):  # an early version of lowvram had one for each parameter
+            owners = [*self.optimizers.values()]
+            saved = [merged([saved[place] for place, one in enumerate(owners) if one is own]) for own in self.each()]
+        for optimizer, its_state in zip(self.each(), saved, strict=True):
             optimizer.load_state_dict(its_state)
+
+
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of an optimizer whose parameters are in one group, given those of optimizers of one of them each."""
+    if len(states) == 1:
+        return states[0]
+    group = {**states[0]["param_groups"][0], "params": [*range(len(states))]}
+    return {
+        "state": {place: one["state"][0] for place, one in enumerate(states) if one["state"]},
+        "param_groups": [group],
+    }

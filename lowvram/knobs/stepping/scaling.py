@@ -37,4 +37,5 @@ def factor(norm: Tensor, clip: float | None, divisor: Tensor | float) -> Tensor 
 def rescale(gradients: list[Tensor], by: Tensor | None) -> None:
     """Multiply gradients, or this rank's shards of them, by a 0-dim tensor on their device."""
     if by is not None and gradients:
-        multiply_all([local(gradient) for gradient in gradients], by)
+        with torch.no_grad():
+            multiply_all([local(gradient) for gradient in gradients], by)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,12 +20,8 @@ class Sums(ABC):
         """Forget the last step and begin one of `num_parts` parts."""
 
     @abstractmethod
-    def take(self, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to its sum, and set it to None."""
-
-    @abstractmethod
-    def end_part(self) -> None:
-        """Called after the backward pass of each part."""
+    def take(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the gradient of a parameter, or those of several small vectors, to its sum."""
 
     def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
         """Where the parameter's gradient may be added a few rows at a time; None if `take` needs the whole one."""

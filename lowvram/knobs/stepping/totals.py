@@ -39,10 +39,9 @@ class Total(ABC):
     def read(self, start: int, end: int) -> Tensor:
         """The sums from `start` to `end` in fp32, to be read alone."""
 
+    @abstractmethod
     def add_to(self, gradient: Tensor) -> None:
         """Add the sums to a gradient (numel,), which is rounded to its own dtype once."""
-        for start, end in pieces(len(gradient)):
-            gradient[start:end].add_(self.read(start, end))
 
 
 @final
@@ -79,6 +78,9 @@ class Bf16(Total):
 
     def read(self, start: int, end: int) -> Tensor:
         return self.sums[start:end].float()
+
+    def add_to(self, gradient: Tensor) -> None:
+        gradient.add_(self.sums)
 
 
 def to_bf16(sums: Tensor, values: Tensor, seed: int) -> None:
@@ -125,6 +127,13 @@ class Int8(Total):
     def read(self, start: int, end: int) -> Tensor:
         blocks = blocks_of(start, end)
         return (self.codes_bk[blocks] * self.scales_b[blocks]).view(-1)[: end - start]
+
+    def add_to(self, gradient: Tensor) -> None:
+        codes_bk, scales_b = self.codes_bk, self.scales_b
+        if rest := self.numel % BLOCK_NUMEL:  # of the last block
+            gradient[-rest:].add_(self.read(self.numel - rest, self.numel))
+            gradient, codes_bk, scales_b = gradient[:-rest], codes_bk[:-1], scales_b[:-1]
+        gradient.view(-1, BLOCK_NUMEL).addcmul_(codes_bk, scales_b)
 
 
 def to_int8(codes_bk: Tensor, scales_b: Tensor, values: Tensor, seed: int) -> None:

@@ -251,8 +251,8 @@ class OpCounter:
         self.num_before_update = len(self.lines)
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Record an update whose operators weren't seen, as those of torchao's compiled kernel: it reads the gradients,
-        and reads and writes weights and state, once."""
+        """Record an update whose operators weren't seen, as those of torchao's compiled kernels, one for each weight:
+        it reads the gradients, and reads and writes weights and state, once."""
         if len(self.lines) > self.num_before_update:
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
@@ -261,7 +261,7 @@ class OpCounter:
         if weights:
             stream = Stream.HOST if host.is_computing() else Stream.DEVICE
             num_bytes = size(gradients) + 2 * size(weights) + 2 * inner_size(state)
-            self.line(stream, NO_PRODUCT, 0, num_bytes, calls=FUSED_CALLS)
+            self.line(stream, NO_PRODUCT, 0, num_bytes, calls=FUSED_CALLS * len(weights))
 
     def work(self) -> Tensor:
         """(operators, columns) int64."""

@@ -196,6 +196,8 @@ def test_a_kernel_of_few_operators_keeps_the_host_for_longer_than_an_operator() 
     assert set(work[is_fused, Column.CALLS].tolist()) == {LAUNCHED_CALLS}
     compiled = traced(problem, optimizer="adamw_companded").work[:, Column.CALLS]
     assert set(compiled.tolist()) == {1, FUSED_CALLS}
+    num_weights = len(list(problem.make_model().parameters()))
+    assert FUSED_CALLS * num_weights in traced(problem, optimizer="adamw_8bit").work[:, Column.CALLS].tolist()
     as_others = work.clone()
     as_others[:, Column.CALLS] = 1
     longer_ms = 1e3 * timing.DISPATCH_S * (LAUNCHED_CALLS - 1) * num_matrices * (num_parts - 1)
