@@ -245,8 +245,9 @@ def test_small_vectors_share_an_optimizer() -> None:
     model.register_parameter("large", nn.Parameter(torch.zeros(SMALL_NUMEL + 1)))
     model.register_parameter("number", nn.Parameter(torch.zeros(())))
     stepper = make_stepper(model)
-    shared = [stepper.optimizers[parameter] for parameter in (model[0].bias, model[2].bias, model.number)]
-    assert len(set(shared)) == 1
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[vector] for vector in stepper.vectors} == {"0.bias", "2.bias", "number"}
+    assert len({stepper.optimizers[vector] for vector in stepper.vectors}) == 1
     assert len(stepper.each()) == len(stepper.state_dict()["optimizers"]) == 4  # two matrices, the large vector
 
 
@@ -255,7 +256,7 @@ def test_small_vectors_share_an_optimizer() -> None:
 def test_it_updates_them_once_a_step(clip: float | None, num_parts: int) -> None:
     model, updates = make_model(), []
     stepper = make_stepper(model, clip)
-    stepper.optimizers[model[0].bias].register_step_post_hook(lambda *_: updates.append(stepper))
+    stepper.optimizers[stepper.vectors[0]].register_step_post_hook(lambda *_: updates.append(stepper))
     take_step(stepper, model, *(loss_of(model, seed) for seed in range(num_parts)))
     assert len(updates) == 1
 
