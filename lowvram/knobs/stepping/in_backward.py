@@ -331,7 +331,7 @@ class WithLastPart(Strategy):
 
 
 def is_small_vector(parameter: nn.Parameter) -> bool:
-    """Not of a sharded one: its gradient may be a view of those of a whole block."""
+    """A sharded parameter isn't one: its gradient may be a view of those of a whole block, and keep them alive."""
     return parameter.ndim <= 1 and parameter.numel() <= SMALL_NUMEL and not isinstance(parameter, DTensor)
 
 
