@@ -49,6 +49,15 @@ def save_allocator_snapshot(path: Path) -> None:
     memory._dump_snapshot(str(path))
 
 
+def stream_handle(device_index: int) -> int:
+    """CUDA's handle of the current stream of a device, for kernels that aren't torch's.
+
+    torch._C._cuda_getCurrentRawStream, since 1.10: the public torch.cuda.current_stream(device).cuda_stream makes an
+    object each time, which takes longer than a launch. Replaced by a public name, if torch makes one.
+    """
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
 def allocator_page(snapshot: dict[str, Any]) -> str:
     """An HTML page that shows the events in a snapshot. (It loads its viewer from the web.)
 

@@ -49,6 +49,14 @@ def test_a_snapshot_is_written_for_the_viewer(monkeypatch: pytest.MonkeyPatch, t
     assert pickle.loads((tmp_path / "snapshot.pickle").read_bytes()) == SNAPSHOT
 
 
+@needed("torch._C._cuda_getCurrentRawStream", by="stepping.sums=int8 on a card")
+def test_a_stream_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowvram.compat.torch_cuda import stream_handle
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {1: 0xCAFE}.__getitem__, raising=False)
+    assert stream_handle(1) == 0xCAFE
+
+
 @needed("torch.cuda._memory_viz.trace_plot", by="debug=memory on a card")
 def test_a_page_shows_a_snapshot() -> None:
     from lowvram.compat.torch_cuda import allocator_page

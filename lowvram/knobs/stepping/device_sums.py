@@ -17,7 +17,7 @@ from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.seeds import seed_of
 from lowvram.core.shards import SquareSum, local
 from lowvram.knobs.stepping.sums import Sums
-from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Fp32, Total, pieces
+from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Fp32, Total, flat, pieces
 
 SEED_STRIDE = 0x2545F491  # from one addition to the next: odd, so that no two of a step have the same seed
 
@@ -25,7 +25,7 @@ SEED_STRIDE = 0x2545F491  # from one addition to the next: odd, so that no two o
 class Vectors(NamedTuple):
     """Sums of small vectors, one after the other in one tensor, of which each has a view."""
 
-    numbers: list[int]  # the `id` of each vector
+    ids: list[int]
     sums: Tensor
 
 
@@ -56,7 +56,7 @@ class DeviceSums(Sums):
         self._seed = seed_of(str(self.num_steps)) % MOST_SEEDS
 
     def take(self, parameters: Sequence[nn.Parameter]) -> None:
-        gradients = [flat(local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if len(parameters) == 1:
             self.add(parameters[0], gradients[0])
         else:
@@ -64,12 +64,12 @@ class DeviceSums(Sums):
 
     def add_vectors(self, parameters: Sequence[nn.Parameter], gradients: list[Tensor]) -> None:
         """The same for several vectors: by one call, if they are those of the first part."""
-        added, numbers = torch.cat(gradients), [*map(id, parameters)]
-        if self._vectors is not None and self._vectors.numbers == numbers:
+        added, ids = torch.cat([*map(flat, gradients)]), [*map(id, parameters)]
+        if self._vectors is not None and self._vectors.ids == ids:
             self._vectors.sums.add_(added)
         elif self._sums.keys().isdisjoint(parameters):
-            self._vectors = Vectors(numbers, added.float())
-            views = self._vectors.sums.split([*map(len, gradients)])
+            self._vectors = Vectors(ids, added.float())
+            views = self._vectors.sums.split([*map(Tensor.numel, gradients)])
             self._sums |= {parameter: Fp32(view) for parameter, view in zip(parameters, views, strict=True)}
         else:
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -80,7 +80,7 @@ class DeviceSums(Sums):
         return RowSink(self, parameter) if is_plain else None
 
     def add(self, parameter: nn.Parameter, values: Tensor, start: int = 0) -> None:
-        """Add the elements (n,) from `start` on of a gradient, in the order in memory."""
+        """Add values of a gradient, of any shape, in their order in memory: its elements from `start` on."""
         if (total := self._sums.get(parameter)) is None:
             total = self._sums[parameter] = self.room_for(parameter, values.device)
         self._seed = (self._seed + SEED_STRIDE) % MOST_SEEDS
@@ -136,9 +136,4 @@ class RowSink(GradientSink):
         super().__init__(row_multiple=ALIGNED_NUMEL // gcd(ALIGNED_NUMEL, self.width))
 
     def add(self, rows: slice, piece: Tensor) -> None:
-        self.sums.add(self.parameter, flat(announce(piece, Kind.GRADIENTS)), rows.start * self.width)
-
-
-def flat(gradient: Tensor) -> Tensor:
-    """A view of one dimension, in the order in memory: gradients have their parameter's layout, without gaps."""
-    return gradient if gradient.ndim == 1 else gradient.as_strided((gradient.numel(),), (1,))
+        self.sums.add(self.parameter, announce(piece, Kind.GRADIENTS), rows.start * self.width)

@@ -12,6 +12,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from lowvram.compat.torch_cuda import stream_handle
+
 LANES = 2048  # numbers for each program
 ALIGNED_BYTES = 16  # Triton copies so many at a time where an address is a multiple of it
 
@@ -19,7 +21,8 @@ ALIGNED_BYTES = 16  # Triton copies so many at a time where an address is a mult
 @final
 class Launcher:
     """Launches a kernel, which is compiled once for each kind of its first argument, and for each of its constants.
-    Triton's own call looks at all arguments again each time, for as long as the launch itself takes.
+    Triton's own call looks at all arguments again each time, and at hooks of its profiler, for much longer than the
+    launch itself takes.
 
     The other arguments may differ in their values alone: tensors at aligned addresses, and integers of 31 bits that the
     kernel doesn't specialize on.
@@ -30,10 +33,12 @@ class Launcher:
         self.compiled: dict[Any, Any] = {}
 
     def __call__(self, num_programs: int, values: Tensor, args: tuple[Any, ...], constants: tuple[int, ...]) -> None:
-        kind = (values.dtype, values.device.index, values.data_ptr() % ALIGNED_BYTES == 0, constants)
+        device = values.device.index
+        kind = (values.dtype, device, values.data_ptr() % ALIGNED_BYTES == 0, constants)
         grid, compiled = (num_programs, 1, 1), self.compiled.get(kind)
         if compiled is not None:
-            compiled[grid](values, *args, *constants)
+            about = (compiled.function, compiled.packed_metadata, None, None, None)  # no metadata for hooks, no hooks
+            compiled.run(*grid, stream_handle(device), *about, values, *args, *constants)
         else:  # fused, a product isn't rounded before it is added, as the formula's is
             self.compiled[kind] = self.kernel[grid](values, *args, *constants, enable_fp_fusion=False)
 

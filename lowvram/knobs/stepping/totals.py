@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import final
+from functools import cache
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,9 @@ class Total(ABC):
 
     @abstractmethod
     def add(self, values: Tensor, seed: int, start: int = 0) -> None:
-        """Add values (n,) to the sums from `start` on, where a block begins. In few bits these sums are then rounded at
-        random. The values end where a block ends, or with the last sum."""
+        """Add values, of any shape without gaps, in their order in memory, to the sums from `start` on, where a block
+        begins. In few bits these sums are then rounded at random. The values end where a block ends, or with the last
+        sum."""
 
     @abstractmethod
     def read(self, start: int, end: int) -> Tensor:
@@ -56,7 +58,7 @@ class Fp32(Total):
         self.sums = announce(sums, Kind.GRADIENTS)
 
     def add(self, values: Tensor, seed: int, start: int = 0) -> None:
-        self.sums[start : start + len(values)].add_(values)
+        self.sums[start : start + values.numel()].add_(flat(values))
 
     def read(self, start: int, end: int) -> Tensor:
         return self.sums if end - start == len(self.sums) else self.sums[start:end]
@@ -73,8 +75,8 @@ class Bf16(Total):
         self.sums = announce(torch.zeros(numel, dtype=torch.bfloat16, device=device), Kind.GRADIENTS)
 
     def add(self, values: Tensor, seed: int, start: int = 0) -> None:
-        is_all = len(values) == len(self.sums)
-        add_in_bf16(self.sums if is_all else self.sums[start : start + len(values)], values, seed)
+        is_all = values.numel() == len(self.sums)
+        add_in_bf16(self.sums if is_all else self.sums[start : start + values.numel()], values, seed)
 
     def read(self, start: int, end: int) -> Tensor:
         return self.sums[start:end].float()
@@ -92,14 +94,13 @@ def to_bf16(sums: Tensor, values: Tensor, seed: int) -> None:
 
 
 def to_bf16_in_pieces(sums: Tensor, values: Tensor, seed: int) -> None:
+    values = flat(values)
     for start, end in pieces(len(sums)):
         to_bf16(sums[start:end], values[start:end], seed + start)
 
 
 def launch_bf16(sums: Tensor, values: Tensor, seed: int) -> None:
-    from lowvram.knobs.stepping import sum_kernels
-
-    sum_kernels.add_in_bf16(sums, values, seed)
+    kernels().add_in_bf16(sums, values, seed)
 
 
 add_in_bf16 = fused(
@@ -118,10 +119,10 @@ class Int8(Total):
         self.scales_b = announce(torch.zeros(num_blocks, 1, device=device), Kind.GRADIENTS)  # 0 times any code is 0
 
     def add(self, values: Tensor, seed: int, start: int = 0) -> None:
-        if len(values) == self.numel:
+        if values.numel() == self.numel:
             add_in_int8(self.codes_bk, self.scales_b, values, seed)
         else:
-            blocks = blocks_of(start, start + len(values))
+            blocks = blocks_of(start, start + values.numel())
             add_in_int8(self.codes_bk[blocks], self.scales_b[blocks], values, seed)
 
     def read(self, start: int, end: int) -> Tensor:
@@ -147,6 +148,7 @@ def to_int8(codes_bk: Tensor, scales_b: Tensor, values: Tensor, seed: int) -> No
 
 
 def to_int8_in_pieces(codes_bk: Tensor, scales_b: Tensor, values: Tensor, seed: int) -> None:
+    values = flat(values)
     for start, end in pieces(len(values)):
         blocks = blocks_of(start, end)
         to_int8(codes_bk[blocks], scales_b[blocks], values[start:end], seed + start)
@@ -158,9 +160,7 @@ def blocks_of(start: int, end: int) -> slice:
 
 
 def launch_int8(codes_bk: Tensor, scales_b: Tensor, values: Tensor, seed: int) -> None:
-    from lowvram.knobs.stepping import sum_kernels
-
-    sum_kernels.add_in_int8(codes_bk, scales_b, values, seed)
+    kernels().add_in_int8(codes_bk, scales_b, values, seed)
 
 
 add_in_int8 = fused(
@@ -169,6 +169,19 @@ add_in_int8 = fused(
     to_int8_in_pieces,
     launch_int8,
 )
+
+
+@cache
+def kernels() -> Any:
+    """The module of the kernels, imported when a card first needs them: torch for a CPU comes without Triton."""
+    from lowvram.knobs.stepping import sum_kernels
+
+    return sum_kernels
+
+
+def flat(values: Tensor) -> Tensor:
+    """A view of one dimension, in the order in memory: gradients have their parameter's layout, without gaps."""
+    return values if values.ndim == 1 else values.as_strided((values.numel(),), (1,))
 
 
 def pieces(numel: int) -> Iterator[tuple[int, int]]:
