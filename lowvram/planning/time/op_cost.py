@@ -95,10 +95,9 @@ OVERWRITING = {ATEN.copy_, CopyOps.COPY_MANY, ATEN.fill_, ATEN.zero_, CopyOps.ZE
 UNREAD = {ATEN.nll_loss_backward: "self"}  # arguments of which only the shape is used
 SCALED = "grads"  # fused optimizers write into this argument only if they get a loss scale, which lowvram never passes
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
-# By which autograd sums gradients. From its own code in C++ that took the host 2.5 us each, a step's operators 42 us.
+# By which autograd sums gradients. From its own code in C++ that took the host 2.5 µs, a step's other operators some 50.
 ADDITIONS = {ATEN.add.Tensor, ATEN.add_.Tensor}
-FUSED_CALLS = 12  # of a compiled kernel of few operators: a call took the host of an H200 some 300 µs, not 28 to 34
-LAUNCHED_CALLS = 2  # of a kernel that is launched by hand: on the CPU of one machine a sixth of the former's time
+FUSED_CALLS = 10  # of a compiled kernel of few operators: a call took the host of an H200 some 300 µs
 # How many times as long FlexAttention takes for a pair of tokens as full attention. On an H200 it was 3.4 to 5.7 in
 # bf16, 5.6 to 7.8 in fp32 (docs/results/h200/local_attention.jsonl).
 FLEX_IN_16_BITS, FLEX_IN_32_BITS = 4, 7
@@ -142,7 +141,8 @@ def recipe_of(operator: Any) -> Recipe | None:
     new = int(makes) * (2 if packet in PICKING else 1)
     count_flops = flops_formula(packet)
     family = family_of(packet, count_flops is not None)
-    calls = LAUNCHED_CALLS if operator in LAUNCHED else FUSED_CALLS if operator.namespace == LIBRARY.ns else 1
+    is_compiled = operator.namespace == LIBRARY.ns and operator not in LAUNCHED
+    calls = FUSED_CALLS if is_compiled else 1
     return Recipe(reads, written, makes, new, count_flops, packet in COPIES, family, calls)
 
 

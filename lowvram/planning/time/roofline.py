@@ -26,7 +26,7 @@ PRODUCT_EFFICIENCY = 0.6  # of the peak rate: large GEMMs reach 60 to 80 %
 BANDWIDTH_EFFICIENCY = 0.8  # of memory: what a large copy reaches
 PCIE_EFFICIENCY = 0.8  # of pinned copies
 LAUNCH_S = 4e-6  # per kernel, before and after its work
-DISPATCH_S = 25e-6  # of the host, per operator that a trace counts: that of an H200 took 28 to 34 µs
+DISPATCH_S = 30e-6  # of the host, per operator that it calls: that of an H200 took 32 µs (GPT-2) and 44 (ResNet-50)
 HOST_BYTES_PER_S = 25e9  # about half the peak of two channels of DDR4-3200
 
 
