@@ -21,7 +21,7 @@ from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn
 from lowvram.knobs.stepping.device_sums import DeviceSums
-from lowvram.knobs.stepping.totals import BLOCK_NUMEL, PIECE_NUMEL, Bf16, Int8, Total, to_bf16, to_int8
+from lowvram.knobs.stepping.totals import BLOCK_NUMEL, PIECE_NUMEL, Bf16, Fp32, Int8, Total, to_bf16, to_int8
 from lowvram.tasks import Auto
 from tests.laboratory import (
     CPU,
@@ -105,6 +105,30 @@ def test_int8_holds_any_scale(scale: float) -> None:
     kept, values = Int8(100, CPU), torch.linspace(-1, 1, 100) * scale
     kept.add(values, 1)
     torch.testing.assert_close(kept.read(0, 100), values, rtol=0, atol=scale / 100)
+
+
+@pytest.mark.parametrize("make", [Bf16, Int8, lambda numel, device: Fp32(torch.zeros(numel, device=device))])
+def test_values_are_added_in_their_order_in_memory(make: MakeRoom) -> None:
+    """Whatever their shape and layout, as those of convolutions over channels_last images."""
+    in_memory = torch.arange(24.0)
+    kept = make(24, CPU)
+    kept.add(in_memory.view(2, 3, 4).permute(2, 0, 1), 1)
+    torch.testing.assert_close(kept.read(0, 24), in_memory, rtol=0, atol=0.3)
+
+
+def test_a_number_is_summed_beside_vectors() -> None:
+    """Such as a temperature that is learnt: each has no dimension more than a vector."""
+    parameters = [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(3))]
+    sums = DeviceSums(Int8)
+    sums.begin(3)
+    for part in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 10.0**part)
+        if part < 2:
+            sums.take(parameters)
+    sums.add_to(parameters)
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 111.0))
 
 
 class Forked(nn.Module):

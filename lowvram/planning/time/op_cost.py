@@ -95,7 +95,7 @@ OVERWRITING = {ATEN.copy_, CopyOps.COPY_MANY, ATEN.fill_, ATEN.zero_, CopyOps.ZE
 UNREAD = {ATEN.nll_loss_backward: "self"}  # arguments of which only the shape is used
 SCALED = "grads"  # fused optimizers write into this argument only if they get a loss scale, which lowvram never passes
 COPIES = {ATEN.copy_, CopyOps.COPY_MANY}
-# By which autograd sums gradients. From its own code in C++ that took the host 2.5 µs, a step's other operators some 50.
+# By which autograd sums gradients: in C++ one took the host 2.5 µs, while a step's other operators took some 50.
 ADDITIONS = {ATEN.add.Tensor, ATEN.add_.Tensor}
 FUSED_CALLS = 10  # of a compiled kernel of few operators: a call took the host of an H200 some 300 µs
 # How many times as long FlexAttention takes for a pair of tokens as full attention. On an H200 it was 3.4 to 5.7 in
