@@ -23,7 +23,7 @@ from lowvram.knobs.optimizer import SGD
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, InBackward, InBackwardStepper, SumsIn, device_sums, in_backward
 from lowvram.knobs.stepping.device_sums import DeviceSums
-from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Bf16, Total
+from lowvram.knobs.stepping.totals import ALIGNED_NUMEL, Bf16, Total, flat
 from lowvram.models.hf import HfConfig
 from lowvram.tasks import Auto, Problem
 from tests.hugging import tiny
@@ -76,7 +76,7 @@ class Exact(Total):
 
     def add(self, values: Tensor, seed: int, start: int = 0) -> None:
         self.starts.append(start)
-        self.sums[start : start + len(values)] += values
+        self.sums[start : start + values.numel()] += flat(values)
 
     def read(self, start: int, end: int) -> Tensor:
         return self.sums[start:end]
