@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowvram.planning.cache import TraceCache
 from lowvram.planning.devices import DeviceSpec, load_device
 from lowvram.planning.scaling import TraceScaler
 from lowvram.planning.target import Target
+from lowvram.planning.time import op_cost
 from lowvram.planning.time import roofline as timing
 from lowvram.planning.time.op_cost import FORMATS, FUSED_CALLS, STREAMS, Column, Stream, recipe_of
 from lowvram.planning.time.roofline import DataSheet, StepTime, step_time
@@ -200,6 +202,16 @@ def test_a_compiled_kernel_of_few_operators_keeps_the_host_for_longer_than_an_op
     as_others[is_compiled, Column.CALLS] = 1
     longer_ms = 1e3 * timing.DISPATCH_S * (FUSED_CALLS - 1) * int(work[is_compiled, Column.TIMES].sum())
     assert time_on("h100", work).step_ms - time_on("h100", as_others).step_ms == pytest.approx(longer_ms)
+
+
+def test_a_sum_in_few_bits_is_one_kernel_for_each_matrix_and_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each part but the last one. To be told from other operators they count as compiled here."""
+    problem, num_parts = PROBLEMS["transformer"], 4
+    num_matrices = sum(weight.ndim > 1 for weight in problem.make_model().parameters())
+    monkeypatch.setattr(op_cost, "LAUNCHED", set())
+    monkeypatch.setattr(op_cost, "recipe_of", cache(recipe_of.__wrapped__))
+    work = traced(problem, stepping=InBackward(sums=SumsIn.int8), accum=Parts(num_parts)).work
+    assert int(work[work[:, Column.CALLS] == FUSED_CALLS, Column.TIMES].sum()) == num_matrices * (num_parts - 1)
 
 
 def test_autograd_adds_gradients_without_the_host() -> None:
