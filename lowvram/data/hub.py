@@ -17,11 +17,13 @@ from omegaconf import MISSING
 from PIL import Image
 from torch import Tensor
 
-from lowvram.config.errors import require
+from lowvram.config.errors import BadInput, require
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
-from lowvram.data.imagefolder import CroppedImages, RandomCrop, center_crop, decoded, held_out_tenth, read_bytes
+from lowvram.data.image_checks import HINT, Check, faults_of
+from lowvram.data.imagefolder import Crop, CroppedImages, RandomCrop, center_crop, held_out_tenth
 from lowvram.data.masking import MASKED_SHARE, masked_source
+from lowvram.data.pixels import Undecodable, decoded, read_bytes
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -84,6 +86,8 @@ class Hub(TextSource):
     image_size: int | None = None
     min_area: float = 0.35
     flip: bool = True
+    check: Check = Check.headers
+    skip_unreadable: bool = False
     streaming: bool = False
     buffer_samples: int = 10_000
     eval_samples: int = 256
@@ -187,16 +191,29 @@ class Hub(TextSource):
         size, name = resolved_size("data.image_size", self.image_size), str(self.image)
         crops = RandomCrop(self.min_area, self.flip, seed), center_crop
         train, held_out = (
-            CroppedImages(
+            self.cropped(
                 StoredImages(image_column(each.dataset, name), each.labels, self.root), each.indices, size, crop
             )
             for each, crop in zip((split.train, split.held_out.only(self.eval_samples)), crops, strict=True)
         )
         names = split.class_names
         spec = DataSpec(Modality.IMAGES, len(names), (3, size, size), class_names=names)
-        return Data(
-            spec, train, held_out, self.described(f"images, {size}x{size} pixels", split, len(train), len(held_out))
-        )
+        num_skipped = len(split.train.indices) + min(self.eval_samples, len(split.held_out.indices))
+        num_skipped -= len(train) + len(held_out)
+        skipped = f"; images that can't be read are skipped: {num_skipped}" if num_skipped else ""
+        what = f"images, {size}x{size} pixels"
+        return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)) + skipped)
+
+    def cropped(self, stored: StoredImages, rows: np.ndarray, size: int, crop: Crop) -> CroppedImages:
+        """The images of these rows that can be read. Raises BadInput for one that can't, unless such are skipped."""
+        faults = faults_of(rows.tolist(), stored.value, size, self.check)
+        first = next((place for place, fault in enumerate(faults) if fault is not None), None)
+        if first is not None and not self.skip_unreadable:
+            allowed = f"a column of images: the one in row {rows[first]} can't be read ({faults[first]}): {HINT}"
+            raise BadInput("data.image", self.image, allowed)
+        kept = rows[np.array([fault is None for fault in faults], bool)]
+        require(len(kept) > 0, "data.image", self.image, "a column with images to train on, and others held out")
+        return CroppedImages(stored, kept, size, crop)
 
     @property
     def root(self) -> Path:
@@ -295,7 +312,7 @@ class StoredImages:
     root: Path
 
     def load(self, row: int, size: int) -> Image.Image:
-        """The image in RGB and upright. Raises RuntimeError, naming the row, when it can't be decoded."""
+        """The image, as `pixels.decoded`. Raises Undecodable, naming the row, when it can't be decoded."""
         value = self.value(row)
         return decoded(BytesIO(value) if isinstance(value, bytes) else value, f"in row {row}", size)
 
@@ -304,9 +321,11 @@ class StoredImages:
         return (value if isinstance(value, bytes) else read_bytes(value, name)), name
 
     def value(self, row: int) -> bytes | Path:
-        """The contents of the file, or its path."""
+        """The contents of the file, or its path. Raises Undecodable where there is neither."""
         value = self.column[row].as_py()
         value = (value["bytes"] or value["path"]) if isinstance(value, dict) else value
+        if not value:
+            raise Undecodable(f"row {row} has no image")
         return value if isinstance(value, bytes) else self.root / str(value)
 
 

@@ -1,7 +1,7 @@
 """loader.cache: images are decoded once and their pixels kept, in memory or on disk. All that is random, such as which
 part of an image is cut out, comes after that, so batches are the same as without a cache.
 
-Pixels are those that `imagefolder.decoded` makes: RGB, one byte each, (height, width, 3).
+Pixels are those that `pixels.decoded` makes: three bytes each in RGB, four in F.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from lowvram.config.cache_folder import cache_folder
 from lowvram.config.errors import BadInput
 from lowvram.core.free_memory import free_host_bytes
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.data.imagefolder import Images, decoded
+from lowvram.data.imagefolder import Images
+from lowvram.data.pixels import MODES, decoded
 from lowvram.results.files.durable import write
 
 LOCK_S = 1.0  # a process that is killed while it counts mustn't stop the others: they go on without the cache
-SHAPE = struct.Struct("<II")  # width and height, before the pixels of an image
+SHAPE = struct.Struct("<BII")  # mode (its number in MODES), width and height, before the pixels of an image
+PIXEL_BYTES = {"RGB": 3, "F": 4}
 
 
 class Counts(NamedTuple):
@@ -118,7 +120,7 @@ class InMemory:
         return self.images.encoded(row)
 
     def keep(self, row: int, image: Image.Image) -> None:
-        entry = SHAPE.pack(*image.size) + image.tobytes()
+        entry = SHAPE.pack(MODES.index(image.mode), *image.size) + image.tobytes()
         place = self.cache.tally.add(Counts(len(entry), 0, 1), self.cache.limit_bytes)
         if place is None:
             self.cache.tally.add(Counts(0, 0, 1))
@@ -129,9 +131,9 @@ class InMemory:
 
 def image_at(memory: mmap.mmap, place: int) -> Image.Image:
     """The image whose shape and pixels begin at a place."""
-    width, height = SHAPE.unpack_from(memory, place)
-    first = place + SHAPE.size
-    return Image.frombytes("RGB", (width, height), memory[first : first + 3 * width * height])
+    number, width, height = SHAPE.unpack_from(memory, place)
+    mode, first = MODES[number], place + SHAPE.size
+    return Image.frombytes(mode, (width, height), memory[first : first + PIXEL_BYTES[mode] * width * height])
 
 
 def shared_memory(num_bytes: int) -> mmap.mmap:
@@ -147,8 +149,8 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
         raise BadInput("loader.cache_limit", f"{num_bytes} bytes", allowed) from None
 
 
-HEADER = struct.Struct("<8sIII")  # MAGIC, width, height and the CRC-32 of the pixels
-MAGIC = b"lowvram1"  # to be changed when `imagefolder.decoded`, or these files, change
+HEADER = struct.Struct("<8sBIII")  # MAGIC, mode (its number in MODES), width, height and the CRC-32 of the pixels
+MAGIC = b"lowvram2"  # to be changed when `pixels.decoded`, or these files, change
 
 
 @final
@@ -196,7 +198,7 @@ class OnDisk:
 
     def keep(self, path: Path, image: Image.Image) -> None:
         pixels = image.tobytes()
-        entry = HEADER.pack(MAGIC, *image.size, zlib.crc32(pixels)) + pixels
+        entry = HEADER.pack(MAGIC, MODES.index(image.mode), *image.size, zlib.crc32(pixels)) + pixels
         self.cache.tally.add(Counts(0, 0, 1))
         if self.cache.tally.add(Counts(len(entry), 0, 0), self.cache.limit_bytes) is None:
             return
@@ -222,12 +224,13 @@ def read_entry(path: Path) -> Image.Image | None:
     """The image in a file; None if there is no such file, or if it isn't whole."""
     try:
         entry = path.read_bytes()
-        magic, width, height, checksum = HEADER.unpack_from(entry)
-    except (OSError, struct.error):
+        magic, number, width, height, checksum = HEADER.unpack_from(entry)
+        mode = MODES[number]
+    except (OSError, struct.error, IndexError):
         return None
-    pixels = memoryview(entry)[HEADER.size :]
-    is_whole = magic == MAGIC and len(pixels) == 3 * width * height > 0 and zlib.crc32(pixels) == checksum
-    return Image.frombytes("RGB", (width, height), pixels) if is_whole else None  # pyright: ignore[reportArgumentType]
+    pixels, num_bytes = memoryview(entry)[HEADER.size :], PIXEL_BYTES[mode] * width * height
+    is_whole = magic == MAGIC and len(pixels) == num_bytes > 0 and zlib.crc32(pixels) == checksum
+    return Image.frombytes(mode, (width, height), pixels) if is_whole else None  # pyright: ignore[reportArgumentType]
 
 
 def folder_bytes(folder: Path) -> int:

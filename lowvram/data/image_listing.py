@@ -1,31 +1,17 @@
-"""data=imagefolder: which images there are. Looks at the header of each; decodes none."""
+"""data=imagefolder: which images there are, and which of them can be used."""
 
 from __future__ import annotations
 
-import struct
-import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
-
 from lowvram.compat.datasets import image_endings
 from lowvram.config.errors import BadInput, require
+from lowvram.data.image_checks import HINT
 from lowvram.data.local import escaped, existing_path, visible_entries
 
 EVAL_FOLDERS = ("validation", "val", "eval", "test")  # beside train/; the first that exists counts
-# What Pillow's readers raise for a broken file; MemoryError is not among them.
-BROKEN = (
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    IndexError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
-HINT = "mend it, take it out, or skip such files with data.skip_unreadable=true"
 
 
 class ClassFolder(NamedTuple):
@@ -40,19 +26,23 @@ class ClassFolder(NamedTuple):
         return escaped(self.images) if self.skipped else [f"{folder}/*" for folder in escaped([self.path])]
 
 
-def class_folders(path: str, skip_unreadable: bool) -> dict[str, list[ClassFolder]]:
+# The files of a class folder -> what is wrong with each as an image; None: nothing
+Faults = Callable[[Sequence[Path]], Sequence[str | None]]
+
+
+def class_folders(path: str, skip_unreadable: bool, faults: Faults) -> dict[str, list[ClassFolder]]:
     """The class folders below `path`, by split: "train", and "test" if there is a folder to evaluate on.
 
     Raises:
-        BadInput: a folder or file can't be used. No image is decoded yet.
+        BadInput: a folder or file can't be used.
     """
     root = existing_path(path)
     require(root.is_dir(), "data.path", path, "a folder with a folder of images per class")
     has_splits = (root / "train").is_dir() and bool(subfolders(path, root / "train"))
     eval_folder = next((root / name for name in EVAL_FOLDERS if has_splits and (root / name).is_dir()), None)
-    folders = {"train": read_folders(path, root / "train" if has_splits else root, skip_unreadable)}
+    folders = {"train": read_folders(path, root / "train" if has_splits else root, skip_unreadable, faults)}
     if eval_folder is not None:
-        folders["test"] = read_folders(path, eval_folder, skip_unreadable)
+        folders["test"] = read_folders(path, eval_folder, skip_unreadable, faults)
         names = [{folder.path.name for folder in folders[split]} for split in ("test", "train")]
         unknown = names[0] - names[1]
         allowed = f"without classes that only {eval_folder.name}/ has: {', '.join(sorted(unknown))}"
@@ -62,20 +52,22 @@ def class_folders(path: str, skip_unreadable: bool) -> dict[str, list[ClassFolde
     return folders
 
 
-def read_folders(path: str, root: Path, skip_unreadable: bool) -> list[ClassFolder]:
-    """The class folders of `root`, after a look at the header of every image in them."""
-    folders = [read_folder(path, folder, skip_unreadable) for folder in subfolders(path, root)]
+def read_folders(path: str, root: Path, skip_unreadable: bool, faults: Faults) -> list[ClassFolder]:
+    """The class folders of `root`, after a look at every image in them."""
+    folders = [read_folder(path, folder, skip_unreadable, faults) for folder in subfolders(path, root)]
     for folder in folders:
         require(bool(folder.images), "data.path", path, f"without empty class folders: {folder.path} holds no image")
     return folders
 
 
-def read_folder(path: str, folder: Path, skip_unreadable: bool) -> ClassFolder:
+def read_folder(path: str, folder: Path, skip_unreadable: bool, faults: Faults) -> ClassFolder:
     """Sort the files of a class folder into images and others."""
     found = ClassFolder(folder, [], [])
-    for file in visible_entries(path, folder):
+    files = visible_entries(path, folder)
+    for file in files:
         check_name(path, file)
-        fault = fault_of(file)
+    for file, reason in zip(files, faults(files), strict=True):
+        fault = fault_as_image(file, reason)
         if fault and not (fault.is_other_file or skip_unreadable):
             raise BadInput("data.path", path, fault.sentence)
         (found.skipped if fault else found.images).append(file)
@@ -89,16 +81,17 @@ class Fault(NamedTuple):
     is_other_file: bool = False  # by its name and its contents it is no image
 
 
-def fault_of(file: Path) -> Fault | None:
-    """What is wrong with a file as an image of a kind that `datasets` lists; None: nothing."""
+def fault_as_image(file: Path, reason: str | None) -> Fault | None:
+    """What is wrong with a file as an image of a kind that `datasets` lists; None: nothing.
+
+    Args:
+        reason: why it can't be read as an image; None: it can.
+    """
     is_named_so = file.suffix.lower() in image_endings()
     if file.exists() and not file.is_file():
         return Fault(f"a folder whose class folders hold files only: {file} is something else")
-    try:
-        with Image.open(file):
-            pass
-    except BROKEN as error:
-        return Fault(f"made of images: {file} can't be read as one ({error}): {HINT}", not is_named_so)
+    if reason is not None:
+        return Fault(f"made of images: {file} can't be read as one ({reason}): {HINT}", not is_named_so)
     return None if is_named_so else Fault(f"made of images with the usual endings: rename {file}")
 
 

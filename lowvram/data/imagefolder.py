@@ -8,7 +8,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
@@ -19,8 +18,10 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.data.image_listing import BROKEN, ClassFolder, class_folders, external_links, skipped_files
+from lowvram.data.image_checks import Check, faults_of
+from lowvram.data.image_listing import ClassFolder, class_folders, external_links, skipped_files
 from lowvram.data.local import existing_path, load_local
+from lowvram.data.pixels import decoded, read_bytes
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Cache, Data, FollowedModel, Samples, Source, require_count, resolved_size
 from lowvram.data.spec import DataSpec, Modality
@@ -50,6 +51,7 @@ class ImageFolder(Source):
     image_size: int | None = None
     min_area: float = 0.35
     flip: bool = True
+    check: Check = Check.headers
     skip_unreadable: bool = False
     eval_samples: int = 256
 
@@ -67,7 +69,7 @@ class ImageFolder(Source):
 
     def open(self, seed: int) -> Data:
         size = resolved_size("data.image_size", self.image_size)
-        folders = class_folders(self.path, self.skip_unreadable)
+        folders = class_folders(self.path, self.skip_unreadable, lambda files: faults_of(files, Path, size, self.check))
         files, (train_rows, eval_rows) = read_listing(self.path, folders)
         eval_rows = evenly_spaced(eval_rows, self.eval_samples)
         crop = RandomCrop(self.min_area, self.flip, seed)
@@ -94,33 +96,13 @@ class ImageFiles:
     classes: list[str]
 
     def load(self, row: int, size: int) -> Image.Image:
-        """The image in RGB and upright. Raises RuntimeError, naming the file, when it can't be decoded."""
+        """The image, as `pixels.decoded`. Raises Undecodable, naming the file, when it can't be decoded."""
         path = self.paths[row].as_py()
         return decoded(path, path, size)
 
     def encoded(self, row: int) -> tuple[bytes, str]:
         path = self.paths[row].as_py()
         return read_bytes(path, path), path
-
-
-def decoded(file: str | Path | BytesIO, name: str, size: int) -> Image.Image:
-    """The image in RGB and upright. Raises RuntimeError, with the `name`, when it can't be decoded."""
-    try:
-        with Image.open(file) as image:
-            image.draft("RGB", (2 * size, 2 * size))  # a JPEG far larger than needed is decoded at a fraction
-            upright = ImageOps.exif_transpose(image)
-            # A palette may hold transparency, which only RGBA can take over.
-            return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
-    except BROKEN as error:
-        raise RuntimeError(f"the image {name} can't be decoded ({error}): mend it or take it out") from error
-
-
-def read_bytes(path: str | Path, name: str) -> bytes:
-    """The contents of an image's file. Raises RuntimeError, with the `name`, when it can't be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise RuntimeError(f"the image {name} can't be read ({error}): mend it or take it out") from error
 
 
 class Images(Protocol):
@@ -130,7 +112,7 @@ class Images(Protocol):
     def labels(self) -> np.ndarray: ...
 
     def load(self, row: int, size: int) -> Image.Image:
-        """The image in RGB and upright. Raises RuntimeError, naming it, when it can't be decoded."""
+        """The image, as `pixels.decoded`. Raises Undecodable, naming it, when it can't be decoded."""
         ...
 
     def encoded(self, row: int) -> tuple[bytes, str]:
@@ -158,7 +140,8 @@ class CroppedImages(Samples):
         image = self.files.load(row, self.size)
         box, mirrored = self.crop(image.width, image.height, epoch, index)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-        pixels_ss3 = np.asarray(ImageOps.mirror(image) if mirrored else image, np.float32) / 255
+        pixels = np.asarray(ImageOps.mirror(image) if mirrored else image, np.float32) / 255
+        pixels_ss3 = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
         scaled_ss3 = (pixels_ss3 - CHANNEL_MEAN) / CHANNEL_STD
         image_3ss = torch.from_numpy(np.ascontiguousarray(scaled_ss3.transpose(2, 0, 1)))
         return image_3ss, torch.tensor(int(self.files.labels[row]))

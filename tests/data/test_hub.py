@@ -236,9 +236,9 @@ def test_images(tmp_path: Path, image_model, kind: str) -> None:
 
 def test_a_broken_image_is_named_by_its_row(tmp_path: Path) -> None:
     rows = make_images(tmp_path)
+    data = opened(csv_of(rows, tmp_path / "a.csv"), image="file", label="kind", image_size=8)
     for row in rows:
         (tmp_path / row["file"]).write_text("no image")
-    data = opened(csv_of(rows, tmp_path / "a.csv"), image="file", label="kind", image_size=8)
     with pytest.raises(RuntimeError, match=r"the image in row \d can't be decoded"):
         data.train.sample(0, 0)
 

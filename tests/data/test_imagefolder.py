@@ -302,7 +302,9 @@ def test_an_image_that_breaks_only_when_decoded_is_named(tmp_path: Path) -> None
     broken = tmp_path / "train" / "green" / "0.png"
     noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(broken)
-    broken.write_bytes(broken.read_bytes()[:2000])
+    content = bytearray(broken.read_bytes())
+    content[len(content) // 2] ^= 255
+    broken.write_bytes(content)
     train = opened(tmp_path).train
     with pytest.raises(RuntimeError, match=r"train/green/0\.png can't be decoded"):
         train.sample(1, 0)
