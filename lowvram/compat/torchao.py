@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from torch import Tensor
@@ -55,10 +56,13 @@ def flattened(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, st
 def unflattened(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Tensor]:
     """The inverse of `flattened`.
 
-    torchao.prototype.safetensors' unflatten_tensor_state_dict, since 0.14. Replaced by the same function, once
-    it moves out of there.
+    torchao.prototype.safetensors' unflatten_tensor_state_dict, since 0.14; it fails (torchao 0.18) on a tensor of the
+    model itself, whose name has no dot. Replaced by the same function, once it moves out of there.
     """
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    state, _ = unflatten_tensor_state_dict(tensors, metadata)
-    return state
+    names = json.loads(metadata["tensor_names"])
+    of_modules = [name for name in names if "." in name]
+    own = {name: tensors[name] for name in names if "." not in name}
+    state, _ = unflatten_tensor_state_dict(tensors, {**metadata, "tensor_names": json.dumps(of_modules)})
+    return {**own, **state}

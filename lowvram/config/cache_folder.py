@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 CACHE_VARIABLE = "LOWVRAM_CACHE"  # an environment variable
@@ -10,4 +11,12 @@ CACHE_VARIABLE = "LOWVRAM_CACHE"  # an environment variable
 
 def cache_folder() -> Path:
     """The folder of everything that lowvram caches on this machine."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lowvram")
+    named = os.environ.get(CACHE_VARIABLE)
+    return expanded(named) if named else Path.home() / ".cache" / "lowvram"
+
+
+def expanded(name: str) -> Path:
+    """A path whose `~` no shell has expanded; itself if there is no such user."""
+    with suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)

@@ -28,10 +28,16 @@ def gathered(state: dict[str, Any]) -> dict[str, Any] | None:
 
     def gather(tensor: Tensor) -> Tensor | None:
         entire = whole(tensor)
-        return entire.cpu() if rank() == 0 else None
+        return compact(entire.cpu()) if rank() == 0 else None
 
     entire = tree_map_only(DTensor, gather, state)
     return entire if rank() == 0 else None
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A tensor with the same values whose storage has nothing else: shards that don't divide evenly are padded, and
+    safetensors refuses to save a part of a storage."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -56,19 +62,21 @@ def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | None:
-    """On rank 0, the model with whole tensors; None on the others. A sharded model is copied into one that `make`
-    returns, on the CPU."""
+    """On rank 0, the model with whole tensors; None on the others. A sharded model's tensors are put, on the CPU, into
+    one that `make` returns, which may be without memory."""
     if not any(map(is_sharded, model.parameters())):
         return model if rank() == 0 else None
-    state = gathered(model.state_dict())
-    if state is None:
+    names = {tensor: name for name, tensor in reversed(named_tensors(model))}  # of a tied one, the first
+    values = gathered({name: tensor for tensor, name in names.items()})
+    if values is None:
         return None
-    entire = make()
-    entire.load_state_dict(state)
-    for name, buffer in model.named_buffers():
-        if name not in state:
-            entire.get_buffer(name).copy_(buffer)
-    return entire
+    return with_values(make(), {name: values[names[tensor]] for name, tensor in named_tensors(model)})
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, also buffers that no state_dict has, under each of their names."""
+    named = model.named_modules(remove_duplicate=False)
+    return [(f"{prefix}.{name}".lstrip("."), each) for prefix, module in named for name, each in own_tensors(module)]
 
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import ExportFormat
+from lowvram.config.texts import first_line
 from lowvram.core.assemble import bare_model
+from lowvram.core.troubles import disk_trouble, is_out_of_memory
 from lowvram.export import plain
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import TorchExport
@@ -92,10 +95,26 @@ def export_as(
         trained = Trained(plain.again(fresh, origin).float().eval().requires_grad_(False), problem, batches)
         for path in [path for pattern in WEIGHT_FILES for path in fresh.glob(pattern)]:
             path.unlink()
-        chosen.write(trained, fresh)
+        with refusing(chosen.name):
+            chosen.write(trained, fresh)
         write_json(fresh / ABOUT, {"format": chosen.name})
         manifest.put(fresh, folder)
     return trained
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Inside it a library that can't write or load a model in this format is a BadInput that says how to get the
+    weights; a failing disk or memory isn't."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:  # of any library, and of the model's own code
+        if disk_trouble(error) or is_out_of_memory(error):
+            raise
+        allowed = "another format, such as resume=RUN export.format=safetensors: this model can't be written so"
+        raise BadInput("export.format", name, f"{allowed} ({type(error).__name__}: {first_line(error)})") from error
 
 
 def check_free(folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from lowvram.core.rig import Part
 from lowvram.data.loader import every_sample
-from lowvram.export.folder import export, export_as, file_bytes, format_of
+from lowvram.export.folder import export, export_as, file_bytes, format_of, refusing
 from lowvram.export.format import Format, Trained
 from lowvram.export.plain import Origin, made_from
 from lowvram.loops.session import Session
@@ -54,8 +54,9 @@ def written_as(chosen: Format, session: Session, model: nn.Module, origin: Origi
     batches = [part.inputs for part in islice(held_out(session), FEW_BATCHES)]
     with torch.random.fork_rng(devices=[]):  # a model's constructor may draw its first weights
         trained = export_as(chosen, folder, model, origin, session.problem, batches)
-        loaded = chosen.load(folder, lambda: made_from(origin.config, origin.spec))
-    fields = fields_of(session, chosen, trained, loaded)
+        with refusing(chosen.name):
+            loaded = chosen.load(folder, lambda: made_from(origin.config, origin.spec))
+            fields = fields_of(session, chosen, trained, loaded)
     return fields | {"export": fields["export"] | {"file_bytes": file_bytes(folder)}}
 
 

@@ -27,8 +27,9 @@ def default_folder() -> Path:
 
 
 def write_if_possible(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a file atomically. If the file system refuses, there is no file, and no error."""
-    with suppress(OSError):
+    """Write a file atomically. If that fails in any way, there is no file, and no error: many libraries, such as torch,
+    raise errors of their own where the disk is full."""
+    with suppress(Exception):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, fill)
 

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import resource
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.texts import LONGEST_REASON, message, shortened
+from lowvram.core.troubles import chain, disk_trouble, is_out_of_memory
 from lowvram.loops.session import Interrupted, NonFinite
 from lowvram.results.files.manifest import InTheWay
 from lowvram.worker.rendezvous import PeerLost
 
-OUT_OF_MEMORY_WORDS = (
-    "can't allocate memory",
-    "bad_alloc",
-    "cannot allocate memory",
-    "thread creation failed",
-    "can't start new thread",
-)
-# Whole messages of oneDNN, of Python's import, and of C++ that can't start a thread. They don't say whether memory ran
-# out, but under `vram` it most likely did.
-VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
-DISK_TROUBLES = (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.ESTALE)
-TORCHS_WRITER = "inline_container"  # torch's source file that raises, without the errno, when writing a file failed
-OF_SAFETENSORS = re.compile(r"I/O error.*\(os error (\d+)\)")
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 SAVING = ("saving a snapshot", "saving the weights")
@@ -90,45 +73,6 @@ def in_a_worker(text: str) -> str | None:
     return f"{name}: {(lines or [''])[-1] or 'no message'} (in a worker of the loader)"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; also if a library, such as the compiler, has raised another error because of it."""
-    return any(map(says_out_of_memory, chain(error)))
-
-
-def says_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    return is_refused or says_so or (message(error) in VAGUE_MESSAGES and is_capped())
-
-
-def is_capped() -> bool:
-    """Whether `vram` limits the memory of this process (on a CPU)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    return soft != hard
-
-
-def disk_trouble(error: BaseException) -> str | None:
-    """Why a file can't be written or read; also if a library has raised another error because of it."""
-    causes = chain(error)
-    if any(os.strerror(errno.ENOSPC) in message(cause) for cause in causes):
-        return "the disk is full"
-    is_wrapped = TORCHS_WRITER in message(error)
-    for cause in causes if is_wrapped else causes[:1]:
-        if error_number(cause) in DISK_TROUBLES:
-            return os.strerror(error_number(cause))
-    return None
-
-
-def error_number(error: BaseException) -> int:
-    """The errno of an error, which safetensors gives only in its text; 0: it has none."""
-    if isinstance(error, SafetensorError):
-        match = OF_SAFETENSORS.search(message(error))
-        return int(match[1]) if match else 0
-    return (error.errno or 0) if isinstance(error, OSError) else 0
-
-
 def says_all(error: BaseException, folder: str) -> bool:
     """Whether the reason says enough without a traceback: a file of the run itself, in `folder`, can't be written."""
     if isinstance(error, InTheWay):
@@ -141,16 +85,6 @@ def says_all(error: BaseException, folder: str) -> bool:
 def is_of_a_peer(error: BaseException) -> bool:
     """Whether a rank failed only because another one had ended or hung."""
     return any(isinstance(cause, PeerLost | dist.DistError) or "/gloo/" in message(cause) for cause in chain(error))
-
-
-def chain(error: BaseException) -> list[BaseException]:
-    """The error, and those that led to it."""
-    causes = [error]
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
-        if any(cause is known for known in causes):  # a cycle
-            break
-        causes.append(cause)
-    return causes
 
 
 def phase(trace: TracebackType | None) -> str:

@@ -28,6 +28,7 @@ from lowvram.config.settings import settings
 from lowvram.config.texts import LONGEST_LINE, cut
 from lowvram.core.device import choose_device
 from lowvram.core.knob import Knob
+from lowvram.core.troubles import is_capped, is_out_of_memory
 from lowvram.fidelity.reference import reference_of
 from lowvram.fidelity.worker import Fidelity
 from lowvram.launch.native_log import native_log
@@ -44,7 +45,7 @@ from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.worker import Planner, plan_device_here, plan_device_of
 from lowvram.search.worker import PlanCache, search
 from lowvram.worker import job
-from lowvram.worker.errors import ending, is_capped, is_of_a_peer, is_out_of_memory, says_all
+from lowvram.worker.errors import ending, is_of_a_peer, says_all
 from lowvram.worker.limits import lift
 from lowvram.worker.rendezvous import Rendezvous, role_of
 from lowvram.worker.signals import StopSignals

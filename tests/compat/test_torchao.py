@@ -54,6 +54,7 @@ def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
     with quiet():
         layer = torch.nn.Linear(8, 3)
         quantize(model := torch.nn.Sequential(layer), int8_weights(), [layer])
+        model.register_buffer("own", torch.arange(3.0))
         state = {name: tensor.data for name, tensor in model.state_dict(keep_vars=True).items()}
         tensors, about = flattened(state)
         again = unflattened(tensors, about)
@@ -61,3 +62,4 @@ def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
     assert {name for name in tensors if name.endswith("_qdata")} == {"0._weight_qdata"}
     assert type(again["0.weight"]) is type(state["0.weight"]) is not torch.Tensor
     assert torch.equal(again["0.weight"].dequantize(), state["0.weight"].dequantize())
+    assert torch.equal(again["own"], state["own"])

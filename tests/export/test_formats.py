@@ -20,7 +20,7 @@ from lowvram.config.errors import BadInput
 from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.export import load, onnx
-from lowvram.export.folder import ABOUT, check_free, checked_format, export, export_as, file_bytes, format_of
+from lowvram.export.folder import ABOUT, check_free, checked_format, export, export_as, file_bytes, format_of, refusing
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import traced
 from lowvram.export.plain import Origin
@@ -269,3 +269,13 @@ def test_a_format_of_later_versions_is_refused(tmp_path: Path) -> None:
         pytest.raises(BadInput, match=r"^format='int1': must be one that this version knows \(safetensors, "),
     ):
         load(tmp_path / "model")
+
+
+def test_a_library_that_fails_on_a_model_is_a_refusal_that_names_the_way_out(tmp_path: Path) -> None:
+    """And a disk or memory that fails isn't the model's fault."""
+    for error, is_refused in ((ValueError("no such operator\n…"), True), (OSError(28, "full"), False)):
+        with pytest.raises(BadInput if is_refused else OSError) as failed, refusing("int8"):
+            raise error
+        if is_refused:
+            assert "resume=RUN export.format=safetensors" in str(failed.value)
+            assert "(ValueError: no such operator)" in str(failed.value)

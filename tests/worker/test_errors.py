@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._utils import ExceptionWrapper
 
+from lowvram.core.troubles import DISK_TROUBLES, error_number
 from lowvram.results.files.manifest import in_the_way
-from lowvram.worker.errors import ending, error_number, says_all
+from lowvram.worker.errors import ending, says_all
 
 OUT_OF_MEMORY = {
     "Python": MemoryError(),
@@ -67,7 +68,7 @@ def test_what_libraries_do_not_tell_is_memory_under_a_cap(
     assert ending(RuntimeError(os.strerror(errno.EAGAIN)))["status"] == status  # a thread of gloo's, std::system_error
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("number", DISK_TROUBLES)
 @pytest.mark.parametrize("num_writes", [0, 2, 5])
 def test_a_disk_that_fails_is_named(number: int, num_writes: int) -> None:
     """Torch's writer makes errors of its own of what a file raises, but for the first."""
@@ -86,8 +87,25 @@ def test_a_disk_that_fails_is_named(number: int, num_writes: int) -> None:
 
     with pytest.raises((OSError, RuntimeError)) as failed:
         write()
-    what = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
-    assert ending(failed.value) == {"status": "error", "reason": f"{what}, in the set-up"}
+    assert ending(failed.value) == {"status": "error", "reason": f"{DISK_TROUBLES[number]}, in the set-up"}
+
+
+OF_LIBRARIES = {  # as they raise them where a file can't be written
+    "numpy": (OSError("8192 requested and 6112 written"), "a file could not be written whole: "),
+    "torch": (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "a file could not be"),
+    "torch's own file": (
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        "a file could not be written whole: ",
+    ),
+    "pyarrow": (OSError("Error writing bytes to file. Detail: [errno 27] File too large"), "the file would be larger"),
+    "safetensors": (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full, in "),
+    "sqlite": (ValueError(os.strerror(errno.EDQUOT)), "the disk quota of this user is used up, in "),
+}
+
+
+@pytest.mark.parametrize(("error", "reason"), OF_LIBRARIES.values(), ids=OF_LIBRARIES)
+def test_what_libraries_say_of_a_full_disk(error: Exception, reason: str) -> None:
+    assert ending(error)["reason"].startswith(reason)
 
 
 def test_safetensors_tells_in_words_what_the_disk_has(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Why an error was raised, where the machine is to blame: no memory left, or a file that can't be written or read. Many
+libraries raise errors of their own instead of Python's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+
+import torch
+
+from lowvram.config.texts import message
+
+OUT_OF_MEMORY_WORDS = (
+    "can't allocate memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "thread creation failed",
+    "can't start new thread",
+)
+# Whole messages of oneDNN, of Python's import, and of C++ that can't start a thread. They don't say whether memory ran
+# out, but under `vram` it most likely did.
+VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
+# What a failing file is told as. Those of `PLAIN_WORDS` are recognised by their words too, in whatever error.
+DISK_TROUBLES = {
+    **{number: os.strerror(number) for number in (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE)},
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota of this user is used up",
+    errno.EFBIG: "the file would be larger than ulimit -f or the file system allows",
+    errno.EMFILE: "too many open files for this process (ulimit -n)",
+    errno.ENFILE: "too many open files on this machine",
+    errno.ENAMETOOLONG: "the file's name is too long for the file system",
+}
+PLAIN_WORDS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Of libraries that don't tell the errno: torch's writer of files; numpy's, which has written fewer bytes; SQLite's.
+TORCHS_WRITER = "inline_container"
+CUT_SHORT = re.compile(
+    r"\d+ requested and \d+ written"
+    r"|inline_container.*unexpected pos \d+ vs \d+|PytorchStreamWriter failed|file write failed"
+    r"|database or disk is full|disk I/O error"  # SQLite's
+)
+IN_WORDS = re.compile(r"I/O error.*\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """The error, and those that led to it."""
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        if any(cause is known for known in causes):  # a cycle
+            break
+        causes.append(cause)
+    return causes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; also if a library, such as the compiler, has raised another error because of it."""
+    return any(map(says_out_of_memory, chain(error)))
+
+
+def says_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
+    return is_refused or says_so or (message(error) in VAGUE_MESSAGES and is_capped())
+
+
+def is_capped() -> bool:
+    """Whether `vram` limits the memory of this process (on a CPU)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return soft != hard
+
+
+def disk_trouble(error: BaseException) -> str | None:
+    """Why a file can't be written or read; also if a library has raised another error because of it."""
+    causes = chain(error)
+    for number in PLAIN_WORDS:
+        if any(error_number(cause) == number or os.strerror(number) in message(cause) for cause in causes):
+            return DISK_TROUBLES[number]
+    is_wrapped = TORCHS_WRITER in message(error)
+    for cause in causes if is_wrapped else causes[:1]:
+        if error_number(cause) in DISK_TROUBLES:
+            return DISK_TROUBLES[error_number(cause)]
+    if CUT_SHORT.search(message(error)):
+        return "a file could not be written whole: the disk is full, or a limit is reached (df, quota, ulimit -f)"
+    return None
+
+
+def error_number(error: BaseException) -> int:
+    """The errno of an error, which some libraries give only in its text; 0: it has none."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        match = IN_WORDS.search(message(error))
+        return int(match[1] or match[2]) if match else 0
+    return 0
