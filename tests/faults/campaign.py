@@ -10,6 +10,7 @@ out=FILE          a summary as JSON
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -32,6 +33,7 @@ from tests.faults import shim
 
 KINDS = ("kills", "writes", "flips", "configurations")
 TELL_S = 30.0
+MOST_DEATHS = 5  # of a worker and those in its place
 OURS = ("LOWVRAM_", "HYDRA_", "PYTHON", "WANDB_", "OMP_")  # environment variables that a trial sets itself
 
 
@@ -76,10 +78,9 @@ def wanted(words: Sequence[str]) -> Wanted:
 
 
 class Worker:
-    """A warm process, and the thread that hands it trials."""
+    """A warm process that makes trials, in `base`, beside the folders of other ones."""
 
-    def __init__(self, base: Path, jobs: queue.SimpleQueue[tuple[str, int]], what: Wanted, told: Any) -> None:
-        self.base, self._jobs, self._what, self._told = base, jobs, what, told
+    def __init__(self, base: Path) -> None:
         base.mkdir(parents=True)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         fixed = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "HOME": str(base)}
@@ -92,34 +93,50 @@ class Worker:
             text=True,
             start_new_session=True,
         )
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._ready: str | None = None
 
-    def _work(self) -> None:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()  # ready
-        while True:
-            try:
-                kind, number = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                process.stdin.write(f"{kind} {number} {self._what.seed} {' '.join(self._what.only)}\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except OSError:
-                line = ""
-            died = {"kind": kind, "number": number, "about": "", "problems": ["the worker died"], "cpu_s": 0.0}
-            self._told.put(json.loads(line) if line else died)
-            if not line:
-                break
-        self._told.put(None)
+    def make(self, kind: str, number: int, what: Wanted) -> dict[str, Any]:
+        """One trial; if the worker dies, or has died, that is its problem."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = ""
+        with contextlib.suppress(OSError):
+            if self._ready is None:
+                self._ready = self._process.stdout.readline()
+            self._process.stdin.write(f"{kind} {number} {what.seed} {' '.join(what.only)}\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        problem = "the worker died" if self._ready else "the worker didn't start"
+        return {"kind": kind, "number": number, "about": "", "problems": [problem], "cpu_s": 0.0, "died": True}
 
     def stop(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+class Working(threading.Thread):
+    """Hands trials to a worker, and starts a new one instead of one that died."""
+
+    def __init__(self, base: Path, jobs: queue.SimpleQueue[tuple[str, int]], what: Wanted, told: Any) -> None:
+        super().__init__(daemon=True)
+        self._base, self._jobs, self._what, self._told = base, jobs, what, told
+        self._workers = [Worker(base)]
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while len(self._workers) <= MOST_DEATHS:
+                one = self._workers[-1].make(*self._jobs.get_nowait(), self._what)
+                self._told.put(one)
+                if "died" in one:
+                    self._workers.append(Worker(self._base.with_name(f"{self._base.name}.{len(self._workers)}")))
+        self._told.put(None)
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.stop()
 
 
 def campaign(what: Wanted) -> list[dict[str, Any]]:
@@ -130,7 +147,7 @@ def campaign(what: Wanted) -> list[dict[str, Any]]:
     told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     for job in what.jobs():
         jobs.put(job)
-    workers = [Worker(base / f"worker{index}", jobs, what, told) for index in range(what.workers)]
+    workers = [Working(base / f"worker{index}", jobs, what, told) for index in range(what.workers)]
     found: list[dict[str, Any]] = []
     try:
         gather(len(workers), told, found, what)
@@ -209,6 +226,7 @@ def main(words: Sequence[str]) -> int:
         print(replay(one, what))
     if what.out is not None:
         about = {"seed": what.seed, "date": time.strftime("%Y-%m-%d"), "kinds": summary(found), "failed": failed}
+        about["trials"] = sorted(f"{one['kind']}:{one['number']} {one['about']}" for one in found)
         what.out.write_text(json.dumps(about, indent=1) + "\n")
     return 1 if failed else 0
 

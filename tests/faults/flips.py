@@ -21,9 +21,9 @@ from tests.faults.telling import Draw, Told
 
 READERS = ("resume", "sweep again", "load", "table", "plan again", "resume every", "load", "resume", "fidelity again")
 UNREAD = re.compile(r"native.*\.log$|report\.html$|table\.(md|csv)$|multirun\.yaml$")  # by lowvram
-NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|doesn't count|not whole|hash", re.IGNORECASE)
-# What another run has left, or its words, and a figure may follow from it, is named.
-FOREIGN = re.compile(r"another (run|point|reference)'?s?|going on with other values")
+# How a program says that a file which it names in the same line was damaged. Lines about other files prove nothing.
+NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|doesn't count|not whole|missing", re.IGNORECASE)
+FOREIGN = re.compile(r"another (run|point|reference)'?s?")  # or left by another run: then a figure may follow from it
 HASH = re.compile(r"\.[0-9a-f]{16}\.pt$")
 SHARED = ("references", "traces")  # folders whose files are named by what is in them
 EXCHANGED = 0.25  # of the trials
@@ -43,17 +43,18 @@ def trial(lab: Lab, draw: Draw) -> Told:
         path, about = exchange(path, random.choice(others))
     else:
         about = random.choice(list(DAMAGES.values()))(path, random)
-    damaged = path.read_bytes()
+    damaged = content(path)
     trial.foreign.plant_among_ours(trial.work / scenario.folder)
     told = Told(f"{scenario.name}: {path.relative_to(trial.folder)}: {about}")
     ended = lab.run(scenario.words, trial.work, environment={"LOWVRAM_CACHE": str(cache)})
     told.problems += ended.problems + trial.foreign.changed() + trial.held()
     if ended.code == 0:
         wrong = differences(wanted, found(trial, scenario, ended.said))
-        is_same = path.exists() and path.read_bytes() == damaged
-        wrong = [one for one in wrong if not (is_same and is_unread(one))]
-        if not (others and FOREIGN.search(ended.said)):
-            told.problems += [one for one in wrong if not is_told(one, ended.said)]
+        is_same, missing = content(path) == damaged, f"missing file {os.path.relpath(path, trial.work)}"
+        wrong = [one for one in wrong if not (is_same and (is_unread(one) or one == missing))]
+        about_it = lines_about(path.relative_to(trial.folder), ended.said)
+        if not (others and FOREIGN.search(about_it)):
+            told.problems += [one for one in wrong if not is_told(one, about_it)]
         told.about += " (noticed)" if wrong and not told.problems else ""
     elif not ended.said.strip():
         told.problems.append(f"exit code {ended.code} without a word")
@@ -62,15 +63,27 @@ def trial(lab: Lab, draw: Draw) -> Told:
     return told
 
 
+def content(path: Path) -> bytes | None:
+    """None if the file is gone."""
+    return path.read_bytes() if path.exists() else None
+
+
 def is_unread(difference: str) -> bool:
     """Whether it is the damage itself: a sweep doesn't read what finished points have beside their rows again."""
     return "/metrics" in difference or "/weights" in difference or difference.endswith("(damaged)")
 
 
-def is_told(difference: str, said: str) -> bool:
-    """Damaged rows, lines and files may go, or be put aside, where that is said; figures may never differ. A run with
-    other words than those of its snapshot is another run, and says which words differ."""
-    return bool(OTHER_WORDS.search(said) or (GONE.search(difference) and NOTICED.search(said)))
+def lines_about(path: Path, said: str) -> str:
+    """The lines of what was said that name this file; of a run's words, the line that lists how they have changed."""
+    by_words = OTHER_WORDS.findall(said) if path.parent.name == ".hydra" else []
+    name = path.name if HASH.search(path.name) else f"{path.parent.name}/{path.name}"
+    return "\n".join([*by_words, *(line for line in said.splitlines() if name in line)])
+
+
+def is_told(difference: str, about_it: str) -> bool:
+    """Damaged rows, lines and files may go, or be put aside, where the lines about the damaged file say so; figures may
+    never differ. A run with other words than those of its snapshot is another run, and says which words differ."""
+    return bool(OTHER_WORDS.search(about_it) or (GONE.search(difference) and NOTICED.search(about_it)))
 
 
 def undamaged(lab: Lab, scenario: Scenario) -> Results:
@@ -173,6 +186,20 @@ def strange(path: Path, random: Random) -> str:
     return "another content"
 
 
+def remove(path: Path, random: Random) -> str:
+    path.unlink()
+    return "removed"
+
+
+def remove_line(path: Path, random: Random) -> str:
+    lines = path.read_bytes().splitlines(keepends=True)
+    if len(lines) < 2:
+        return remove(path, random)
+    number = random.randrange(len(lines))
+    write(path, b"".join(lines[:number] + lines[number + 1 :]))
+    return f"line {number + 1} of {len(lines)} removed"
+
+
 DAMAGES: dict[str, Callable[[Path, Random], str]] = {
     "flip": flip,
     "digit": flip_digit,
@@ -180,4 +207,6 @@ DAMAGES: dict[str, Callable[[Path, Random], str]] = {
     "empty": partial(cut, share=lambda _: 0.0),
     "blank": blank,
     "strange": strange,
+    "remove": remove,
+    "line": remove_line,
 }

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults import campaign, shim
 from tests.faults.configurations import mistakes
+from tests.faults.flips import is_told, lines_about
 from tests.faults.foreign import Foreign
 from tests.faults.results import differences
 from tests.faults.telling import Draw
+from tests.faults.warm import import_unless_lacking
 
-SMALL = "only=train,load"  # one program that is undisturbed first, and its readers
+WHAT = campaign.wanted(["only=train,load"])  # a sample: one program that is undisturbed first, and its readers
 needs_compiler = pytest.mark.skipif(shim.compiler() is None, reason="needs a C compiler (cc): the shim is compiled")
 
 
@@ -26,11 +29,24 @@ def made(tmp_path: Path, *words: str) -> dict[str, dict[str, int]]:
     return told["kinds"]
 
 
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Worker]:
+    """A warm process that makes the trials of a sample, and knows the results of their undisturbed programs."""
+    worker = campaign.Worker(tmp_path_factory.mktemp("faults") / "worker")
+    for kind in ("writes", "flips"):
+        one = worker.make(kind, 0, WHAT)
+        assert not one["problems"], campaign.describe(one, WHAT)  # also if the worker can't start
+    yield worker
+    worker.stop()
+
+
 @needs_compiler
-@pytest.mark.slow
-def test_a_sample_of_all_kinds(tmp_path: Path) -> None:
-    kinds = made(tmp_path, "kills=1", "writes=2", "flips=3", "configurations=4", "workers=1", SMALL)
-    assert [row["trials"] for row in kinds.values()] == [1, 2, 3, 4]
+@pytest.mark.medium
+@pytest.mark.parametrize(("kind", "numbers"), [("kills", 1), ("writes", 2), ("flips", 3), ("configurations", 2)])
+def test_a_sample_of_each_kind(worker: campaign.Worker, kind: str, numbers: int) -> None:
+    for number in range(1, numbers + 1):
+        one = worker.make(kind, number, WHAT)
+        assert not one["problems"], campaign.describe(one, WHAT)
 
 
 @needs_compiler
@@ -51,6 +67,26 @@ def test_every_call_has_its_turn() -> None:
     numbers = [Draw("writes", 0, 3).in_turn(number, 50) for number in range(50)]
     assert sorted(numbers) == list(range(1, 51))
     assert numbers != sorted(numbers)
+
+
+def test_a_program_tells_of_damage_in_a_line_about_the_damaged_file() -> None:
+    lost = "/run outputs/run/metrics: 9 instead of 12: []"
+    of_another = "step_x.pt is passed over: it doesn't match, as it has no hash in its name"
+    path = Path("work/outputs/run/metrics.jsonl")
+    assert not is_told(lost, lines_about(path, of_another))
+    assert not is_told(lost, lines_about(path, "outputs/run/metrics.jsonl\nresult.json is damaged"))
+    about_it = lines_about(path, f"{of_another}\noutputs/run/metrics.jsonl: 3 damaged lines are left out")
+    assert is_told(lost, about_it)
+    assert not is_told("/run outputs/run/loss: 1.0 instead of 2.0", about_it)  # a figure never changes
+
+
+def test_modules_whose_library_is_not_installed_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, library in (("wanting", "no_such_library.part"), ("broken", "lowvram.no_such_module")):
+        (tmp_path / f"{name}.py").write_text(f"import {library}\n")
+    import_unless_lacking("wanting")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        import_unless_lacking("broken")
 
 
 def test_what_happens_to_foreign_files_is_seen(tmp_path: Path) -> None:
