@@ -42,6 +42,7 @@ OmegaConf.load = staticmethod(read_once)  # Hydra reads some twenty files for ea
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiled code of all tests, and of the processes that they start: a second run of the suite finds it there.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".pytest_cache" / "inductor"))
+os.environ["XDG_STATE_HOME"] = str(ROOT / ".pytest_cache" / "state")  # the key with which runs are signed
 os.environ.setdefault("LOWVRAM_CACHE", str(ROOT / ".pytest_cache" / "lowvram"))  # the same of traces
 
 

@@ -21,6 +21,7 @@ from lowvram.results.report import report
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import command_line, hydra_quoted, shown_path, summary, tell
 from lowvram.runs.folders import end_runs
+from lowvram.runs.hydra_notes import is_own
 
 
 def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[str]) -> int:
@@ -35,7 +36,8 @@ def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[
     else:
         ranks = [f"sharding.ranks={launch.num_ranks}"] if launch else []  # torchrun isn't part of the command
         again = words_of_resumed(words) if ending.row else []  # else they are in its folder
-        print("\n".join(summary(row, ending.folder, [*again, *ranks])))
+        trust = [] if is_own(ending.folder) else [f"trust={hydra_quoted(shown_path(ending.folder))}"]
+        print("\n".join(summary(row, ending.folder, [*again, *ranks, *trust])))
         if is_transform(row["choices"]) and row["status"] == Status.OK:
             tell(f"train on with: {command_line(*words_to_train_on(ending.folder, words))}")
         if launch and not launch.records and Status(row["status"]).exit_single == EXIT_FAILED:
@@ -48,7 +50,7 @@ def close_run(endings: Iterable[Ending], launch: Launch | None, words: Sequence[
 def words_of_resumed(words: Sequence[str]) -> list[str]:
     """What was typed beside resume=; nothing for another run."""
     is_resumed = "resume" in map(key, words)
-    return [word for word in words if is_resumed and key(word) not in ("resume", "hydra.run.dir")]
+    return [word for word in words if is_resumed and key(word) not in ("resume", "trust", "hydra.run.dir")]
 
 
 def close_sweep(call: Call, words: Sequence[str]) -> int:

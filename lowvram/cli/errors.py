@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowvram.cli.hints import hint_for_key, hint_for_option
 from lowvram.cli.program import program
 from lowvram.compat.hydra import args_parser
+from lowvram.config.code_names import PRESETS
 from lowvram.config.errors import BadInput, Refused
 from lowvram.config.registry import options_of
 from lowvram.config.secret import text_without_secrets
@@ -23,7 +24,6 @@ from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.config.words import key as key_of
 from lowvram.results.terminal import hydra_quoted
 
-PRESETS = ("experiment", "sweep", "debug", "local")  # groups whose options are whole configurations
 ONE_OF = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # flags that exclude each other
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lowvram.config.code_names import code_in
 from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.secret import REFUSED
@@ -21,12 +22,21 @@ from lowvram.results.files import manifest
 from lowvram.results.files.other_format import check_safetensors
 from lowvram.results.row import Row
 from lowvram.results.terminal import hydra_quoted, shown_path
-from lowvram.runs.hydra_notes import FOLDER as NOTES
-from lowvram.runs.hydra_notes import OVERRIDES, words_of
+from lowvram.runs.hydra_notes import own_notes_in
+from lowvram.runs.own_runs import check_code, is_trusted
 
 EXPORTED, CONFIG, APART = "model", "config.json", "lowvram.json"  # in a run's folder, and files in it
 OF_THE_DATA = ("task", "data", "loader", "accum")  # groups of a run's configuration that its next model needs, too
-OF_ONE_CALL = ("mode", "resume", "name", "sweep", "debug", "optimized_metric", "callbacks")  # what isn't passed on
+OF_ONE_CALL = (
+    "mode",
+    "resume",
+    "name",
+    "sweep",
+    "debug",
+    "optimized_metric",
+    "callbacks",
+    "trust",
+)  # what isn't passed on
 SECTIONS_OF_ONE_CALL = (*TRANSFORMS, "model", "hydra")
 # With other values of these the same tensors would be another model, or some of them would be left out.
 FIXED = ("num_layers", "num_distinct_layers", "num_heads", "num_kv_heads", "head_width", "layers", "block")
@@ -67,7 +77,15 @@ def with_transformed(words: list[str]) -> list[str]:
     of_model(model, name, words)  # is checked before all else
     row = rows.read(model.parent)
     data = {} if row is None else data_of(row, words, f"{name}={folder}")
-    return [*untyped({"model.init": str(model), **data}, words), *words]
+    values = untyped({"model.init": str(model), **data}, words)
+    check_code(code_in(values), model.parent, name, own_notes_in(model.parent)[1], trusted_in(words))
+    return [*values, *words]
+
+
+def trusted_in(words: Sequence[str]) -> str | None:
+    """The folder that was typed for `trust`."""
+    folder = typed_folder(words, "trust")
+    return None if folder is None else str(folder)
 
 
 def transformed_in(words: Sequence[str]) -> tuple[str, Path | None]:
@@ -85,7 +103,9 @@ def words_to_train_on(folder: Path, words: Sequence[str]) -> list[str]:
     """
     name, source = transformed_in(words)
     run = folder if source is None else exported_in(source, name).parent
-    before = words_of(run) if source is not None and (run / NOTES / OVERRIDES).is_file() else []
+    before, own = own_notes_in(run) if source is not None else ([], None)
+    if own is None and code_in(before) and not is_trusted(run, trusted_in(words)):
+        before = []  # nobody copies a command with code of others unawares
     typed = {key(word) for word in words}
     passed_on = [word for word in [*(word for word in before if key(word) not in typed), *words] if is_passed_on(word)]
     return [*passed_on, word_for("model.init", shown_path(folder / EXPORTED))]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lowvram.config.code_names import code_in
 from lowvram.config.defaults import CONF
 from lowvram.config.errors import BadInput
 from lowvram.config.registry import node_of, options_of
@@ -13,7 +14,8 @@ from lowvram.config.words import key
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in, was_cut_off
 from lowvram.results.terminal import hydra_quoted
-from lowvram.runs.hydra_notes import check_secrets, words_of
+from lowvram.runs.hydra_notes import check_secrets, own_words_of
+from lowvram.runs.own_runs import check_code
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -28,7 +30,7 @@ def with_resumed(words: list[str]) -> list[str]:
     """The words of the command line, those of the resumed run before those that were typed, which win.
 
     Raises:
-        BadInput: there is nothing to continue.
+        BadInput: there is nothing to continue, or the run isn't this user's and names code.
         HydraException: a word that can't be read.
     """
     wanted = typed_value(words, "resume")
@@ -40,8 +42,10 @@ def with_resumed(words: list[str]) -> list[str]:
     if not has_snapshots(folder):
         raise BadInput("resume", wanted, "last or the folder of a training run that left a snapshot")
     typed = [word for word in words if key(word) != "resume"]
-    taken = {"resume", *map(key, typed)}
-    kept = [word for word in words_of(folder) if key(word) not in taken and not is_of_another_option(word, typed)]
+    taken = {"resume", "trust", *map(key, typed)}
+    earlier, own = own_words_of(folder)
+    kept = [word for word in earlier if key(word) not in taken and not is_of_another_option(word, typed)]
+    check_code(code_in(kept), folder, "resume", own, typed_value(words, "trust"))
     check_secrets(kept, folder)
     where = hydra_quoted(str(folder.resolve()))
     # One run, also if a preset of its words makes a sweep.

@@ -1,4 +1,5 @@
-"""Where lowvram keeps on this machine what it would otherwise make anew: traces, calibrations, decoded images."""
+"""Where lowvram keeps, on this machine, what it would otherwise make anew (traces, calibrations, decoded images), and
+what tells this user's runs from others'."""
 
 from __future__ import annotations
 
@@ -20,3 +21,12 @@ def expanded(name: str) -> Path:
     with suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
+
+
+def state_folder() -> Path | None:
+    """The folder of what lowvram keeps for this user, which nobody else may read; None if the user has no home."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or "")
+    try:
+        return (base if base.is_absolute() else Path.home() / ".local" / "state") / "lowvram"
+    except RuntimeError:  # no HOME, and no entry among the system's users
+        return None

@@ -9,15 +9,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowvram.config.code_names import IMPORTED
 from lowvram.config.errors import BadInput, require
 
 
 def import_object(target: str, key: str) -> Callable[..., Any]:
     """The class or function of a dotted name, looked for where Python does and in the working directory.
 
+    Args:
+        key: that of the field; one of `IMPORTED`, so that folders of others can't have it imported unasked.
+
     Raises:
         BadInput: there is no such module, or it has no such name, or can't be called.
     """
+    assert key in IMPORTED, key
     path, _, name = target.rpartition(".")
     allowed = "the dotted name of a class or function, such as package.module.Class"
     require(bool(path) and bool(name), key, target, allowed)

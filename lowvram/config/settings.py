@@ -217,6 +217,7 @@ class RootSettings:
     vram: str | None
     timeout_s: float | None
     resume: str | None
+    trust: str | None
     name: str | None
     process: str
     callbacks: list[str] | None

@@ -12,28 +12,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
 
+from lowvram.config.code_names import Names, code_in, code_of
 from lowvram.config.compose import container
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import REFUSED, text_without_secrets, without_secrets, words_without_secrets
 from lowvram.results.files.durable import write_text
+from lowvram.results.files.regular import SHORT_BYTES, read_regular
+from lowvram.runs.own_runs import own_code, signed
 
 FOLDER = ".hydra"
 CONFIG, HYDRA, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
 Notes = Mapping[str, str]  # texts by their files' names
+# The events of YAML's parser around the texts of a list. The texts come after the first three.
+A_LIST = (
+    *(yaml.StreamStartEvent, yaml.DocumentStartEvent, yaml.SequenceStartEvent),
+    *(yaml.SequenceEndEvent, yaml.DocumentEndEvent, yaml.StreamEndEvent),
+)
+BEGIN = 3
 
 
 def notes_of(config: DictConfig) -> Notes:
     """The files in `.hydra/` for the point that Hydra has composed."""
     hydra = copy.deepcopy(HydraConfig.get())
     values = hydras_part(hydra)
+    words = values["overrides"]["task"]
     return {
         CONFIG: as_yaml(without_secrets(container(config, resolve=False))),
         HYDRA: as_yaml({"hydra": values}),
-        OVERRIDES: as_yaml(values["overrides"]["task"]),
+        OVERRIDES: signed(words, code_of(container(config, resolve=True))) + as_yaml(words),
     }
 
 
@@ -79,16 +90,61 @@ def words_of(folder: Path) -> list[str]:
     Raises:
         BadInput: the file with the words is missing or can't be read.
     """
+    return words_in(text_of(folder), folder)
+
+
+def own_words_of(folder: Path) -> tuple[list[str], Names | None]:
+    """The words, and the code that this user's run named; None if the run isn't this user's.
+
+    Raises:
+        BadInput, HydraException: as `words_of`; or a word can't be read.
+    """
+    text = text_of(folder)
+    words = words_in(text, folder)
+    return words, own_code(text, words)
+
+
+def own_notes_in(run: Path) -> tuple[list[str], Names | None]:
+    """What was typed for the run in a folder, nothing if that can't be read; and the code that this user's run named,
+    None if it isn't this user's."""
+    with suppress(BadInput, HydraException):
+        return own_words_of(run)
+    return [], None
+
+
+def is_own(run: Path) -> bool:
+    """Whether what was typed for the run in a folder names no code, or was signed by this user."""
+    words, own = own_notes_in(run)
+    return own is not None or not code_in(words)
+
+
+def text_of(folder: Path) -> str:
     path = folder / FOLDER / OVERRIDES
     try:
-        words = OmegaConf.to_container(OmegaConf.load(path))
+        return read_regular(path, SHORT_BYTES).decode()
     except FileNotFoundError:
         raise BadInput("resume", str(folder), f"the folder of a run: {path.name} is missing in its .hydra") from None
-    except (OSError, UnicodeDecodeError, YAMLError, ValueError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(folder, getattr(error, "strerror", None) or str(error)) from None
+
+
+def words_in(text: str, folder: Path) -> list[str]:
+    """The texts of a YAML list. Nothing else is taken: an alias could stand for a text of any length, and a word that
+    begins with `-` would be a flag of the program."""
+    events, texts = list[type[Any]](), list[str]()
+    try:
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            if len(events) == BEGIN and isinstance(event, yaml.ScalarEvent):
+                texts.append(event.value)
+            elif len(events) < len(A_LIST) and type(event) is A_LIST[len(events)]:
+                events.append(type(event))
+            else:
+                break
+    except (yaml.YAMLError, ValueError) as error:
         raise unreadable(folder, str(error).splitlines()[0]) from None
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+    if len(events) < len(A_LIST) or any(word.startswith("-") or not word for word in texts):
         raise unreadable(folder, "it must be a list of overrides")
-    return [str(word) for word in words]
+    return texts
 
 
 def unreadable(folder: Path, why: str) -> BadInput:

@@ -72,6 +72,20 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
+def made_private(path: Path, data: bytes) -> None:
+    """Make a file that the user alone may read, whole at once. Raises FileExistsError if there is one."""
+    beside = unfinished_name(path)
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)  # whatever the umask
+        os.write(fd, data)
+        os.fsync(fd)
+        os.link(beside, path)  # which replaces nothing
+    finally:
+        os.close(fd)
+        beside.unlink()
+
+
 def flush(path: Path) -> None:
     """Flush the content of a file to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,57 @@
+"""Reads files that somebody else may have made: regular ones only, of a limited size. A pipe would stop the reader for
+ever, and a device such as /dev/zero never ends. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+SHORT_BYTES = 2**20  # of a file that describes something in a few lines
+LONG_BYTES = 2**26  # of one with an entry for each file or tensor of a large model
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a file to read it, at once whatever it is. Links are followed.
+
+    Args:
+        most_bytes: what it may hold; None: any size.
+
+    Raises:
+        OSError: it can't be opened, is no regular file, or is larger.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            what = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+            raise OSError(errno.EINVAL, f"it is {what}, no regular file", str(path))
+        if most_bytes is not None and status.st_size > most_bytes:
+            what = f"it is larger than any such file: {status.st_size:,} bytes of at most {most_bytes:,}"
+            raise OSError(errno.EFBIG, what, str(path))
+        os.set_blocking(fd, True)
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
+    """The bytes of a file; one that grows meanwhile is read up to `most_bytes`. Raises OSError as `open_regular`."""
+    with open_regular(path, most_bytes) as file:
+        return file.read() if most_bytes is None else file.read(most_bytes)
+
+
+def check_regular(path: Path, most_bytes: int | None = None) -> None:
+    """Raises OSError, as `open_regular`, for a file that a library is to read."""
+    open_regular(path, most_bytes).close()
