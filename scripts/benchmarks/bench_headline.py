@@ -242,12 +242,17 @@ def groups_of(row: Row) -> list[str]:
     return [group for group in row["choices"] if group in added]
 
 
-def results_folder() -> Path:
-    """docs/results/cpu, or emulated, or one of the card's name."""
+def results_folder(card: str | None = None) -> Path:
+    """docs/results/cpu, or emulated, or one of the card's name, such as h200.
+
+    Args:
+        card: as its driver calls it; None: this machine's, if it has one.
+    """
     if EMULATED:
         return ROOT / "docs" / "results" / "emulated"
-    has_card = any(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    name = re.sub(r"\W+", "_", device_name().lower()).strip("_") if has_card else "cpu"
+    if card is None and any(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        card = device_name()
+    name = re.sub(r"\W+", "_", card.lower()).strip("_").removeprefix("nvidia_") if card else "cpu"
     return ROOT / "docs" / "results" / name
 
 

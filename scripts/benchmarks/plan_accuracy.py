@@ -13,13 +13,10 @@ report is a Markdown page on standard output. About 20 minutes on 2 quiet cores.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +25,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.config.errors import BadInput
-from lowvram.config.identity import device_name, git_state
+from lowvram.config.identity import device_name
 from lowvram.config.settings import KNOB_GROUPS, Settings, settings
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
@@ -36,6 +33,7 @@ from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.loops.setup import open_data
 from lowvram.results.row import Row, Status
+from scripts.benchmarks.book import Book, stamp
 from scripts.benchmarks.plan_accuracy_points import FAMILIES, Spec, cpu_points, cuda_points, write_models
 from scripts.benchmarks.plan_accuracy_report import Line, Quantity, Report
 from scripts.benchmarks.runs import Runs
@@ -57,36 +55,6 @@ BASELINES = {
     f"{BYTES_PER_PARAMETER} bytes per parameter": "sixteen_bytes",
     "torch's MemTracker on a CPU's fake tensors": "mem_tracker_bytes",
 }
-
-
-@dataclass(frozen=True)
-class Book:
-    """A file of JSON lines, one for each point; a torn last line counts as not written."""
-
-    path: Path
-
-    def read(self) -> dict[str, Line]:
-        """By the key of the point; the last line of each."""
-        found: dict[str, Line] = {}
-        for text in self.path.read_text().splitlines() if self.path.exists() else ():
-            try:
-                line = json.loads(text)
-                found[line["key"]] = line
-            except (ValueError, KeyError, TypeError):
-                continue
-        return found
-
-    def forget(self, keys: Collection[str]) -> None:
-        """Remove what is written of these points."""
-        kept = [line for key, line in self.read().items() if key not in keys]
-        if self.path.exists():
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-    def add(self, line: Line) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_torn = self.path.exists() and not f"\n{self.path.read_text()}".endswith("\n")
-        with self.path.open("a") as file:
-            file.write(("\n" if is_torn else "") + json.dumps(line) + "\n")
 
 
 def key_of(spec: Spec) -> str:
@@ -116,12 +84,6 @@ def freeze(
 
 def about(spec: Spec) -> Line:
     return {"key": key_of(spec), "name": spec.name, **stamp()}
-
-
-def stamp() -> Line:
-    """When a line was made, and by which state of the program."""
-    sha, is_dirty = git_state()
-    return {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "git_sha": sha, "dirty": is_dirty}
 
 
 def predicted(row: Row) -> Line:

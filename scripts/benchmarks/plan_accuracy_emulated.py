@@ -28,8 +28,9 @@ import torch
 
 from lowvram.config.identity import ROOT
 from scripts.benchmarks import drawn_points, emulated_points
+from scripts.benchmarks.book import Book, stamp
 from scripts.benchmarks.emulated_points import Point
-from scripts.benchmarks.plan_accuracy import COMMON, MEASURED, Book, is_done, predicted, say, stamp
+from scripts.benchmarks.plan_accuracy import COMMON, MEASURED, is_done, predicted, say
 from scripts.benchmarks.plan_accuracy_emulated_report import BUDGET_SHARES, EmulatedReport
 from scripts.benchmarks.plan_accuracy_report import Line
 from scripts.benchmarks.runs import Runs

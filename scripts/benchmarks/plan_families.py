@@ -18,7 +18,8 @@ import torch
 
 from lowvram.config.errors import BadInput
 from lowvram.config.identity import device_name
-from scripts.benchmarks.plan_accuracy import BYTES_PER_PARAMETER, Book, asked, by_name, freeze, measure
+from scripts.benchmarks.book import Book
+from scripts.benchmarks.plan_accuracy import BYTES_PER_PARAMETER, asked, by_name, freeze, measure
 from scripts.benchmarks.plan_accuracy_points import MODELS
 from scripts.benchmarks.plan_accuracy_report import Quantity, Report
 from scripts.benchmarks.plan_families_points import GROUPS, KINDS, family_points, write_family

@@ -11,10 +11,10 @@ import pytest
 
 from lowvram.config.errors import BadInput
 from scripts.benchmarks.accuracy import Errors, Pair, Verdicts, errors_of, verdicts_of
+from scripts.benchmarks.book import Book
 from scripts.benchmarks.plan_accuracy import (
     CPU_QUANTITIES,
     CUDA_QUANTITIES,
-    Book,
     asked,
     by_name,
     freeze,
