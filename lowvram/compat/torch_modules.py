@@ -27,3 +27,13 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     Replaced by an argument of `Module.named_buffers`, if torch makes one.
     """
     return module._non_persistent_buffers_set
+
+
+def inside_compiled(module: nn.Module) -> nn.Module | None:
+    """What `torch.compile(module)` has compiled; None for a module that isn't the result of that.
+
+    torch._dynamo.eval_frame.OptimizedModule and its _orig_mod, since 2.0, by their names: importing the class takes a
+    second. Replaced by a public attribute, if torch makes one.
+    """
+    is_compiled = type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo")
+    return module.get_submodule("_orig_mod") if is_compiled else None

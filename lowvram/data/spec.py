@@ -42,6 +42,7 @@ class TextRules:
     tokenizer  where to look for the model's tokenizer: a folder, or a name on the hub; None: it has none
     revision   of the tokenizer on the hub
     start_id   the token that a decoder begins with; None: the last token of what it writes, as mBART's
+    is_trained whether the model starts with weights that were trained on the tokens of its tokenizer
     """
 
     pad_id: int = 0
@@ -49,6 +50,7 @@ class TextRules:
     tokenizer: str | None = None
     revision: str | None = None
     start_id: int | None = 0
+    is_trained: bool = False
 
     def padded(self, tokens: np.ndarray, length: int) -> dict[str, Tensor]:
         """The inputs made of a text of (num_tokens,) integers: cut to `length`, ended and padded."""

@@ -190,11 +190,17 @@ def choose_tokenizer(choice: str, rules: TextRules) -> Tokenizer:
 
 
 def model_tokenizer(rules: TextRules) -> Tokenizer:
-    """The tokenizer of the model's folder; where there is none, bytes."""
+    """The tokenizer of the model's folder; where there is none, bytes.
+
+    Raises:
+        BadInput: there is none, and the model's weights were trained with one.
+    """
     name = rules.tokenizer
     if name is None:
         return Bytes()
     if is_folder(name) and not has_tokenizer(name):
+        allowed = f"bytes, or the folder of the tokenizer with which the weights in {name} were trained: it has none"
+        require(not rules.is_trained, "data.tokenizer", "auto", allowed)
         print(f"data.tokenizer=auto: there is no tokenizer in {name}, so every byte is a token")
         return Bytes()
     return pretrained("auto", name, rules.revision)

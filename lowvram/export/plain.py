@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from omegaconf import DictConfig
-from safetensors.torch import load_model
 from torch import nn
 
 from lowvram.config.errors import BadInput, require
@@ -21,6 +20,7 @@ from lowvram.config.secret import REFUSED
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality, layout_from
 from lowvram.knobs.adapter.parts import Adapter
+from lowvram.models import layout
 from lowvram.models.external import ExternalConfig, HandedOver
 from lowvram.models.layout import CONFIG, WEIGHTS, plain, target_of, write_json
 from lowvram.tasks import Auto, ModelConfig
@@ -69,7 +69,7 @@ def again(folder: Path, origin: Origin) -> nn.Module:
 
 def with_weights(folder: Path, config: ModelConfig, spec: DataSpec) -> nn.Module:
     made = made_from(config, spec)
-    load_model(made, str(folder / WEIGHTS))
+    layout.load(made, folder / WEIGHTS)
     return made
 
 
@@ -167,9 +167,17 @@ def built(described: dict[str, Any], part: str) -> Any:
 
 
 def from_transformers(folder: Path, described: dict[str, Any]) -> nn.Module:
-    """A model of transformers, by the name of its class. Raises BadInput if transformers has no such model."""
+    """A model of transformers, by the name of its class. Raises BadInput if transformers has no such model, or the
+    folder lacks weights of it."""
+    from lowvram.models import hf_weights
+
     model_class = class_in_transformers(folder, described)
-    return model_class.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+    config = model_class.config_class.from_pretrained(folder, trust_remote_code=False)
+    model, differences = hf_weights.Place(str(folder), None).read(model_class, config)
+    lost = [*differences.missing, *differences.other_shape]
+    what = hf_weights.described(differences, lost)
+    require(not lost, "folder", str(folder), f"a model with all of its weights: {what}")
+    return model
 
 
 def class_in_transformers(folder: Path, described: dict[str, Any]) -> Any:

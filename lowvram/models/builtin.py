@@ -20,6 +20,7 @@ from lowvram.models import layout
 from lowvram.models.growth import Grown, copied_tensors, sources
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.widths import InnerWidth, Pruned
+from lowvram.models.wrappers import plain_names, taken_off, tell
 
 BLOCKS = "blocks"  # the list of blocks in each of lowvram's models
 
@@ -199,7 +200,11 @@ class OwnModel(Remade):
         del folder
 
     def values(self, model: Any, spec: DataSpec, seed: int) -> Fill:
-        return InitialValues(model, seed) if self.init is None else SavedValues(self.init)
+        if self.init is None:
+            return InitialValues(model, seed)
+        if renamed := plain_names(layout.names_in(self.weight_files()), model.state_dict()):
+            tell(f"model.init={self.init}: {taken_off(renamed)}")
+        return SavedValues(self.init)
 
 
 @final

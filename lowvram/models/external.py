@@ -17,6 +17,7 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
+from lowvram.models.wrappers import tell, unwrapped
 
 # The words that model.args may contain, each with the figure of the data that replaces it.
 FROM_DATA: dict[str, Callable[[DataSpec], Any]] = {
@@ -99,7 +100,12 @@ class ExternalConfig(ForeignModel):
         model = target(**args)
         allowed = f"a class or function that makes an nn.Module: this made a {type(model).__name__}"
         require(isinstance(model, nn.Module), "model.target", self.target, allowed)
-        return model
+        inner, left = unwrapped(model)
+        if left and self.target not in TOLD:
+            TOLD.add(self.target)
+            what = f"what {', '.join(sorted({*left}))} of torch wraps is trained and saved without that wrapper"
+            tell(f"model.target={self.target}: {what}: compile=blocks compiles, sharding=ddp takes several cards")
+        return inner
 
 
 @final
@@ -113,6 +119,7 @@ class HandedOver(ExternalConfig):
         return self.maker
 
 
+TOLD: set[str] = set()  # targets whose wrappers were told
 SKELETONS: dict[str, nn.Module] = {}  # models without values
 
 

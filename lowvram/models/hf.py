@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,7 +15,6 @@ import torch
 from omegaconf import MISSING
 from torch import nn
 
-from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
 from lowvram.config.texts import first_line
@@ -28,18 +26,22 @@ from lowvram.models.hf_heads import READS, WRAPPING_KINDS, Head, check_shift, he
 from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
+    check_quantization,
     check_weights,
     folder,
     is_folder,
     local_files,
+    other_weights,
     read_config,
     transformers,
     weight_files,
 )
+from lowvram.models.hf_weights import Differences, Place, check_index, described, of_new_head
 from lowvram.models.hf_widths import Check, Trials
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
 from lowvram.models.widths import Pruned
+from lowvram.models.wrappers import few, tell
 from lowvram.results.row import size_text
 
 LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
@@ -54,6 +56,14 @@ class Weights(Enum):
     random = "as the model's author starts them"
 
 
+class Missing(Enum):
+    """What becomes of weights that the pretrained files lack and that are no new head's. The names are what a user
+    types."""
+
+    refuse = "an error that names them"
+    allow = "random values, as the model's author starts them"
+
+
 @final
 @dataclass(frozen=True)
 class HfConfig(ForeignModel, Remade):
@@ -66,6 +76,7 @@ class HfConfig(ForeignModel, Remade):
     name: str = MISSING
     revision: str | None = None
     weights: Weights = Weights.auto
+    missing: Missing = Missing.refuse
     head: Head = Head.auto
     reset_head: bool = False
     args: dict[str, Any] | None = None
@@ -78,6 +89,11 @@ class HfConfig(ForeignModel, Remade):
         known = read_config(self.name, self.revision).to_dict()
         for name, value in (self.args or {}).items():
             require(name in known, f"model.args.{name}", value, f"removed: this model knows {', '.join(sorted(known))}")
+        if self.is_pretrained() and is_folder(self.name):
+            check_weights(self.name)
+            check_index(self.name, folder(self.name))
+        if self.is_pretrained():
+            check_quantization(self.name, known.get("quantization_config"))
 
     @property
     def description(self) -> str:
@@ -119,7 +135,7 @@ class HfConfig(ForeignModel, Remade):
     @property
     def text_rules(self) -> TextRules:
         """What the model requires of texts."""
-        return TextRules(self.pad_id, self.end_id, self.name, self.revision, self.start_id)
+        return TextRules(self.pad_id, self.end_id, self.name, self.revision, self.start_id, self.is_pretrained())
 
     def reading(self, modality: Modality) -> HfConfig:
         """This configuration, as its head fixes the kind of data."""
@@ -141,6 +157,7 @@ class HfConfig(ForeignModel, Remade):
     def config(self) -> Any:
         """The model's own configuration with the changes of `model.args` and of `forced`."""
         config = deepcopy(read_config(self.name, self.revision))
+        vars(config).pop("quantization_config", None)  # of the files: what is trained and saved here isn't quantized
         for name, value in {**(self.args or {}), **self.forced(config.to_dict())}.items():
             setattr(config, name, value)
         return config
@@ -172,7 +189,7 @@ class HfConfig(ForeignModel, Remade):
 
     def is_pretrained(self) -> bool:
         if self.weights is Weights.auto:
-            return not is_folder(self.name) or bool(weight_files(self.name))
+            return not is_folder(self.name) or bool(weight_files(self.name) or other_weights(self.name))
         return self.weights is Weights.pretrained
 
     def config_for(self, spec: DataSpec) -> Any:
@@ -233,22 +250,33 @@ class HfConfig(ForeignModel, Remade):
     def build(self, spec: DataSpec) -> nn.Module:
         if not self.is_pretrained():
             return self.make(spec)
-        if is_folder(self.name):
-            check_weights(self.name)
-        try:
-            with nullcontext() if is_folder(self.name) else hf_offline():
-                return self.model_class().from_pretrained(
-                    str(folder(self.name)) if is_folder(self.name) else self.name,
-                    config=self.config_for(spec),
-                    revision=self.revision,
-                    trust_remote_code=False,
-                    dtype=torch.float32,
-                    use_safetensors=True,
-                    ignore_mismatched_sizes=self.reset_head,
-                )
-        except (OSError, RuntimeError, ValueError) as error:
-            allowed = f"a model whose weights fit its configuration: {first_line(error)}"
-            raise BadInput("model.name", self.name, allowed) from None
+        config, quantization = self.config_for(spec), getattr(self.saved_config(), "quantization_config", None)
+        if quantization is not None:
+            config.quantization_config = {**quantization, "dequantize": True}
+        model, differences = Place(self.name, self.revision).read(self.model_class(), config, torch.float32)
+        self.check_complete(model, differences)
+        return model
+
+    def saved_config(self) -> Any:
+        """The model's own configuration, as it was saved."""
+        return read_config(self.name, self.revision)
+
+    def check_complete(self, model: Any, differences: Differences) -> None:
+        """Tell what pretrained weights lack, and what of them isn't read.
+
+        Raises:
+            BadInput: they lack weights, or have them in other shapes, that are no new head's.
+        """
+        at_random = [*differences.missing, *differences.other_shape]
+        new = set() if self.has_trained_head() else of_new_head(at_random, model, self.config())
+        if self.missing is Missing.refuse and (lost := [name for name in at_random if name not in new]):
+            what = described(differences, lost)
+            allowed = f"a model whose weights fit its configuration: {what}; model.missing=allow starts such at random"
+            raise BadInput("model.name", self.name, allowed)
+        if at_random:
+            tell(f"model.name={self.name}: starts at random: {few(at_random)}")
+        if differences.unread:
+            tell(f"model.name={self.name}: not in this model, so not read: {few(differences.unread)}")
 
     @property
     def base(self) -> str | None:

@@ -95,16 +95,41 @@ def local_files(name: str, revision: str | None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+OTHER_FORMATS = PICKLES | {".h5", ".msgpack", ".gguf"}
+OF_TRAINERS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # begin names of files without weights
+READ_METHODS = frozenset({"fp8"})  # of quantization, whose weights are read as 32-bit floats
+
+
 def weight_files(name: str) -> list[Path]:
     return sorted(folder(name).glob("*.safetensors"))
+
+
+def other_weights(name: str) -> list[str]:
+    """The files of a folder that seem to hold weights in another format, those of whole models first."""
+    found = [path.name for path in folder(name).iterdir() if path.suffix in OTHER_FORMATS]
+    named = [each for each in found if not each.startswith(OF_TRAINERS)]
+    return sorted(named, key=lambda each: ("model" not in each, each))
 
 
 def check_weights(name: str) -> None:
     """Raises BadInput unless a folder has weights that are safe to read."""
     if weight_files(name):
         return
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder(name).glob(pattern))
     allowed = "a folder with *.safetensors"
-    if pickles:
-        allowed += f": {pickles[0]} is a pickle, which can run code when it is read: save the model anew as safetensors"
+    if others := other_weights(name):
+        is_pickle = Path(others[0]).suffix in PICKLES
+        why = "is a pickle, which can run code when it is read" if is_pickle else "is in a format that isn't read here"
+        allowed += f": {others[0]} {why}: save the model anew as safetensors"
     raise BadInput("model.name", name, f"{allowed}; model.weights=random starts without any")
+
+
+def check_quantization(name: str, about: Mapping[str, Any] | None) -> None:
+    """Raises BadInput if weights were saved in a format of few bits, in which they can't be trained, and which isn't
+    read here; `about` is the `quantization_config` of their configuration."""
+    method = str((about or {}).get("quant_method", "bitsandbytes"))
+    allowed = (
+        f"a model whose weights aren't quantized: these are, with {method} (quantization_config in its config.json):"
+        " take the model that they were made from; adapter=qlora itself keeps frozen weights in 4 bits"
+    )
+    require(not about or method in READ_METHODS, "model.name", name, allowed)

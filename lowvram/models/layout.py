@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_model
+from safetensors.torch import load_model, save_model
 from torch import Size, Tensor, dtype, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
 from lowvram.data.spec import DataSpec
+from lowvram.models.wrappers import plain_names, taken_off, tell
 from lowvram.results.files.other_format import check_safetensors
 
 EXPORTED = "model"  # in the folder of a run: the folder of its exported model
@@ -49,7 +50,10 @@ def read_tensor(folder: str, name: str, shape: Size) -> Tensor:
     """
     try:
         with safe_open(weights_in(folder), "pt") as file:
-            kept = (file.metadata() or {}).get(name, name)  # tied tensors are saved under one of their names
+            about = file.metadata() or {}
+            changed = plain_names({*file.keys(), *about}, (name,))
+            there = next((wrapped for wrapped, bare in changed.items() if bare == name), name)
+            kept = about.get(there, there)  # tied tensors are saved under one of their names
             saved = file.get_tensor(kept) if kept in file.keys() else None  # noqa: SIM118  # it is no dictionary
     except (OSError, SafetensorError) as error:
         raise BadInput("model.init", folder, f"an exported model whose {WEIGHTS} can be read: {error}") from None
@@ -58,6 +62,42 @@ def read_tensor(folder: str, name: str, shape: Size) -> Tensor:
     if saved is None or saved.shape != shape:
         raise BadInput("model.init", folder, f"{allowed}; its {CONFIG} tells its sizes")
     return saved
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """Give a model the weights of a file, also if a wrapper of torch has added to their names. Tied tensors may be
+    there under one of their names.
+
+    Raises:
+        RuntimeError: they are those of another model.
+    """
+    renamed = plain_names(names_in([path]), model.state_dict())
+    if not renamed:
+        load_model(model, str(path))
+        return
+    tell(f"{path}: {taken_off(renamed)}")
+    given, state = tensors_in([path], renamed), model.state_dict(keep_vars=True)
+    loaded = {id(state[name]) for name in given if name in state}
+    tied = {name: tensor for name, tensor in state.items() if name not in given and id(tensor) in loaded}
+    model.load_state_dict({**{name: tensor.detach() for name, tensor in tied.items()}, **given})
+
+
+def names_in(paths: Iterable[Path]) -> list[str]:
+    """The names of all tensors in files of weights."""
+    names: list[str] = []
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            names += file.keys()
+    return names
+
+
+def tensors_in(paths: Iterable[Path], renamed: Mapping[str, str]) -> dict[str, Tensor]:
+    """All tensors in files of weights, some under other names; mapped from the disk."""
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            tensors |= {renamed.get(name, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def dtypes_in(files: Iterable[Path]) -> dict[str, dtype]:

@@ -39,3 +39,12 @@ def test_buffers_that_are_not_saved_are_known() -> None:
     module.register_buffer("saved", torch.zeros(1))
     module.register_buffer("computed", torch.zeros(1), persistent=False)
     assert unsaved_buffers(module) == {"computed"}
+
+
+@needed("torch._dynamo.eval_frame.OptimizedModule", by="models that are handed over compiled")
+def test_what_was_compiled_is_found() -> None:
+    from lowvram.compat.torch_modules import inside_compiled
+
+    layer = nn.Linear(2, 2)
+    assert inside_compiled(torch.compile(layer)) is layer  # pyright: ignore[reportArgumentType]
+    assert inside_compiled(layer) is None

@@ -110,3 +110,9 @@ def test_without_the_network_a_name_is_refused_at_once(monkeypatch: pytest.Monke
     assert not reach.is_reachable()
     with pytest.raises(BadInput, match=r"data\.tokenizer='somebody/something': must be .* can't be read \("):
         choose_tokenizer("somebody/something", TextRules())
+
+
+def test_pretrained_weights_need_their_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^data\.tokenizer='auto': must be bytes, or .* were trained: it has none"):
+        choose_tokenizer("auto", TextRules(tokenizer=str(tmp_path), is_trained=True))
+    assert isinstance(choose_tokenizer("bytes", TextRules(tokenizer=str(tmp_path), is_trained=True)), Bytes)

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lowvram
@@ -19,10 +20,10 @@ from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.data.tokenizer import pretrained
-from lowvram.models.hf import Head, HfConfig, Weights
+from lowvram.models.hf import Head, HfConfig, Missing, Weights
 from lowvram.models.hf_source import transformers
 from lowvram.tasks import Auto, Problem
-from tests.hugging import CONFIGS, tiny
+from tests.hugging import CONFIGS, tiny, with_weights
 from tests.laboratory import CPU, knobs_of, make_batch
 from tests.test_laws_foreign import SPECS
 
@@ -213,6 +214,132 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(BadInput, match=r"pytorch_model.bin is a pickle, which can run code"):
         built(HfConfig(str(folder), weights=Weights.pretrained))
+
+
+# Weights that the files lack, or have under other names
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    """Change a folder's weights: names to tensors, to the same."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+WRAPPED = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "parallel": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "blocks": lambda name: name.replace("layer.1.", "layer.1._orig_mod."),
+    "blocks of a parallel one": lambda name: f"module.{name}".replace("layer.1.", "layer.1._orig_mod."),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_names_that_a_wrapper_has_changed_are_read(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = weights(folder)
+    rewritten(folder, lambda tensors: {WRAPPED[kind](name): tensor for name, tensor in tensors.items()})
+    found = built(HfConfig(str(folder))).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert "which a wrapper of torch has added: read without it" in capsys.readouterr().out
+
+
+def lost(pattern: str) -> Any:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if pattern not in name}
+
+
+LACKING: dict[str, tuple[Any, str]] = {
+    "a layer": (
+        lost("layer.1."),
+        "bert.encoder.layer.1.attention.output.LayerNorm.bias, .* and 12 more not in its files",
+    ),
+    "a bias": (lost("layer.2.output.dense.bias"), "bert.encoder.layer.2.output.dense.bias not in its files"),
+    "the trained head": (lost("classifier"), "classifier.bias, classifier.weight not in its files"),
+    "all names": (lambda tensors: {f"net.{name}": each for name, each in tensors.items()}, "and 53 more not in its"),
+    "a shape": (
+        lambda tensors: {**tensors, "bert.pooler.dense.bias": torch.ones(3)},
+        r"dense.bias: \(3,\) there, \(16,\) here",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_pretrained_weights_are_never_replaced_by_random_ones_unasked(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, told = LACKING[kind]
+    rewritten(folder, change)
+    with pytest.raises(BadInput, match=rf"^model.name='{folder}': must be a model whose weights fit .*{told}"):
+        built(HfConfig(str(folder)))
+    built(HfConfig(str(folder), missing=Missing.allow))
+    assert "starts at random: " in capsys.readouterr().out
+
+
+def test_layers_that_the_weights_do_not_have_are_not_made(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"layer\.3\.attention.*model\.missing=allow"):
+        built(HfConfig(str(folder), args={"num_hidden_layers": 4}))
+
+
+def test_a_new_head_starts_at_random_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The pooler belongs to it: the class that saved the weights has none."""
+    config = HfConfig(with_weights("bert:masked"), head=Head.sequence_classification)
+    built(config)
+    new = "bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight"
+    out = capsys.readouterr().out
+    assert f"starts at random: {new}\n" in out
+    assert "not in this model, so not read: cls.predictions.bias" in out
+
+
+@pytest.mark.parametrize("others", [["pytorch_model.bin"], ["training_args.bin", "model.gguf"], ["tf_model.h5"]])
+def test_weights_in_other_formats_alone_are_refused(others: list[str], folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / others[-1])
+    for name in others[:-1]:
+        (folder / name).touch()
+    with pytest.raises(BadInput, match=rf"must be a folder with \*\.safetensors: {others[-1]} is .*weights=random"):
+        HfConfig(str(folder))
+    HfConfig(str(folder), weights=Weights.random)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "../bert/model.safetensors", "/etc/passwd", 7])
+def test_an_index_that_names_anything_else_is_refused(name: object, folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"classifier.bias": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadInput, match=r"index\.json names only files of safetensors beside it: it names"):
+        HfConfig(str(folder))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-9], lambda b: b"", lambda b: b"\xff" * 8 + b[8:]], ids=str.split("cut empty other")
+)
+def test_damaged_weights_are_one_sentence(damage: Any, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(BadInput, match=r"^model\.name=.*: must be a model whose weights fit its configuration: "):
+        built(HfConfig(str(folder)))
+
+
+def quantized(folder: Path, **about: Any) -> HfConfig:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}))
+    return HfConfig(str(folder))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq"])
+def test_quantized_weights_are_refused(method: str, folder: Path) -> None:
+    with pytest.raises(BadInput, match=rf"weights aren't quantized: these are, with {method} .*adapter=qlora"):
+        quantized(folder, quant_method=method)
+
+
+def test_weights_in_fp8_are_read_and_saved_as_fp32(folder: Path, tmp_path: Path) -> None:
+    name = "bert.encoder.layer.1.output.dense.weight"
+    wanted = weights(folder)[name]
+    scale = wanted.abs().max() / 448
+    codes = {name: (wanted / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+    rewritten(folder, lambda tensors: tensors | codes)
+    config = quantized(folder, quant_method="fp8", weight_block_size=[128, 128])
+    model = built(config)
+    assert torch.equal(model.state_dict()[name], codes[name].float() * scale)
+    config.save(model, TEXTS, tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
 
 def test_weights_of_another_shape_are_reported(folder: Path) -> None:

@@ -1,0 +1,140 @@
+"""Loads the pretrained weights of a model of transformers, and holds what the files have against what the model has.
+The library itself starts whatever is missing at random."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from safetensors import SafetensorError
+
+from lowvram.compat.hf_offline import hf_offline
+from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.config.errors import BadInput, require
+from lowvram.config.texts import first_line
+from lowvram.models.hf_source import folder, is_folder, local_files, transformers
+from lowvram.models.layout import names_in, tensors_in
+from lowvram.models.wrappers import few, plain_names, taken_off, tell
+
+INDEX = "model.safetensors.index.json"
+BROKEN = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError)
+
+
+@final
+@dataclass
+class Differences:
+    """Between the weights in files and those of a model, by their names."""
+
+    missing: list[str] = field(default_factory=list)  # in the files
+    other_shape: dict[str, str] = field(default_factory=dict)  # with the shape there and here
+    unread: list[str] = field(default_factory=list)  # in the files, and not in the model
+
+
+class Place(NamedTuple):
+    """Where pretrained weights are: a folder, or a name on the hub."""
+
+    name: str
+    revision: str | None
+
+    def read(self, model_class: Any, config: Any, dtype: torch.dtype | str = "auto") -> tuple[Any, Differences]:
+        """The model, on the CPU, with the weights that fit it, and where they don't.
+
+        Args:
+            dtype: of the weights; auto: as in the files.
+
+        Raises:
+            BadInput: of `model.name`: the files can't be read.
+        """
+        try:
+            model, differences = loaded(model_class, config, *self, dtype=dtype)
+            paths = self.files()
+            renamed = plain_names(names_in(paths), model.state_dict().keys()) if differences.unread else {}
+            if renamed:
+                state = tensors_in(paths, renamed)
+                model, differences = loaded(model_class, config, None, None, dtype=dtype, state_dict=state)
+                tell(f"model.name={self.name}: {taken_off(renamed)}")
+            return model, differences
+        except BROKEN as error:
+            if isinstance(error, BadInput):
+                raise
+            allowed = f"a model whose weights fit its configuration: {first_line(error)}"
+            raise BadInput("model.name", self.name, allowed) from None
+
+    def files(self) -> list[Path]:
+        """The files of the weights on this machine: one, or those that the index names."""
+        where = local_files(self.name, self.revision)
+        if where is None:
+            return []
+        whole = where / "model.safetensors"
+        return [whole] if whole.is_file() else [where / name for name in check_index(self.name, where)]
+
+
+def loaded(
+    model_class: Any, config: Any, name: str | None, revision: str | None, **more: Any
+) -> tuple[Any, Differences]:
+    is_here = name is None or is_folder(name)
+    with nullcontext() if is_here else hf_offline():
+        model, info = model_class.from_pretrained(
+            str(folder(name)) if name is not None and is_here else name,
+            config=config,
+            revision=revision,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **more,
+        )
+    shapes = {key: f"{tuple(there)} there, {tuple(here)} here" for key, there, here in sorted(info["mismatched_keys"])}
+    return model, Differences(sorted(info["missing_keys"]), shapes, sorted(info["unexpected_keys"]))
+
+
+def check_index(name: str, where: Path) -> list[str]:
+    """The files that an index of weights names, if there is one.
+
+    Raises:
+        BadInput: they aren't plain names of files of safetensors in that folder: the library would also read pickles.
+    """
+    if not (where / INDEX).is_file():
+        return []
+    try:
+        named = sorted({*json.loads((where / INDEX).read_bytes())["weight_map"].values()})
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInput("model.name", name, f"a model whose {INDEX} can be read ({first_line(error)})") from None
+    for each in named:
+        is_plain = isinstance(each, str) and Path(each).name == each and each.endswith(".safetensors")
+        allowed = f"a model whose {INDEX} names only files of safetensors beside it: it names {each!r}"
+        require(is_plain, "model.name", name, allowed)
+    return named
+
+
+def of_new_head(names: Collection[str], model: Any, config: Any) -> set[str]:
+    """Those weights that a model lacks because the class that saved its weights has another head, or none: they are
+    outside the base model or, as the pooler of a BERT that was saved with a head for masked words, that class has none
+    of this name."""
+    prefix = f"{model.base_model_prefix}."
+    is_apart = any(name.startswith(prefix) for name in model.state_dict())
+    saved = {name.removeprefix(prefix) for name in names_as_saved(config)}
+    outside = {name for name in names if is_apart and not name.startswith(prefix)}
+    return outside | {name for name in names if saved and name.removeprefix(prefix) not in saved}
+
+
+def names_as_saved(config: Any) -> list[str]:
+    """The names of the weights of the class that a configuration names; empty if transformers has no such class."""
+    saved_by = getattr(transformers, (config.architectures or [""])[0], None)
+    if not (isinstance(saved_by, type) and issubclass(saved_by, transformers.PreTrainedModel)):
+        return []
+    with without_dispatch_modes(), torch.device("meta"):
+        return [*saved_by(config).state_dict()]
+
+
+def described(differences: Differences, names: Collection[str]) -> str:
+    """Which of these weights are missing in the files, and which have another shape there."""
+    absent = [name for name in names if name not in differences.other_shape]
+    others = [f"{name}: {differences.other_shape[name]}" for name in names if name in differences.other_shape]
+    lists = [f"{few(absent)} not in its files"] * bool(absent) + [f"of another shape {few(others)}"] * bool(others)
+    return "; ".join(lists)
