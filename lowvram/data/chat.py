@@ -16,6 +16,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
 from lowvram.data.chat_template import ChatTemplate, Message, chat_template
 from lowvram.data.columns import mapped_lists, mapped_rows
+from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -30,7 +31,7 @@ from lowvram.data.source import (
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text
-from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+from lowvram.data.tokenizer import Tokenizer
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # the usual names of the columns, as in trl
 COLUMNS = (
@@ -91,10 +92,10 @@ class Chat(TextSource):
     def read(self, rules: TextRules, seed: int) -> Data:
         length = resolved_size("data.sequence_length", self.sequence_length)
         place = SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
-        splits, tokenizer = read_splits(place, self.eval_samples), choose_tokenizer(self.tokenizer, rules)
+        splits, (tokenizer, rules) = read_splits(place, self.eval_samples), tokenizer_and_rules(self.tokenizer, rules)
         tokens = held_out_rows(*(split and self.tokens(split, tokenizer) for split in splits))
         train, held_out = (
-            Answers(split, length, rules.pad_id, limit)
+            Answers(split, length, rules.padding, limit)
             for split, limit in zip(tokens, (None, self.eval_samples), strict=True)
         )
         allowed = (

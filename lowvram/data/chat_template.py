@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
 from lowvram.data.source import Unfit
 from lowvram.data.tokenizer import Pretrained, Span, Tokenizer
@@ -37,9 +38,11 @@ class ChatTemplate:
                 found = self.inner.apply_chat_template(
                     messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
-                return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+                return self.tokenizer.known(np.array(found["input_ids"], np.int32)), np.array(
+                    found["assistant_masks"], bool
+                )
             text, answers = self.answers(messages)
-        except Unfit:
+        except (Unfit, BadInput):
             raise
         except Exception as error:  # of Jinja, or what a template raises itself
             raise Unfit(f"the chat template refuses it ({first_line(error)})") from None

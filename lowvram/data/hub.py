@@ -23,6 +23,7 @@ from lowvram.data.documents import Unit, as_documents
 from lowvram.data.image_checks import HINT, Check, faults_of
 from lowvram.data.imagefolder import Crop, CroppedImages, RandomCrop, center_crop, held_out_tenth
 from lowvram.data.masking import MASKED_SHARE, masked_source
+from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.pixels import Undecodable, decoded, read_bytes
 from lowvram.data.source import (
     Data,
@@ -46,7 +47,7 @@ from lowvram.data.text_and_label import (
     require_column,
     stream_tokens,
 )
-from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+from lowvram.data.tokenizer import Tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
 
@@ -131,11 +132,11 @@ class Hub(TextSource):
 
     def read(self, rules: TextRules, seed: int) -> Data:
         if self.modality is Modality.TOKENS:
-            return self.tokens(choose_tokenizer(self.tokenizer, rules), rules, seed)
+            return self.tokens(*tokenizer_and_rules(self.tokenizer, rules), seed)
         split = split_by_class(self, *read_splits(self.place, self.eval_samples))
         if self.modality is Modality.IMAGES:
             return self.images(split, seed)
-        return self.texts(split, choose_tokenizer(self.tokenizer, rules), rules)
+        return self.texts(split, *tokenizer_and_rules(self.tokenizer, rules))
 
     def tokens(self, tokenizer: Tokenizer, rules: TextRules, seed: int) -> Data:
         """The texts as samples of tokens."""
@@ -156,7 +157,7 @@ class Hub(TextSource):
         """A sample holds tokens of one text only; each token is predicted."""
         length = resolved_size("data.sequence_length", self.sequence_length)
         trained_on, evaluated = (
-            column_documents(column, tokenizer, length, rules.pad_id, limit)
+            column_documents(column, tokenizer, length, rules.padding, limit)
             for column, limit in zip(columns, (None, self.eval_samples), strict=True)
         )
         allowed = "a data set with texts to train on and others that are held out"
@@ -182,7 +183,7 @@ class Hub(TextSource):
             for each in (split.train, split.held_out.only(self.eval_samples))
         )
         modality, names = Modality.LABELLED_TOKENS, split.class_names
-        spec = DataSpec(modality, len(names), (length,), tokenizer.vocab_size, class_names=names)
+        spec = DataSpec(modality, len(names), (length,), tokenizer.vocab_size, class_names=names, pad_id=rules.pad_id)
         what = f"texts of up to {length} {tokenizer.unit}"
         return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)))
 

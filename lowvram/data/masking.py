@@ -18,10 +18,11 @@ from torch import Tensor
 from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
 from lowvram.data.documents import Unit
+from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import Data, FollowedModel, ResolvedSource, Samples, Texts, resolved_size
 from lowvram.data.spec import DataSpec, Modality, TextRules
-from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+from lowvram.data.tokenizer import Tokenizer
 
 MASKED_SHARE = 0.15  # of the tokens is predicted, by default
 HIDDEN_SHARE, REPLACED_SHARE = 0.8, 0.1  # of these become the mask, or a random token; the others stay as they are
@@ -61,7 +62,7 @@ class MaskedSource(ResolvedSource):
         Raises:
             BadInput: the tokenizer has no token for what is hidden, or a sample has no room for its marks.
         """
-        tokenizer = choose_tokenizer(self.source.tokenizer, self.rules)
+        tokenizer, rules = tokenizer_and_rules(self.source.tokenizer, self.rules)
         if tokenizer.mask_id is None:
             allowed = "one with a mask token, which takes the place of hidden tokens, or bytes"
             raise BadInput("data.tokenizer", self.source.tokenizer, allowed)
@@ -70,10 +71,10 @@ class MaskedSource(ResolvedSource):
         allowed = f"more than {num_marks}, the tokenizer's marks around each sample"
         require(length > num_marks, "data.sequence_length", length, allowed)
         bare: Any = replace(self.source, sequence_length=length - num_marks)  # pyright: ignore[reportArgumentType]
-        data = bare.tokens(without_marks(tokenizer, self.source.samples), self.rules, seed)
+        data = bare.tokens(without_marks(tokenizer, self.source.samples), rules, seed)
         masking = Masking(tokenizer.mask_id, tokenizer.special_ids, tokenizer.vocab_size, self.source.masked_share)
         train, held_out = (
-            as_masked(samples, Masker(masking, tokenizer.marks, length, self.rules.pad_id, stream, drawn_from))
+            as_masked(samples, Masker(masking, tokenizer.marks, length, rules.padding, stream, drawn_from))
             for samples, stream, drawn_from in ((data.train, Stream.MASK, seed), (data.eval, Stream.EVAL_MASK, 0))
         )
         is_padded = isinstance(train, Texts)

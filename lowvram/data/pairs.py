@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.data.columns import tokenised
+from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -25,7 +26,7 @@ from lowvram.data.source import (
 from lowvram.data.spec import DECODER_IDS, DataSpec, Modality, TextRules, pairs_layout
 from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
 from lowvram.data.text_and_label import is_text, require_column
-from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+from lowvram.data.tokenizer import Tokenizer
 
 
 @final
@@ -71,7 +72,7 @@ class Pairs(TextSource):
         target_length = resolved_size("data.target_length", self.target_length)
         place = SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
         splits = held_out_rows(*read_splits(place, self.eval_samples))
-        tokenizer = choose_tokenizer(self.tokenizer, rules)
+        tokenizer, rules = tokenizer_and_rules(self.tokenizer, rules)
         train, held_out = (
             PairedTexts(*self.tokens(split, tokenizer, length, target_length), length, target_length, rules, limit)
             for split, limit in zip(splits, (None, self.eval_samples), strict=True)

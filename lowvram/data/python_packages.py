@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
+from lowvram.data.padding import padding_token
 from lowvram.data.python_source import library_files
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import (
@@ -70,6 +71,7 @@ class PythonPackages(TextSource):
 
     def read(self, rules: TextRules, seed: int) -> Data:
         length = resolved_size("data.sequence_length", self.sequence_length)
+        rules = replace(rules, pad_id=padding_token(Bytes(), rules))
         train, held_out = package_texts()
         missing = [name for name, text in zip(PACKAGES, held_out, strict=True) if not len(text)]
         if missing:
@@ -81,7 +83,7 @@ class PythonPackages(TextSource):
         )
         modality, names = Modality.LABELLED_TOKENS, tuple(PACKAGES)
         return Data(
-            DataSpec(modality, len(names), (length,), Bytes.vocab_size, class_names=names),
+            DataSpec(modality, len(names), (length,), Bytes.vocab_size, class_names=names, pad_id=rules.pad_id),
             train=Pieces(train, self.num_samples, length, rules, Stream.TRAIN, seed),
             eval=Pieces(held_out, self.eval_samples, length, rules, Stream.EVAL, seed),
             description=description,

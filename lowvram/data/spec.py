@@ -37,20 +37,34 @@ TEXTS = (Modality.TOKENS, Modality.LABELLED_TOKENS, Modality.MASKED_TOKENS, Moda
 class TextRules:
     """What a model asks of texts.
 
-    pad_id     the token that short texts are padded with
-    end_id     the token that must end each text; None: none must
-    tokenizer  where to look for the model's tokenizer: a folder, or a name on the hub; None: it has none
-    revision   of the tokenizer on the hub
-    start_id   the token that a decoder begins with; None: the last token of what it writes, as mBART's
-    is_trained whether the model starts with weights that were trained on the tokens of its tokenizer
+    pad_id      the token that short texts are padded with; None: the tokenizer's (padding.py)
+    end_id      the token that must end each text; None: none must
+    tokenizer   where to look for the model's tokenizer: a folder, or a name on the hub; None: it has none
+    revision    of the tokenizer on the hub
+    start_id    the token that a decoder begins with; None: the last token of what it writes, as mBART's
+    stop_ids    the tokens that end texts, as the model's configuration has them
+    vocab_size  tokens that the model knows; None: as many as the data have
+    is_trained  whether the model starts with weights that were trained on the tokens of its tokenizer
+
+    is_pad_fixed           whether texts have to be padded with `pad_id`, whatever the tokenizer makes of texts
+    finds_ends_by_padding  whether the model takes the last token that isn't `pad_id` for the end of a text
     """
 
-    pad_id: int = 0
+    pad_id: int | None = None
     end_id: int | None = None
     tokenizer: str | None = None
     revision: str | None = None
     start_id: int | None = 0
     is_trained: bool = False
+    stop_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
+    is_pad_fixed: bool = False
+    finds_ends_by_padding: bool = False
+
+    @property
+    def padding(self) -> int:
+        """The token that short texts are padded with; 0 where nobody has said, as masks tell what is padding."""
+        return self.pad_id or 0
 
     def padded(self, tokens: np.ndarray, length: int) -> dict[str, Tensor]:
         """The inputs made of a text of (num_tokens,) integers: cut to `length`, ended and padded."""
@@ -58,7 +72,7 @@ class TextRules:
 
     def filled(self, tokens: np.ndarray, length: int) -> dict[str, Tensor]:
         """The inputs made of at most `length` tokens: padded."""
-        ids = np.full(length, self.pad_id, np.int64)
+        ids = np.full(length, self.padding, np.int64)
         ids[: len(tokens)] = tokens
         return {IDS: torch.from_numpy(ids), MASK: (torch.arange(length) < len(tokens)).long()}
 
@@ -71,9 +85,9 @@ class TextRules:
 
     def decoded(self, tokens: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of a decoder that writes these (num_tokens,) integers, at most `length`: each token is
-        predicted from those before it, the first from `start_id`. Padding is `pad_id` in inputs, IGNORE in targets."""
+        predicted from those before it, the first from `start_id`. Padding is `padding` in inputs, IGNORE in targets."""
         num_tokens = len(tokens)
-        inputs, targets = np.full(length, self.pad_id, np.int64), np.full(length, IGNORE, np.int64)
+        inputs, targets = np.full(length, self.padding, np.int64), np.full(length, IGNORE, np.int64)
         inputs[0] = tokens[-1] if self.start_id is None else self.start_id
         inputs[1:num_tokens], targets[:num_tokens] = tokens[:-1], tokens
         return torch.from_numpy(inputs), torch.from_numpy(targets)
@@ -159,7 +173,9 @@ class DataSpec:
 
     has_few_shapes: whether batches of equally many samples have at most `FEW_SHAPES` different shapes.
     is_padded: whether masks of samples may have zeros. If not, models can attend without a mask.
-    class_names: of each class, where the data know them. They don't define a problem, so specs are equal without them.
+    class_names: of each class, where the data know them.
+    pad_id: the token that pads texts with a class; None: not known.
+    These two don't define a problem, so specs are equal without them.
     """
 
     modality: Modality
@@ -170,6 +186,7 @@ class DataSpec:
     has_few_shapes: bool = True
     is_padded: bool = True
     class_names: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
+    pad_id: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:

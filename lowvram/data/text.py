@@ -14,6 +14,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.data.documents import Documents, Unit, as_documents
 from lowvram.data.local import escaped, existing_path, is_hidden, load_local
 from lowvram.data.masking import MASKED_SHARE, masked_source
+from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -24,7 +25,7 @@ from lowvram.data.source import (
     resolved_size,
 )
 from lowvram.data.spec import Modality, TextRules
-from lowvram.data.tokenizer import Tokenizer, choose_tokenizer
+from lowvram.data.tokenizer import Tokenizer
 from lowvram.data.windows import TokenStream, windowed
 
 HELD_OUT_SHARE = 10  # one token in 10, at the end of each file
@@ -68,7 +69,7 @@ class Text(TextSource):
         return masked_source(resolved, model) or ResolvedTextSource(resolved, model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
-        return self.tokens(choose_tokenizer(self.tokenizer, rules), rules, seed)
+        return self.tokens(*tokenizer_and_rules(self.tokenizer, rules), seed)
 
     def tokens(self, tokenizer: Tokenizer, rules: TextRules, seed: int) -> Data:
         """The files as samples of tokens."""
@@ -98,7 +99,7 @@ class Text(TextSource):
         held_out = [text for number, text in enumerate(texts) if number % HELD_OUT_SHARE == last]
         train = [text for number, text in enumerate(texts) if number % HELD_OUT_SHARE != last]
         trained_on, evaluated = (
-            as_document_samples(split, tokenizer, length, rules.pad_id, limit)
+            as_document_samples(split, tokenizer, length, rules.padding, limit)
             for split, limit in ((train, None), (held_out, self.eval_samples))
         )
         allowed = f"at least two files with text: every {HELD_OUT_SHARE}th is held out, of fewer the last"

@@ -46,6 +46,11 @@ class Tokenizer(ABC):
     marks: tuple[np.ndarray, np.ndarray]  # special tokens before and after a text, as `encode_with_marks` adds them
     mask_id: int | None  # the token that takes the place of a hidden one; None: there is none
     special_ids: tuple[int, ...]  # tokens that are no text
+    pad_ids: tuple[int, ...]  # those that can pad, the best first
+
+    def is_text(self, token: int) -> bool:
+        """Whether texts may hold the token."""
+        return token < self.vocab_size and token not in self.special_ids
 
     @abstractmethod
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -80,6 +85,7 @@ class Bytes(Tokenizer):
     marks = opening, opening
     mask_id = 0  # which hardly any text has
     special_ids = (0,)
+    pad_ids = ()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -103,20 +109,48 @@ class Bytes(Tokenizer):
 
 @final
 class Pretrained(Tokenizer):
-    """A tokenizer of transformers."""
+    """A tokenizer of transformers. It may have more tokens than the model knows, as long as no text holds them."""
 
     unit = "tokens"
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, most: int | None = None) -> None:
+        """Args:
+        most: tokens that the model knows; None: all.
+        """
         self.inner = inner
-        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+        size = max(inner.get_vocab().values(), default=-1) + 1
+        self.vocab_size, self.has_more = min(size, most or size), size > (most or size)
         self.key = hash_of_files(inner.save_pretrained)  # before the first call: calls change what it saves
+        if self.has_more:  # tokens in the cache of `datasets` are known to the model
+            self.key += f" below {most}"
         end = inner.eos_token_id  # without one a new line separates texts, if the vocabulary has it
         self.separator = self.encode(["\n"])[0] if end is None else np.array([end], np.int32)
         marks = inner("", verbose=False)["input_ids"]
         self.opening = np.array(marks[:1] if marks and marks[0] == inner.bos_token_id else [], np.int32)
         self.marks, self.mask_id = marks_around(inner), inner.mask_token_id
+        for tokens in (self.separator, self.opening, *self.marks):
+            self.known(tokens)
         self.special_ids = tuple(inner.all_special_ids)
+        last = {inner.bos_token_id: 1, inner.unk_token_id: 2}  # texts may begin with, or hold, these
+        others = sorted(self.special_ids, key=lambda token: last.get(token, 0))
+        self.pad_ids = tuple(each for each in (inner.pad_token_id, end, *others) if each is not None)
+
+    def known(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens of a text. Raises BadInput if the model doesn't know one of them."""
+        if self.has_more and len(tokens) and tokens.max() >= self.vocab_size:
+            token = int(tokens.max())
+            allowed = (
+                f"one whose tokens the model knows: a text holds its token {token}"
+                f" ({self.inner.convert_ids_to_tokens(token)}), and the model has embeddings for {self.vocab_size}:"
+                " resize them (resize_token_embeddings) or remove the token, or choose the model's own with"
+                " data.tokenizer=auto, or bytes"
+            )
+            raise BadInput("data.tokenizer", self.inner.name_or_path, allowed)
+        return tokens
+
+    def is_text(self, token: int) -> bool:
+        added = self.inner.added_tokens_decoder.get(token)
+        return super().is_text(token) and not (added is not None and added.special)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.concatenate([np.zeros(0, np.int32), *self.pieces(text)]) for text in texts]
@@ -126,15 +160,15 @@ class Pretrained(Tokenizer):
         lines = cut_at_lines(text)
         while batch := list(islice(lines, PIECES)):
             for ids in self.inner(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-                yield np.array(ids, np.int32)
+                yield self.known(np.array(ids, np.int32))
 
     def encode_with_marks(self, texts: list[str], length: int) -> list[np.ndarray]:
         ids = self.inner(texts, truncation=True, max_length=length, verbose=False)["input_ids"]
-        return [np.array(tokens, np.int32) for tokens in ids]
+        return [self.known(np.array(tokens, np.int32)) for tokens in ids]
 
     def encode_targets(self, texts: list[str], length: int) -> list[np.ndarray]:
         ids = self.inner(text_target=texts, truncation=True, max_length=length, verbose=False)["input_ids"]
-        return [np.array(tokens, np.int32) for tokens in ids]
+        return [self.known(np.array(tokens, np.int32)) for tokens in ids]
 
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Raises BadInput for a tokenizer of pure Python, which doesn't say where in the text its tokens are."""
@@ -147,7 +181,7 @@ class Pretrained(Tokenizer):
         is_inside = np.zeros(len(begins), bool)
         for start, stop in spans:
             is_inside |= (begins >= start) & (begins < stop)
-        return np.array(found["input_ids"], np.int32), is_inside
+        return self.known(np.array(found["input_ids"], np.int32)), is_inside
 
     def documents(self, dataset: Any, column: str) -> list[np.ndarray]:
         return list(mapped_lists(tokenised(dataset, column, self.encode, f"documents {self.key}")))
@@ -186,7 +220,7 @@ def choose_tokenizer(choice: str, rules: TextRules) -> Tokenizer:
         BadInput: the tokenizer doesn't exist, or can't be read.
     """
     make = BY_NAME.get(choice)
-    return pretrained(choice, choice, None) if make is None else make(rules)
+    return pretrained(choice, choice, None, rules.vocab_size) if make is None else make(rules)
 
 
 def model_tokenizer(rules: TextRules) -> Tokenizer:
@@ -203,15 +237,19 @@ def model_tokenizer(rules: TextRules) -> Tokenizer:
         require(not rules.is_trained, "data.tokenizer", "auto", allowed)
         print(f"data.tokenizer=auto: there is no tokenizer in {name}, so every byte is a token")
         return Bytes()
-    return pretrained("auto", name, rules.revision)
+    return pretrained("auto", name, rules.revision, rules.vocab_size)
 
 
 BY_NAME: dict[str, Callable[[TextRules], Tokenizer]] = {"auto": model_tokenizer, "bytes": lambda rules: Bytes()}
 
 
-def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
+def pretrained(choice: str, name: str, revision: str | None, most: int | None = None) -> Tokenizer:
     """The tokenizer in the folder `name` or, if there is no such folder, of that model on the hub. Code that comes with
-    it is never run."""
+    it is never run.
+
+    Args:
+        most: tokens that the model knows; None: all.
+    """
     if is_folder(name):
         require(has_tokenizer(name), "data.tokenizer", choice, f"{ALLOWED}: {name} has none of {', '.join(FILES)}")
     elif looks_local(name):
@@ -219,7 +257,9 @@ def pretrained(choice: str, name: str, revision: str | None) -> Tokenizer:
     where = str(Path(name).expanduser()) if is_folder(name) else name
     try:
         with hf_offline():
-            return Pretrained(library().from_pretrained(where, revision=revision, trust_remote_code=False))
+            return Pretrained(library().from_pretrained(where, revision=revision, trust_remote_code=False), most)
+    except BadInput:
+        raise
     except Exception as error:  # each kind of tokenizer has its own for a broken file
         what = f"{name} can't be read ({first_line(error)})"
         raise BadInput("data.tokenizer", choice, f"{ALLOWED}: {what}") from None

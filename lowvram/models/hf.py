@@ -22,7 +22,18 @@ from lowvram.core.free_memory import free_host_bytes
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_depths, hf_layout
 from lowvram.models.growth import Grown
-from lowvram.models.hf_heads import READS, WRAPPING_KINDS, Head, check_shift, head_named_by, logits_at_end, model_class
+from lowvram.models.hf_heads import (
+    READS,
+    WRAPPING_KINDS,
+    Head,
+    check_shift,
+    finish_classifier,
+    head_named_by,
+    is_decoder_alone,
+    model_class,
+    own_pad_id,
+    stop_ids,
+)
 from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
@@ -114,17 +125,10 @@ class HfConfig(ForeignModel, Remade):
         return self.config().num_labels if self.has_trained_head() else None
 
     @property
-    def pad_id(self) -> int:
-        """The token that pads short texts."""
-        config = self.config()
-        ids = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-        return next((token for token in ids if isinstance(token, int)), 0)
-
-    @property
     def end_id(self) -> int | None:
         """The token that must end each text; None if the model doesn't need one."""
         config = self.config()
-        return config.eos_token_id if config.is_encoder_decoder else None
+        return next(iter(stop_ids(config)), None) if config.is_encoder_decoder else None
 
     @property
     def start_id(self) -> int | None:
@@ -135,7 +139,19 @@ class HfConfig(ForeignModel, Remade):
     @property
     def text_rules(self) -> TextRules:
         """What the model requires of texts."""
-        return TextRules(self.pad_id, self.end_id, self.name, self.revision, self.start_id, self.is_pretrained())
+        config, is_typed = self.config(), "pad_token_id" in (self.args or {})
+        return TextRules(
+            own_pad_id(config),
+            self.end_id,
+            self.name,
+            self.revision,
+            self.start_id,
+            self.is_pretrained(),
+            stop_ids(config),
+            self.vocab_size,
+            is_pad_fixed=is_typed or not is_decoder_alone(config),
+            finds_ends_by_padding=self.modality is Modality.LABELLED_TOKENS and is_decoder_alone(config),
+        )
 
     def reading(self, modality: Modality) -> HfConfig:
         """This configuration, as its head fixes the kind of data."""
@@ -160,6 +176,9 @@ class HfConfig(ForeignModel, Remade):
         vars(config).pop("quantization_config", None)  # of the files: what is trained and saved here isn't quantized
         for name, value in {**(self.args or {}), **self.forced(config.to_dict())}.items():
             setattr(config, name, value)
+        texts = config.get_text_config()
+        if getattr(texts, "pad_token_id", None) is not None and own_pad_id(config) is None:
+            texts.pad_token_id = None  # -1, or beyond the vocabulary: no token pads
         return config
 
     def forced(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,10 +258,7 @@ class HfConfig(ForeignModel, Remade):
     def make(self, spec: DataSpec) -> nn.Module:
         model = self.model_class()(self.config_for(spec))
         if spec.modality is Modality.LABELLED_TOKENS:
-            # Not in the configuration that the model is built from: its embedding of the token would never train.
-            model.config.pad_token_id = self.pad_id
-            if model.config.is_encoder_decoder:
-                model.forward = partial(logits_at_end, model)
+            finish_classifier(model, spec, self.text_rules)
         if spec.modality is Modality.PAIRS:
             check_shift(model, self.text_rules)
         return model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.transformers import class_of
 from lowvram.config.errors import BadInput, require
-from lowvram.data.spec import Modality, TextRules
+from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models.hf_source import transformers
 
 
@@ -98,6 +100,58 @@ def check_shift(model: Any, rules: TextRules) -> None:
     require(torch.equal(theirs, ours), "model.head", Head.seq2seq_lm.name, allowed)
 
 
+def own_pad_id(config: Any) -> int | None:
+    """The token of padding that a configuration names and that the model knows; None: there is none."""
+    pad_id, num_tokens = (getattr(config.get_text_config(), name, None) for name in ("pad_token_id", "vocab_size"))
+    is_token = isinstance(pad_id, int) and 0 <= pad_id < (num_tokens or math.inf)
+    return pad_id if is_token else None
+
+
+def stop_ids(config: Any) -> tuple[int, ...]:
+    """The tokens that end texts, of which a configuration may name none, one or several."""
+    named = getattr(config.get_text_config(), "eos_token_id", None)
+    several = named if isinstance(named, list | tuple) else [named]
+    return tuple(token for token in several if isinstance(token, int))
+
+
+def is_decoder_alone(config: Any) -> bool:
+    """Whether no token sees those after it, and there is no encoder."""
+    return not config.is_encoder_decoder and config.__class__ not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+
+
+def finish_classifier(model: Any, spec: DataSpec, rules: TextRules) -> None:
+    """Have a classifier of texts read its logits at the end of each text.
+
+    Most models of transformers know the end by the token of padding, of which configurations often name none.
+    """
+    text_config, last = model.config.get_text_config(), model.config.get_text_config().vocab_size - 1
+    known = (spec.pad_id, rules.pad_id, *rules.stop_ids[:1])
+    # Not in the configuration that the model is built from: its embedding of the token would never train.
+    text_config.pad_token_id = model.config.pad_token_id = next((each for each in known if each is not None), last)
+    if model.config.is_encoder_decoder:
+        model.forward = partial(logits_at_end, model)
+    elif getattr(model.config, "summary_type", None) == "last":
+        model.forward = partial(logits_at_last_place, model)
+    elif rules.finds_ends_by_padding:
+        model.forward = partial(logits_before_padding, model)
+
+
+def logits_before_padding(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    """The forward pass of a model that takes its configuration's token of padding for padding: it stands wherever the
+    mask is 0, with whatever token the data are padded."""
+    ids = input_ids.masked_fill(attention_mask == 0, model.config.get_text_config().pad_token_id)
+    return type(model).forward(model, input_ids=ids, attention_mask=attention_mask)
+
+
+def logits_at_last_place(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    """The forward pass of a model that reads its logits at the last place, as XLNet does: padding of texts (b, t) goes
+    to the left."""
+    length, num_pads = input_ids.shape[1], (attention_mask == 0).sum(1, keepdim=True)
+    places = (torch.arange(length, device=input_ids.device) - num_pads) % length
+    ids, mask = input_ids.gather(1, places), attention_mask.gather(1, places)
+    return type(model).forward(model, input_ids=ids, attention_mask=mask)
+
+
 def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """The forward pass of an encoder-decoder classifier: texts (b, t) to logits (b, k), from the decoder's state at
     each text's last end-of-sequence token. The model's own forward pass selects that by a boolean mask, which waits for
@@ -106,5 +160,6 @@ def logits_at_end(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tens
     shifted[:, 0] = model.config.decoder_start_token_id
     states = model.base_model(input_ids, attention_mask=attention_mask, decoder_input_ids=shifted, use_cache=False)[0]
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    last = (input_ids.eq(model.config.eos_token_id) * places).argmax(1)
+    end_id = stop_ids(model.config)[0]
+    last = (input_ids.eq(end_id) * places).argmax(1)
     return model.classification_head(states[torch.arange(len(last), device=last.device), last])

@@ -34,6 +34,8 @@ SHIFTED_KINDS = frozenset(
 def num_positions(config: Any) -> int | None:
     """The most tokens for which a model of texts has positions; None: not known."""
     positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:  # XLNet's -1: it takes any number
+        return None
     is_shifted = positions is not None and config.model_type in SHIFTED_KINDS
     return positions - config.pad_token_id - 1 if is_shifted else positions
 

@@ -182,7 +182,7 @@ def test_a_tokenizer_frames_each_text_and_the_model_fills_it_up(tmp_path: Path, 
         {"text": text, "kind": text[:3]} for text in ("the fox", "the quick fox jumps", "dog", "lazy") for _ in "ab"
     ]
     path = csv_of(rows, tmp_path / "a.csv")
-    model = classifier_of_texts(text_rules=TextRules(pad_id=9, tokenizer=str(folder)))
+    model = classifier_of_texts(text_rules=TextRules(pad_id=9, is_pad_fixed=True, tokenizer=str(folder)))
     data = Hub(str(path), label="kind", sequence_length=5).resolve(model).open(seed=0)
     assert data.spec == DataSpec(Modality.LABELLED_TOKENS, 3, (5,), 15)
     found = {tuple(data.train.sample(index, 0)[0]["input_ids"].tolist()) for index in range(len(data.train))}

@@ -183,7 +183,7 @@ def test_the_token_that_ends_texts_trains_although_texts_are_padded_with_it() ->
     for head, pad_id in ((Head.causal_lm, None), (Head.sequence_classification, 2)):
         config = HfConfig(tiny("llama"), head=head)
         model: Any = assemble(Auto().pose(config, spec_for(config)), knobs_of(), CPU).model
-        assert (config.pad_id, model.get_input_embeddings().padding_idx) == (2, None)
+        assert (config.text_rules.stop_ids[0], model.get_input_embeddings().padding_idx) == (2, None)
         assert model.config.pad_token_id == pad_id
 
 
