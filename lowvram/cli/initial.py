@@ -20,6 +20,8 @@ from lowvram.config.words import key
 from lowvram.results import row as rows
 from lowvram.results.files import manifest
 from lowvram.results.files.other_format import check_safetensors
+from lowvram.results.files.plausible import check_counts, check_files
+from lowvram.results.files.regular import LONG_BYTES, read_regular
 from lowvram.results.row import Row
 from lowvram.results.terminal import hydra_quoted, shown_path
 from lowvram.runs.hydra_notes import own_notes_in
@@ -55,7 +57,7 @@ def with_initial(words: list[str]) -> list[str]:
     folder = typed_folder(words, "model.init")
     if folder is None:
         return words
-    exported = exported_in(folder, "model.init")
+    exported = checked(exported_in(folder, "model.init"), "model.init")
     others = [word for word in words if key(word) != "model.init"]
     if is_of_transformers(described_in(exported)):
         return [*words_of_transformers(exported, "model.init", words), *others]
@@ -72,7 +74,7 @@ def with_transformed(words: list[str]) -> list[str]:
     name, folder = transformed_in(words)
     if folder is None:
         return words
-    model = exported_in(folder, name)
+    model = checked(exported_in(folder, name), name)
     of_model = words_of_transformers if is_of_transformers(described_in(model)) else sizes_in
     of_model(model, name, words)  # is checked before all else
     row = rows.read(model.parent)
@@ -135,10 +137,25 @@ def exported_in(folder: Path, name: str) -> Path:
     return found
 
 
+def checked(exported: Path, name: str) -> Path:
+    """The same folder.
+
+    Raises:
+        BadInput: it holds pipes or the like, sizes that its weights can't have, or references, which could be to the
+            environment.
+    """
+    check_files(exported, name)
+    described = described_in(exported)
+    check_counts(described if isinstance(described, dict) else {}, exported, name)
+    is_plain = not is_export(described) or "${" not in json.dumps(described)
+    require(is_plain, name, str(exported), f"an exported model: {CONFIG} there holds references, which no export has")
+    return exported
+
+
 def described_in(folder: Path) -> Any:
     """What an exported model's file says about it; None if it can't be read."""
-    with suppress(OSError, ValueError):
-        return json.loads((folder / CONFIG).read_bytes())
+    with suppress(OSError, ValueError, RecursionError):
+        return json.loads(read_regular(folder / CONFIG, LONG_BYTES))
     return None
 
 

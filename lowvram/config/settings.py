@@ -217,11 +217,11 @@ class RootSettings:
     vram: str | None
     timeout_s: float | None
     resume: str | None
-    trust: str | None
     name: str | None
     process: str
     callbacks: list[str] | None
     optimized_metric: Any = None  # a path or a list of paths: see cli/objective.py
+    trust: str | None = None
 
     def __post_init__(self) -> None:
         require(self.process in (CHILD, INLINE), "process", self.process, f"{CHILD} or {INLINE}")

@@ -29,6 +29,7 @@ from lowvram.core.ranks import num_ranks, rank
 from lowvram.data.imagefolder import Images
 from lowvram.data.pixels import MODES, decoded
 from lowvram.results.files.durable import write
+from lowvram.results.files.regular import read_regular
 
 LOCK_S = 1.0  # a process that is killed while it counts mustn't stop the others: they go on without the cache
 SHAPE = struct.Struct("<BII")  # mode (its number in MODES), width and height, before the pixels of an image
@@ -223,7 +224,7 @@ def decoders() -> tuple[str, ...]:
 def read_entry(path: Path) -> Image.Image | None:
     """The image in a file; None if there is no such file, or if it isn't whole."""
     try:
-        entry = path.read_bytes()
+        entry = read_regular(path)
         magic, number, width, height, checksum = HEADER.unpack_from(entry)
         mode = MODES[number]
     except (OSError, struct.error, IndexError):

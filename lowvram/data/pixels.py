@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from lowvram.results.files.regular import read_regular
+
 # Colours of 8 bits, or one channel of floats from 0 to 255: a file with more than 8 bits a pixel keeps its precision.
 MODES = ("RGB", "F")
 # In these formats Pillow's mode I holds 16 bits, scaled to all of their range.
@@ -81,6 +83,6 @@ def shares_of_white(image: Image.Image, tags: Mapping[int, Any]) -> np.ndarray:
 def read_bytes(path: str | Path, name: str) -> bytes:
     """The contents of an image's file. Raises Undecodable, with the `name`, when it can't be read."""
     try:
-        return Path(path).read_bytes()
+        return read_regular(Path(path))
     except OSError as error:
         raise Undecodable(f"the image {name} can't be read ({error}): mend it or take it out; {CHECKED}") from error

@@ -18,6 +18,7 @@ from lowvram.data.source import Data, FollowedModel, Source, require_count, reso
 from lowvram.data.spec import Modality
 from lowvram.data.tokenizer import Bytes
 from lowvram.data.windows import TokenStream, windowed
+from lowvram.results.files.regular import read_regular
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_SHARE = 10  # one file in 10, and one byte in 10
@@ -84,7 +85,7 @@ def read(max_bytes: int, files: Iterable[Path]) -> TokenStream:
     """The first `max_bytes` bytes of the files, or all of them."""
     text = bytearray()
     for file in files:
-        text += file.read_bytes()
+        text += read_regular(file)
         if len(text) >= max_bytes:
             break
     return TokenStream([np.frombuffer(text[:max_bytes], np.uint8)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lowvram.config.errors import BadInput, require
+from lowvram.config.errors import BadInput, Incompatible, require
 from lowvram.config.settings import ExportFormat
 from lowvram.config.texts import first_line
 from lowvram.core.assemble import bare_model
@@ -26,6 +26,7 @@ from lowvram.models.layout import CONFIG, WEIGHTS, write_json
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.results.files.other_format import ABOUT
+from lowvram.results.files.plausible import check_files
 from lowvram.tasks import Problem
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -136,12 +137,23 @@ def load(folder: str | Path, *, model: Callable[..., Any] | None = None, trust: 
             them. Of a graph its format, `torch_export` or `pt2e`, if you trust who made it: it may run code.
 
     Raises:
-        BadInput: the folder is damaged, names code that the caller didn't, or has a graph whose format the caller
-            didn't name.
+        BadInput: the folder can't be read, is damaged, names code that the caller didn't, or has a graph whose format
+            the caller didn't name.
     """
-    folder = Path(folder)
-    manifest.check(folder)
     allowed = Allowed(model, frozenset([trust] if isinstance(trust, str) else trust))
+    try:
+        return loaded(Path(folder), allowed)
+    except (BadInput, Incompatible, ImportError, MemoryError):
+        raise
+    except Exception as error:  # somebody may have written anything there
+        what = f"an exported model that can be read: {type(error).__name__}: {first_line(error)}"
+        raise BadInput("folder", str(folder), what) from error
+
+
+def loaded(folder: Path, allowed: Allowed) -> Any:
+    """As `load`; raises anything for a folder that wasn't written by lowvram."""
+    check_files(folder, "folder")
+    manifest.check(folder)
     if not (folder / ABOUT).is_file():
         return plain.load(folder, allowed)
     chosen = format_in(folder)

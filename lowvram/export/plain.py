@@ -23,6 +23,8 @@ from lowvram.knobs.adapter.parts import Adapter
 from lowvram.models import layout
 from lowvram.models.external import ExternalConfig, HandedOver
 from lowvram.models.layout import CONFIG, WEIGHTS, plain, target_of, write_json
+from lowvram.results.files.plausible import check_counts
+from lowvram.results.files.regular import LONG_BYTES, read_regular
 from lowvram.tasks import Auto, ModelConfig
 
 APART = "lowvram.json"  # beside an adapter's files: describes the model that it belongs to
@@ -137,11 +139,12 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The contents of a file of an export. Raises BadInput if it is missing, isn't JSON, or has OmegaConf
     interpolations."""
     try:
-        described = json.loads((folder / name).read_bytes())
-    except (OSError, ValueError) as error:
+        described = json.loads(read_regular(folder / name, LONG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput("folder", str(folder), f"an exported model, whose {name} can be read ({error})") from None
     is_plain = isinstance(described, dict) and "${" not in json.dumps(described)  # OmegaConf would resolve that
     require(is_plain, "folder", str(folder), f"an exported model: its {name} isn't one's")
+    check_counts(described, folder, "folder")
     return described
 
 

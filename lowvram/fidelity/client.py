@@ -25,8 +25,8 @@ from lowvram.launch.outcome import Circumstances, RankReport, num_oom_kills, out
 from lowvram.launch.point import Point, with_parts
 from lowvram.launch.stop import StopConditions
 from lowvram.launch.torchrun import Launch
-from lowvram.results.files.durable import remove_leftovers, write_text
-from lowvram.results.files.run_folder import remove_empty, remove_files
+from lowvram.results.files.durable import remove_empty, remove_files, remove_leftovers, write_text
+from lowvram.results.files.regular import LONG_BYTES, read_regular
 from lowvram.results.files.sealed import opened, sealed
 from lowvram.results.row import Status, to_json
 from lowvram.results.terminal import Progress
@@ -187,7 +187,7 @@ class Reference:
     def kept(self, file: Path) -> list[float] | None:
         """The losses that another point of the sweep has written; None if there are none, or the file is damaged."""
         try:
-            reference = json.loads(opened(file.read_text()))
+            reference = json.loads(opened(read_regular(file, LONG_BYTES).decode()))
             if reference["id"] == file.stem:
                 return reference["losses"]
         except FileNotFoundError:

@@ -15,9 +15,9 @@ from torch import Tensor
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
 from lowvram.config.secret import REFUSED
 from lowvram.core.ranks import rank, rank_0_first
-from lowvram.results.files.durable import remove_leftovers, settle, unfinished
+from lowvram.results.files.durable import made_folders, remove_leftovers, settle, unfinished
 from lowvram.results.files.marker import MARKER
-from lowvram.results.files.run_folder import SNAPSHOT_NAME, made_folders, snapshots_in
+from lowvram.results.files.run_folder import SNAPSHOT_NAME, snapshots_in
 
 FORMED_BY = {  # for each part of a snapshot, the groups that determine the names and shapes in it
     "model": ("model", "task", "data", "adapter"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.results.files.durable import write_text
+from lowvram.results.files.regular import open_regular
 
 FILE_NAME = "memory_over_step.csv"
 EVENT, PHASE, SUFFIX = "event", "phase", "_bytes"
@@ -41,7 +42,7 @@ def write(folder: Path, kinds: Sequence[str], moments: Sequence[Sequence[Any]]) 
 def read(folder: Path) -> Moments | None:
     """The file in a point's folder; None if there is none, or if it isn't as lowvram writes it."""
     try:
-        with (folder / FILE_NAME).open(encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(open_regular(folder / FILE_NAME), encoding="utf-8", newline="") as file:
             titles, *lines = [line for line, _ in zip(csv.reader(file), range(MOST_READ), strict=False)]
         columns = dict(zip(titles, zip(*lines, strict=True), strict=True))
         events, phases = tuple(map(int, columns.pop(EVENT))), columns.pop(PHASE)

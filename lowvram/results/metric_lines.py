@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowvram.results.files.regular import read_regular
 from lowvram.results.row import to_json
 
 FILE_NAME = "metrics.jsonl"
+LARGEST_BYTES = 2**31  # of a file: lines of some ten million steps
 WITH_CHECKSUM = re.compile(rb'(\{.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 Values = dict[str, Any]
 
@@ -56,7 +58,7 @@ def read_lines(path: Path, most: int | None = None) -> Lines:
         OSError: the file exists but can't be read.
     """
     try:
-        *lines, half = path.read_bytes().split(b"\n")
+        *lines, half = read_regular(path, LARGEST_BYTES).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
         return Lines([], 0)
     lines = [line for line in lines if line.strip()]

@@ -19,6 +19,7 @@ from typing import Any
 from lowvram.config.secret import without_secrets
 from lowvram.config.texts import shortened
 from lowvram.results.files.durable import write_text
+from lowvram.results.files.regular import LONG_BYTES, Irregular, read_regular
 from lowvram.results.files.sealed import Damaged, opened, sealed
 from lowvram.results.metrics import GIB, METRICS
 from lowvram.results.shown import shown
@@ -141,11 +142,11 @@ def read(folder: str | os.PathLike[str]) -> Row | None:
     """The row of a point's folder; None when there is none or, with one warning, when the file isn't a whole row."""
     path = Path(folder) / FILE_NAME
     try:
-        return parsed(opened(path.read_text(encoding="utf-8")))
+        return parsed(opened(read_regular(path, LONG_BYTES).decode()))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        why = "it is a folder"
+    except Irregular as error:
+        why = str(error.strerror)
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, NoRow | Damaged) else "it is no JSON"
     if path.absolute() not in _reported:

@@ -22,7 +22,7 @@ from lowvram.config.compose import container
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import REFUSED, text_without_secrets, without_secrets, words_without_secrets
 from lowvram.results.files.durable import write_text
-from lowvram.results.files.regular import SHORT_BYTES, read_regular
+from lowvram.results.files.regular import LONG_BYTES, SHORT_BYTES, read_regular
 from lowvram.runs.own_runs import own_code, signed
 
 FOLDER = ".hydra"
@@ -80,7 +80,7 @@ def read_notes(folder: Path) -> Notes:
     notes = dict[str, str]()
     for name in (CONFIG, HYDRA, OVERRIDES):
         with suppress(OSError, UnicodeDecodeError):
-            notes[name] = (folder / FOLDER / name).read_text(encoding="utf-8")
+            notes[name] = read_regular(folder / FOLDER / name, LONG_BYTES).decode()
     return notes
 
 

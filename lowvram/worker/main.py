@@ -5,10 +5,12 @@ However it ends, it sends an event with a status; only if it dies suddenly does 
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import select
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -289,7 +291,11 @@ def prepare(native_log: Path) -> None:
     """Prepare the process for clean measurements, and for a useful trace if it dies."""
     write_proc("oom_score_adj", "800")  # so that the kernel's OOM killer takes the point, not the parent
     write_proc("clear_refs", "5")  # resets the peak of resident memory
-    log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
+    # Truncated only when it is known to be a file of ours: a link leads to somebody else's.
+    log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(log).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(native_log))
+    os.ftruncate(log, 0)
     os.dup2(log, 2)  # for what native code prints when it crashes
     faulthandler.enable(file=log, all_threads=True)
     if is_in_bad_fork():

@@ -23,6 +23,7 @@ from lowvram.planning.cache import write_if_possible
 from lowvram.planning.time.op_class import FAMILIES, FLOP_FAMILIES, Family
 from lowvram.planning.time.op_cost import FORMATS, STREAMS, Column, Stream
 from lowvram.planning.time.roofline import Extra, Rates, rates_tensor
+from lowvram.results.files.regular import SHORT_BYTES, read_regular
 
 SOURCE = "calibrated on this device"
 ANY_FORMAT = "fp32"  # its rate is used for formats that weren't measured, except in `FLOP_FAMILIES`
@@ -126,7 +127,7 @@ class Calibrations:
         """The calibration on disk; None if there is none, or it can't be read."""
         key = key_of(device, allocator)
         try:
-            held = json.loads(self.path(key).read_text())
+            held = json.loads(read_regular(self.path(key), SHORT_BYTES))
             return from_plain(held["rates"]) if held["key"] == key else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None

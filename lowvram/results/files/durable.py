@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -102,6 +102,33 @@ def flush_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in NOT_FOR_FOLDERS:
             raise
+
+
+def made_folders(folder: Path) -> list[Path]:
+    """Make a folder and its parents; returns those that this call created, the uppermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    created: list[Path] = []
+    for path in reversed(missing):
+        with suppress(FileExistsError):  # another program was faster
+            path.mkdir()
+            created.append(path)
+            flush_folder(path.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    return created
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove the folders that are empty, the lowest first."""
+    for folder in reversed(list(folders)):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def remove_leftovers(folder: Path) -> None:

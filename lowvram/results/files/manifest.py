@@ -20,6 +20,7 @@ from typing import Any, final
 
 from lowvram.config.errors import BadInput
 from lowvram.results.files.durable import flush, flush_folder, write_text
+from lowvram.results.files.regular import LONG_BYTES, open_regular, read_regular
 
 NAME = "files.json"
 
@@ -53,18 +54,20 @@ class Manifest:
 
 
 def content_of(path: Path) -> Content:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return Content(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
 
 
 def read(folder: Path) -> Manifest | None:
     """The list of a folder; None where there is none. Raises ValueError if it is damaged or somebody else's."""
     try:
-        fields = json.loads((folder / NAME).read_bytes())
+        fields = json.loads(read_regular(folder / NAME, LONG_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(error.strerror) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     try:
         return Manifest(files_of(fields["files"]), fields["before"] and files_of(fields["before"]))
     except (KeyError, TypeError, AttributeError) as error:

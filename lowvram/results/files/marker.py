@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lowvram.results.files.regular import SHORT_BYTES, read_regular
+
 MARKER = ".lowvram"
 
 
@@ -23,6 +25,6 @@ def read_marker(text: bytes) -> dict[str, Any]:
 def point_of(folder: Path) -> str | None:
     """The id of the point that the marker of its folder names; None if it names none."""
     try:
-        return read_marker((folder / MARKER).read_bytes()).get("point")
+        return read_marker(read_regular(folder / MARKER, SHORT_BYTES)).get("point")
     except OSError:
         return None

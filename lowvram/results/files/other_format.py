@@ -10,6 +10,7 @@ from typing import Any
 
 from lowvram.config.errors import BadInput
 from lowvram.results import row as rows
+from lowvram.results.files.regular import SHORT_BYTES, read_regular
 from lowvram.results.terminal import hydra_quoted, shown_path
 
 ABOUT = "export.json"
@@ -26,7 +27,7 @@ def check_safetensors(folder: Path, name: str, typed: str) -> None:
         return
     about: Any = None
     with suppress(OSError, ValueError):
-        about = json.loads((folder / ABOUT).read_bytes())
+        about = json.loads(read_regular(folder / ABOUT, SHORT_BYTES))
     which = (
         f"export of format {about['format']}"
         if isinstance(about, dict) and "format" in about

@@ -5,10 +5,10 @@ ever, and a device such as /dev/zero never ends. Imports no torch.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 SHORT_BYTES = 2**20  # of a file that describes something in a few lines
 LONG_BYTES = 2**26  # of one with an entry for each file or tensor of a large model
@@ -21,24 +21,29 @@ KINDS = {
 }
 
 
-def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
+class Irregular(OSError):
+    """A file that isn't read because of what it is, or because of its size."""
+
+
+def open_regular(path: Path, most_bytes: int | None = None) -> io.BufferedReader:
     """Open a file to read it, at once whatever it is. Links are followed.
 
     Args:
         most_bytes: what it may hold; None: any size.
 
     Raises:
-        OSError: it can't be opened, is no regular file, or is larger.
+        OSError: it can't be opened.
+        Irregular: it is no regular file, or is larger.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             what = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-            raise OSError(errno.EINVAL, f"it is {what}, no regular file", str(path))
+            raise Irregular(errno.EINVAL, f"it is {what}, no regular file", str(path))
         if most_bytes is not None and status.st_size > most_bytes:
             what = f"it is larger than any such file: {status.st_size:,} bytes of at most {most_bytes:,}"
-            raise OSError(errno.EFBIG, what, str(path))
+            raise Irregular(errno.EFBIG, what, str(path))
         os.set_blocking(fd, True)
         return os.fdopen(fd, "rb")
     except BaseException:

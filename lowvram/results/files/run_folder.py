@@ -18,7 +18,6 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -28,8 +27,10 @@ from typing import Any, final
 from lowvram.config.errors import BadInput
 from lowvram.config.version import __version__
 from lowvram.results import row as rows
-from lowvram.results.files.durable import flush_folder, remove_leftovers
+from lowvram.results.files.durable import made_folders, remove_empty, remove_files, remove_leftovers
+from lowvram.results.files.links import strange_in
 from lowvram.results.files.marker import MARKER, read_marker
+from lowvram.results.files.regular import SHORT_BYTES, read_regular
 
 NUM_TRIES, TRY_S = 5, 0.05  # another program may hold the lock only for a moment, to test it
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
@@ -73,6 +74,7 @@ NAMES = {
 
 
 POINT = re.compile(r"[0-9a-f]{16}")  # the folder of a search's probe
+PROBES = "[0-9a-f]" * 16  # the same as a pattern of files
 FOLDERS = (".hydra", "snapshots", "model", "fidelity", "experiment")  # of a run, in which files are written whole
 
 
@@ -201,7 +203,8 @@ class Claim:
         raise Held(self._key, self.folder, owner)
 
     def _check(self, text: bytes, point: str | None) -> None:
-        """Raise BadInput if the marker is damaged, or says that the folder is for another kind or point."""
+        """Raise BadInput if the marker is damaged, or says that the folder is for another kind or point; or if a link
+        has one of our names."""
         held = read_marker(text)
         if text.strip() and "lowvram" not in held:  # empty: its maker was killed at once
             allowed = (
@@ -213,6 +216,10 @@ class Claim:
             raise BadInput(self._key, str(self.folder), allowed)
         if point is not None and held.get("point") not in (None, point):
             raise other_point(self._key, str(self.folder))
+        probes = [PROBES] if self.kind is Kind.RUN else []
+        if (strange := strange_in(self.folder, (*NAMES[self.kind], *probes))) is not None:
+            allowed = f"a folder whose {strange.name} is a file or folder of its own: lowvram would write through it"
+            raise BadInput(self._key, str(self.folder), f"{allowed}, to what isn't this run's; remove the link or pipe")
 
     def _check_names(self) -> None:
         """Raise BadInput if somebody else's file has the name of one of ours. Results of an early version are ours."""
@@ -306,33 +313,6 @@ def other_point(key: str, folder: str) -> BadInput:
     )
 
 
-def made_folders(folder: Path) -> list[Path]:
-    """Make a folder and its parents; returns those that this call created, the uppermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    created: list[Path] = []
-    for path in reversed(missing):
-        with suppress(FileExistsError):  # another program was faster
-            path.mkdir()
-            created.append(path)
-            flush_folder(path.parent)
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    return created
-
-
-def remove_files(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with suppress(FileNotFoundError):
-            path.unlink()
-
-
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the folders that are empty, the lowest first."""
-    for folder in reversed(list(folders)):
-        with suppress(OSError):
-            folder.rmdir()
-
-
 def is_same_file(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
@@ -369,7 +349,7 @@ def was_cut_off(folder: Path) -> bool:
     """Whether the last program that ran here died after a step of its was saved, so that the row is an older one's.
     Asked while nobody runs here."""
     try:
-        owner = owner_of(read_marker((folder / MARKER).read_bytes()))
+        owner = owner_of(read_marker(read_regular(folder / MARKER, SHORT_BYTES)))
         newest = snapshots_in(folder / SNAPSHOTS)[0].stat().st_mtime_ns
         return owner is not None and newest > (folder / rows.FILE_NAME).stat().st_mtime_ns
     except (OSError, IndexError):

@@ -21,6 +21,7 @@ from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.config.settings import MODEL
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import write_text
+from lowvram.results.files.regular import SHORT_BYTES, read_regular
 from lowvram.results.loggers.logger import LoggedRun, Logger, config_of, final_values, reason
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import shown_path
@@ -125,7 +126,9 @@ class WandbRun(Logger):
 def stored_run_id(folder: Path) -> str | None:
     """The id of the W&B run of this point's folder; None if it has no run."""
     file = folder / RUN_ID_FILE
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return read_regular(file, SHORT_BYTES).decode()
+    return None
 
 
 def _open(run: LoggedRun, run_id: str, is_resumed: bool) -> tuple[wandb.Run | None, str | None]:

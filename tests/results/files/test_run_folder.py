@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from lowvram.config.errors import BadInput
-from lowvram.results.files.durable import unfinished_name
+from lowvram.results.files.durable import made_folders, unfinished_name
 from lowvram.results.files.marker import MARKER
-from lowvram.results.files.run_folder import Claim, Held, Kind, Owner, is_running, made_folders
+from lowvram.results.files.run_folder import Claim, Held, Kind, Owner, is_running
 
 
 def taken(folder: Path, **about: Any) -> Claim:
