@@ -29,6 +29,7 @@ from scripts.benchmarks.agenda_items import Item, Kind, items
 from scripts.benchmarks.agenda_report import report
 from scripts.benchmarks.bench_headline import EMULATED, results_folder
 from scripts.benchmarks.book import Book, Line, stamp
+from scripts.pages.technique_rows import stripped
 
 GRACE_S = 10  # for an item that is ended to record what it has
 LEAST_S = 10  # an item isn't begun with less
@@ -177,10 +178,15 @@ def keep(folder: Path) -> None:
     (device,) = {line["device"] for line in lines}
     to = results_folder(device)
     to.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps({key: value for key, value in line.items() if key != "tail"}) + "\n" for line in lines)
-    write_text(to / "agenda.jsonl", text)
+    write_text(to / "agenda.jsonl", "".join(json.dumps(without_places(line)) + "\n" for line in lines))
     write_text(to / "agenda.md", "\n".join(report(lines)) + "\n")
     print(f"results: {to}")
+
+
+def without_places(line: Line) -> Line:
+    """What others need of it: no paths of this machine."""
+    found = [stripped(row, {}) for row in line["found"]] if line["kind"] == Kind.POINTS.value else line["found"]
+    return {key: value for key, value in line.items() if key != "tail"} | {"found": found}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-COMMON = ("logger=none", "data=synthetic", "mode=measure", "measure.reruns=0")
+COMMON = ("logger=none", "data=synthetic", "data.eval_samples=1", "mode=measure", "measure.reruns=0")
 SHORT = ("measure.warmup_steps=1", "measure.steps=2")
 LONG = ("measure.warmup_steps=2", "measure.steps=8", "measure.max_seconds=6")
 OFFLOADS = {

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from lowvram.results import table
-from lowvram.results.row import Status
+from lowvram.results.row import GIB, MIB, Status
 from scripts.benchmarks.agenda_items import Kind
 from scripts.benchmarks.book import Line
 
-GIB = 2**30
 POINT_HEADINGS = (
     "point",
     "peak GiB",
@@ -43,12 +42,17 @@ def points(rows: Sequence[Line]) -> Iterator[str]:
         if row["status"] != Status.OK:
             yield f"| {table.label(row)} | {row['status']}: {row['reason']} |" + " |" * (len(POINT_HEADINGS) - 2)
             continue
-        host_bytes = (memory["by_kind_max"] or {}).get("host") or None
+        host_bytes = (memory["by_kind_max"] or {}).get("host") or 0
         spread = "-".join(number(times[name], 0) for name in ("step_ms_p05", "step_ms_p95"))
         cells = [
             *(size(memory[name]) for name in ("peak_bytes", "reserved_bytes")),
             *(size(plan.get(name)) for name in ("allocated_bytes", "reserved_bytes")),
-            *(size(host_bytes), number(times["step_ms_p50"], 0), spread, number(plan.get("step_ms"), 0)),
+            *(
+                size(host_bytes if host_bytes >= MIB else None),
+                number(times["step_ms_p50"], 0),
+                spread,
+                number(plan.get("step_ms"), 0),
+            ),
         ]
         yield f"| {' | '.join([table.label(row), *cells])} |"
 

@@ -13,9 +13,10 @@ from lowvram.config.errors import Refused
 from lowvram.results.columns import value_at
 from lowvram.results.files.durable import write_text
 from lowvram.results.metrics import METRICS, Better, Shown
-from lowvram.results.row import MIB, Row, Status
+from lowvram.results.row import GIB, MIB, Row, Status
 from lowvram.results.table import label, render
 from scripts.benchmarks import bench_knobs_report
+from scripts.benchmarks.book import Book
 from scripts.pages.technique_page import machine
 from scripts.pages.technique_rows import Sweep, point_words, read, write
 
@@ -123,6 +124,27 @@ class Knobs(Shape):
         return bench_knobs_report.table([line for line in lines if line["model"] == place.name])
 
 
+class Card(Shape):
+    """The points of an item of `scripts/gpu_check agenda` on a card, whose folder of results is named."""
+
+    def keep(self, place: Place, rows: Sequence[Row], printed: str, folder: Path) -> None:
+        raise Refused("run scripts/gpu_check agenda on a card, then scripts/gpu_check agenda keep")
+
+    def lines(self, place: Place, folder: Path) -> Iterator[str]:
+        item = Book(folder.parent / place.about / "agenda.jsonl").read().get(place.name)
+        if item is None:
+            raise Refused(f"{place.about}: no item {place.name} of its agenda is kept")
+        rows = [row for row in item["found"] if row["status"] == Status.OK]
+        first = rows[0]
+        yield "| switches | peak GiB | smaller by | ms a step |"
+        yield "|---|---:|---:|---:|"
+        for words, row in zip(names(rows), rows, strict=True):
+            less = first["memory"]["peak_bytes"] / row["memory"]["peak_bytes"]
+            times = "" if row is first else f"{less:.1f} ×"
+            ms = row["time"]["step_ms_p50"]
+            yield f"| {typed(words)} | {row['memory']['peak_bytes'] / GIB:.2f} | {times} | {ms:,.0f} |"
+
+
 class Figures(Shape):
     """What lowvram tells of a row, and where: the list of results/metrics.py."""
 
@@ -213,5 +235,6 @@ SHAPES: dict[str, Shape] = {
     "failures": OfRows(failures),
     "printed": Printed(),
     "knobs": Knobs(),
+    "card": Card(),
     "figures": Figures(),
 }

@@ -12,6 +12,7 @@ import pytest
 from lowvram.config.identity import ROOT
 from lowvram.results import row as rows
 from lowvram.results.row import MIB, Row, empty_row, merge
+from scripts.benchmarks.book import Book
 from scripts.pages import doc_tables
 from scripts.pages.doc_tables import RESULTS, main
 from scripts.pages.technique_rows import point_words, read
@@ -119,6 +120,19 @@ def test_a_grid_has_a_column_for_each_last_word(house: Path) -> None:
     assert call(house) == 0  # nothing is added a second time
     assert call(house, "--check") == 0
     assert "somebody" not in (house / "results" / "docs" / "ckpt.jsonl").read_text()
+
+
+def test_a_card_has_a_line_for_each_point_of_its_agenda(house: Path) -> None:
+    rows = [
+        point(words, peak) | {"time": {"step_ms_p50": 1234.5}}
+        for words, peak in (("ckpt=none", 400), ("ckpt=every1", 100))
+    ]
+    book = Book(house / "card" / "agenda.jsonl")
+    (house / "docs" / "page.md").write_text("<!-- card nine: card -->\n<!-- end -->\n")
+    assert call(house) == 3  # the card has no such item
+    book.add({"key": "nine", "found": [dict(merge(empty_row(), row)) for row in rows]})
+    assert call(house) == 0
+    assert "| `ckpt=every1` | 0.10 | 4.0 × | 1,234 |" in text_of(house)
 
 
 def change(path: Path, old: str, new: str) -> None:
