@@ -47,6 +47,17 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def without_graph(tensor: Tensor) -> Tensor:
+    """The same tensor without a graph, made below autograd. It shares the other's version, so that what is written to
+    either in place is noticed in both.
+
+    torch._C._SetExcludeDispatchKeyGuard, since 1.10: a tensor that is detached below autograd has a version of its own.
+    Replaced by an argument of `Tensor.detach`, if torch makes one.
+    """
+    with C._SetExcludeDispatchKeyGuard(C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of; None if it is no view.
 

@@ -36,6 +36,20 @@ class FastDispatchMode(TorchDispatchMode):
         return False
 
 
+class CountingMode(TorchDispatchMode):
+    """A dispatch mode that also sees higher-order operators, and compiled code as one operator.
+
+    TorchDispatchMode.supports_higher_order_operators, since 2.4, and ignore_compile_internals, since 2.8: torch's own
+    selective checkpointing sets them. Replaced by public names, if torch makes them.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def is_in_dispatch_mode() -> bool:
     """Whether a dispatch mode is active: a trace, a ledger.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import batchnorm, dropout
 
 BatchNorm = batchnorm._BatchNorm
@@ -37,3 +37,23 @@ def inside_compiled(module: nn.Module) -> nn.Module | None:
     """
     is_compiled = type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo")
     return module.get_submodule("_orig_mod") if is_compiled else None
+
+
+def is_plain_module(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own layers as it is, whose forward pass changes no attribute: without hooks,
+    and with its class's forward pass.
+
+    Module._forward_hooks and Module._forward_pre_hooks, since before 1.13. Replaced by a public name, if torch makes
+    one.
+    """
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module).__module__.startswith("torch.nn.modules.") and not has_hooks and "forward" not in vars(module)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dictionary in which a module holds its own buffers.
+
+    Module._buffers, since before 1.13: assigning an attribute takes longer, and may be overridden. Replaced by a public
+    name, if torch makes one.
+    """
+    return module._buffers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -101,6 +102,18 @@ def schema_of(operator: Any) -> Any:
         operator: an overload, such as torch.ops.aten.add.Tensor.
     """
     return operator._schema
+
+
+@cache
+def written_arguments(operator: Any) -> Sequence[tuple[int, str]]:
+    """The arguments that an operator changes in place, each with its place and its name; none of what isn't an
+    overload, as higher-order operators aren't.
+
+    torch._ops.OpOverload._schema, since before 1.13. Replaced by a public property, if torch makes one.
+    """
+    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
+    infos = [(place, each.name, each.alias_info) for place, each in enumerate(arguments)]
+    return [(place, name) for place, name, info in infos if info is not None and info.is_write]
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

@@ -10,9 +10,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_trees import tree_leaves
+from lowvram.config.errors import Incompatible
 
 _IS_RECOMPUTED = ContextVar("is_recomputed", default=False)  # of the thread: a card's backward pass has its own
 
@@ -57,30 +58,35 @@ def has_backward(module: nn.Module, inputs: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
 
 
+@contextmanager
+def inputs_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
+    """Around a forward pass that is to be computed again from the same inputs.
+
+    Raises:
+        Incompatible: it has changed one of them in place.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    versions = [version_of(tensor) for tensor in tensors]
+    yield
+    if versions != [version_of(tensor) for tensor in tensors]:
+        raise Incompatible(
+            f"{type(module).__name__} changes what it is given in place, as an activation with inplace=True at its"
+            " start does, so the backward pass can't compute it again: choose ckpt=none and tile=none, or let it change"
+            " a copy"
+        )
+
+
 @final
 class Surroundings:
-    """Autocast and the states of random generators at a forward pass, for its recomputation."""
+    """The number formats of autocast at a forward pass, for its recomputation."""
 
-    def __init__(self, inputs: Sequence[Tensor], is_random: bool) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.device_type = inputs[0].device.type
         self.is_autocast, self.dtype = (
             torch.is_autocast_enabled(self.device_type),
             torch.get_autocast_dtype(self.device_type),
         )
-        self.is_random = is_random
-        self.cpu_state = torch.get_rng_state() if is_random else None
-        has_cards = is_random and torch.cuda.is_initialized()
-        self.cards, self.card_states = get_device_states(*inputs) if has_cards else ([], [])
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Without its cache of converted weights: one that was made here, without a graph, would be used elsewhere."""
         return torch.autocast(self.device_type, self.dtype, self.is_autocast, cache_enabled=False)
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Inside it the same number formats are in use and the same random numbers are drawn as at the forward pass."""
-        with torch.random.fork_rng(self.cards, enabled=self.is_random), self.autocast():
-            if self.cpu_state is not None:
-                torch.set_rng_state(self.cpu_state)
-                set_device_states(self.cards, self.card_states, device_type=self.device_type)
-            yield

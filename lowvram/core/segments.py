@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -23,10 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
-from lowvram.core.recomputed import Surroundings, has_backward
+from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept
+from lowvram.core.repeat import Again, Repeatable
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a block's forward pass, by position and by name
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class Origin(NamedTuple):
@@ -48,28 +47,26 @@ class Output(NamedTuple):
 class Segments:
     """Has blocks compute their activations again, and their inputs, too, in segments of at most `length` calls."""
 
-    def __init__(self, length: int, is_random: bool) -> None:
-        self.length, self.is_random = length, is_random
+    def __init__(self, length: int) -> None:
+        self.length = length
         self.outputs: MutableMapping[Tensor, Output] = WeakIdKeyDictionary()
 
-    def recompute(self, block: nn.Module, contexts: Contexts) -> None:
-        """Patch a block.
-
-        Args:
-            contexts: makes the contexts around the forward pass, and around its repetition, as torch's checkpoint
-                takes them.
-        """
-        forward = block.forward
+    def recompute(self, block: nn.Module) -> None:
+        """Patch a block."""
+        repeatable, forward = Repeatable(block), block.forward
 
         def recomputed(*inputs: Any, **named: Any) -> Any:
             if not has_backward(block, (inputs, named)):
                 return forward(*inputs, **named)
             tensors = tensors_in((inputs, named))
             segment = self.segment_of(tensors)
-            call = Call(forward, contexts, (inputs, named), self.origins_in(segment), self.is_random)
+            passes = repeatable.passes()
+            call = Call(forward, passes.again, (inputs, named), self.origins_in(segment))
             turn = Turn(segment, segment.begin(call), (inputs, named))
-            # torch notes the state of random generators on the devices of what it is given.
-            outputs = checkpoint(turn, tensors[0].new_empty(0), use_reentrant=False, context_fn=contexts)
+            keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: passes}
+            # torch notes whether autocast is on for the devices of what it is given.
+            with inputs_kept(block, tensors):
+                outputs = checkpoint(turn, tensors[0].new_empty(0), **keywords)
             for leaf, tensor in enumerate(tree_leaves(outputs)):
                 if isinstance(tensor, Tensor):
                     origin = Origin(turn.number, leaf)
@@ -148,14 +145,13 @@ class Call:
     def __init__(
         self,
         forward: Callable[..., Any],
-        contexts: Contexts,
+        again: Again,
         arguments: Arguments,
         origin_of: Callable[[Tensor], Origin | None],
-        is_random: bool,
     ) -> None:
-        self.forward, self.contexts = forward, contexts
+        self.forward, self.again = forward, again
         tensors = tensors_in(arguments)
-        self.surroundings = Surroundings(tensors, is_random)
+        self.surroundings = Surroundings(tensors)
         self.inputs = tree_map_only(Tensor, lambda each: Input(origin_of(each), each.requires_grad), arguments)
         origins = (each.origin for each in tree_leaves(self.inputs) if isinstance(each, Input))
         self.origins = {origin for origin in origins if origin is not None}
@@ -179,8 +175,7 @@ class Call:
         """What the call returned, computed again. It has a graph, as torch chooses kernels by what requires a gradient;
         but the graph keeps no tensors."""
         inputs, named = self.arguments(again, kept)
-        surroundings, (_, repetition) = self.surroundings.as_before(), self.contexts()
-        with torch.enable_grad(), saved_tensors_hooks(drop, itself), surroundings, repetition:
+        with torch.enable_grad(), saved_tensors_hooks(drop, itself), self.surroundings.autocast(), self.again:
             return self.forward(*inputs, **named)
 
 

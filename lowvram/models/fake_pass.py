@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
+from lowvram.core.generators import same_draws_afterwards
 
 T = TypeVar("T")
 CACHED = type(lru_cache(len))
@@ -31,7 +32,8 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any)
     """
     misses = {cached: cached.cache_info().misses for cached in caches_of(model)}
     try:
-        with without_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        alone = same_draws_afterwards(model)
+        with without_dispatch_modes(), alone, FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return run(without_memory(model), tree_map_only(Tensor, mode.from_tensor, inputs))
     finally:
         for cached, before in misses.items():

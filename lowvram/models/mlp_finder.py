@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
+from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import token_dim
 from lowvram.models.fake_pass import fake_pass
 
@@ -121,7 +122,7 @@ def keeps_tokens_apart(module: nn.Module, method: str, like: Sequence[Tensor]) -
     if any(isinstance(each, BatchNorm) for each in module.modules()):
         return False
     try:
-        with without_dispatch_modes(), torch.no_grad(), torch.device("cpu"):
+        with without_dispatch_modes(), same_draws_afterwards(module), torch.no_grad(), torch.device("cpu"):
             call = getattr(with_zeros(module), method)
             return all(spreads_only_to(call, like, places) for places in (slice(0, 1), slice(1, FEW)))
     except Exception:

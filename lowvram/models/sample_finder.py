@@ -2,7 +2,8 @@
 
 Two forward passes on fake tensors, of two and of three samples, show which arguments of a block have a row for each
 sample. Then each kind of block runs on two samples, one of them NaN, with all its weights zero: NaN spreads to every
-output that depends on it, whatever the weights.
+output that depends on it, whatever the weights. It runs as in an evaluation, where nothing is dropped, and as in
+training, where some compare samples.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
+from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import is_per_sample
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.mlp_finder import with_zeros
@@ -123,20 +125,31 @@ def keeps_samples_apart(block: nn.Module, use: Use) -> bool:
     if any(isinstance(module, BatchNorm) for module in block.modules()):
         return False
     try:
-        with without_dispatch_modes(), torch.no_grad(), torch.device("cpu"):
+        with without_dispatch_modes(), same_draws_afterwards(block), torch.no_grad(), torch.device("cpu"):
             forward = with_zeros(block)
-            return not any(spreads_from(sample, forward, use) for sample in (0, 1))
+            is_apart = all(keeps_own(forward, use, sample) for sample in (0, 1))
+            return is_apart and not any(spreads_from(forward.train(), use, sample) for sample in (0, 1))
     except Exception:
         return False
 
 
-def spreads_from(sample: int, block: nn.Module, use: Use) -> bool:
-    """Whether NaN in one of two samples makes any output of the other NaN, or none of its own."""
+def keeps_own(block: nn.Module, use: Use, sample: int) -> bool:
+    """Whether NaN in one of two samples makes outputs of that one NaN, and none of the other."""
+    rows = rows_with_nan(block, use, sample)
+    return rows[sample] and not rows[1 - sample]
+
+
+def spreads_from(block: nn.Module, use: Use, sample: int) -> bool:
+    """Whether NaN in one of two samples makes any output of the other NaN."""
+    return rows_with_nan(block, use, sample)[1 - sample]
+
+
+def rows_with_nan(block: nn.Module, use: Use, sample: int) -> list[bool]:
+    """Which of two samples' outputs have a NaN, if one of the samples is NaN."""
     leaves = [with_nan(leaf, sample) if isinstance(leaf, Tensor) else leaf for leaf in use.leaves]
     inputs, named = tree_unflatten(leaves, use.nesting)
     output = block(*inputs, **named)
-    rows = (output if isinstance(output, Tensor) else output[0]).isnan().flatten(1)
-    return bool(rows[1 - sample].any()) or not bool(rows[sample].any())
+    return (output if isinstance(output, Tensor) else output[0]).isnan().flatten(1).any(1).tolist()
 
 
 def with_nan(like: Tensor, sample: int) -> Tensor:

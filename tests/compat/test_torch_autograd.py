@@ -90,3 +90,26 @@ def test_below_autograd_nothing_is_recorded() -> None:
     with below_autograd():
         assert weight.sin().grad_fn is None
     assert weight.sin().grad_fn is not None
+
+
+@needed("torch._C._SetExcludeDispatchKeyGuard", by="ckpt=selective")
+def test_a_tensor_without_graph_shares_the_version() -> None:
+    from lowvram.compat.torch_autograd import version_of, without_graph
+    from lowvram.compat.torch_modes import TorchDispatchMode
+
+    kept: list[Tensor] = []
+
+    class Keeping(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            kept.append(without_graph(output))
+            return output
+
+    ones = torch.ones(2, requires_grad=True)
+    with Keeping():
+        product = ones * 2
+    before = version_of(kept[0])
+    product.add_(1)
+    assert kept[0].grad_fn is None
+    assert kept[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+    assert version_of(kept[0]) == before + 1

@@ -86,3 +86,13 @@ def test_where_there_is_no_mode_none_is_lifted() -> None:
     with FakeTensorMode():
         assert is_in_dispatch_mode()
         assert not isinstance(without_dispatch_modes(), nullcontext)
+
+
+@needed("TorchDispatchMode.supports_higher_order_operators", by="ckpt=selective")
+def test_a_counting_mode_sees_higher_order_operators() -> None:
+    from lowvram.compat.torch_modes import CountingMode, TorchDispatchMode
+
+    assert issubclass(CountingMode, TorchDispatchMode)
+    assert TorchDispatchMode.supports_higher_order_operators is False
+    assert TorchDispatchMode.ignore_compile_internals() is False
+    assert CountingMode.ignore_compile_internals() is True

@@ -48,3 +48,28 @@ def test_what_was_compiled_is_found() -> None:
     layer = nn.Linear(2, 2)
     assert inside_compiled(torch.compile(layer)) is layer  # pyright: ignore[reportArgumentType]
     assert inside_compiled(layer) is None
+
+
+@needed("torch.nn.Module._forward_hooks", by="whoever computes a forward pass again")
+def test_layers_of_torch_as_they_are_are_known() -> None:
+    from lowvram.compat.torch_modules import is_plain_module
+
+    class Own(nn.Linear):
+        """A layer of one's own."""
+
+    hooked, hooked_before = nn.Linear(1, 1), nn.Linear(1, 1)
+    hooked.register_forward_hook(lambda *_: None)
+    hooked_before.register_forward_pre_hook(lambda *_: None)
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(1, 1))
+    assert is_plain_module(nn.Linear(1, 1))
+    assert not any(map(is_plain_module, (Own(1, 1), hooked, hooked_before, parametrized)))
+
+
+@needed("torch.nn.Module._buffers", by="whoever computes a forward pass again")
+def test_the_buffers_of_a_module_are_in_a_dictionary() -> None:
+    from lowvram.compat.torch_modules import own_buffers
+
+    norm = nn.BatchNorm1d(2)
+    own_buffers(norm)["running_mean"] = torch.ones(2)
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [1, 1]

@@ -110,6 +110,17 @@ def test_a_schema_tells_what_an_operator_takes_and_writes() -> None:
     assert schema_of(torch.ops.aten.add.out).arguments[-1].is_out
 
 
+@needed("torch._ops.OpOverload._schema", by="ckpt=selective")
+def test_what_an_operator_writes_is_known() -> None:
+    from lowvram.compat.torch_ops import written_arguments
+
+    aten = torch.ops.aten
+    assert written_arguments(aten.add_.Tensor) == [(0, "self")]
+    assert written_arguments(aten.add.Tensor) == []
+    assert written_arguments(aten.mv.out) == [(2, "out")]
+    assert written_arguments(object()) == []
+
+
 @needed("torch._foreach_norm", by="the global norm of gradients")
 def test_norms_are_those_of_each() -> None:
     from lowvram.compat.torch_ops import norms

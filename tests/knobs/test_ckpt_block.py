@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lowvram.core.assemble import assemble
-from lowvram.knobs.ckpt.block import RunningStatsFrozen, recompute
+from lowvram.core.changes import StatisticsFrozen
+from lowvram.knobs.ckpt.block import recompute
 from tests.laboratory import (
     CPU,
     IMAGES,
@@ -47,7 +48,7 @@ def test_a_second_backward_pass_holds_them_too() -> None:
 
 def test_an_exception_in_a_recomputation_leaves_momentum_as_it_was() -> None:
     norm = nn.BatchNorm1d(3)
-    with suppress(KeyError), RunningStatsFrozen([norm]):
+    with suppress(KeyError), StatisticsFrozen([norm]):
         assert norm.momentum == 0.0
         raise KeyError
     assert norm.momentum == 0.1

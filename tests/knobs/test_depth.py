@@ -402,7 +402,7 @@ def test_without_separate_samples() -> None:
     """A few samples at a time would need a few factors at a time."""
     rig = rig_of("transformer", depth=STOCHASTIC)
     for block in rig.task.blocks(rig.model):
-        block.forward = Tiled(block, block.forward, 0, 2, is_random=False)
+        block.forward = Tiled(block, block.forward, 0, 2)
     with pytest.raises(RuntimeError, match="size"):
         step(rig, make_batch(TOKENS, 8))
     with pytest.raises(

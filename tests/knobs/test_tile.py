@@ -16,6 +16,7 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Exactness, Kind, Knob
 from lowvram.core.ledger import Peak
+from lowvram.core.repeat import Repeatable
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.stepping import InBackward
@@ -139,8 +140,8 @@ def test_frozen_weights_get_no_gradient(adapter: str) -> None:
 # One MLP
 
 
-def tiled(mlp: nn.Module, tokens: int = 6, is_random: bool = False) -> Tiled:
-    return Tiled(Inner(mlp, mlp.forward), tokens, is_random)
+def tiled(mlp: nn.Module, tokens: int = 6) -> Tiled:
+    return Tiled(Inner(Repeatable(mlp), mlp.forward), tokens)
 
 
 class Gated(nn.Module):
@@ -174,7 +175,7 @@ def test_any_layout_and_any_inputs_that_train(shape: tuple[int, ...], needing: t
 
 def test_both_passes_draw_the_same_random_numbers() -> None:
     mlp, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(2, 50, 4, requires_grad=True)
-    output = tiled(mlp, is_random=True)(x)
+    output = tiled(mlp)(x)
     state = torch.get_rng_state()
     output.sum().backward()
     assert x.grad is not None
@@ -204,7 +205,7 @@ def test_without_gradients_it_is_cut_as_well() -> None:
     mlp, seen = nn.Linear(4, 4), list[int]()
     mlp.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     with torch.no_grad():
-        output = Tiled(Inner(mlp, mlp.__call__), 6, False)(torch.ones(2, 7, 4))
+        output = Tiled(Inner(Repeatable(mlp), mlp.__call__), 6)(torch.ones(2, 7, 4))
     assert not output.requires_grad
     assert seen == [3, 3, 1]
 

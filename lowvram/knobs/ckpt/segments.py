@@ -12,7 +12,6 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.segments import Segments
-from lowvram.knobs.ckpt.block import contexts_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class RecomputeSegments(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.task.blocks(rig.model)
-        segments = Segments(self.segment or round(math.sqrt(len(blocks))), rig.task.is_random(rig.model))
+        segments = Segments(self.segment or round(math.sqrt(len(blocks))))
         for block in blocks:
-            segments.recompute(block, contexts_of(block))
+            segments.recompute(block)
         return rig

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.fused import COSTLY
 from lowvram.core.knob import Fact, Kind, Knob, Stage
-from lowvram.core.recomputed import has_backward, is_recomputed_later
+from lowvram.core.recomputed import has_backward, inputs_kept, is_recomputed_later
+from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
-from lowvram.knobs.ckpt.block import RunningStatsFrozen
+from lowvram.knobs.ckpt.kept import Keeping, Kept, Using
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Selective(Knob):
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
 
     def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.RETAINABLE_GRAPH})  # torch drops kept results once the backward pass has used them
+        return frozenset({Fact.RETAINABLE_GRAPH})  # what is kept is gone after one backward pass
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.task.blocks(rig.model)
@@ -61,28 +61,35 @@ ATTENTION = {packet.default for packet in AttentionOps.FUSED}
 
 def keep_products(block: nn.Module) -> None:
     """Make one block keep the results of its costly operators, and recompute the others bit for bit."""
-    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
-    forward = block.forward
+    repeatable, forward = Repeatable(block), block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:
         if not has_backward(block, (inputs, named)):
             return forward(*inputs, **named)
-        kept = partial(create_selective_checkpoint_contexts, policy)
-        context_fn = kept if torch.compiler.is_compiling() else partial(_selective_contexts, norms)
-        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=context_fn, **named)
+        if torch.compiler.is_compiling():
+            kept = partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=kept, **named)
+        context_fn = partial(contexts, repeatable)
+        keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
+        with inputs_kept(block, (inputs, named)):
+            return checkpoint(forward, *inputs, **keywords, **named)
 
     block.forward = recomputed
 
 
 def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """`is_kept`, in a compiled block."""
+    del context
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether one operator's results are kept. Attention with dropout is recomputed: if its result were kept, the
     recomputation wouldn't draw its random numbers, and later dropouts would draw other ones than in the forward pass.
     """
-    del context
     is_attention = operator in ATTENTION and not dropout_of(operator, args, kwargs)
     is_costly = is_attention or operator in PRODUCTS or operator in COSTLY
-    is_kept = is_costly and not is_recomputed_later()
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return is_costly and not is_recomputed_later()
 
 
 def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -91,9 +98,10 @@ def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return {"dropout_p": 0.0, **arguments, **kwargs}["dropout_p"]
 
 
-def _selective_contexts(norms: list[BatchNorm]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    keeping, using = create_selective_checkpoint_contexts(policy)
-    return keeping, Nested(RunningStatsFrozen(norms), using)
+def contexts(repeatable: Repeatable) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Those around a block's forward pass, and around its recomputation."""
+    passes, kept = repeatable.passes(), Kept()
+    return Nested(passes.first, Keeping(kept, is_kept)), Nested(passes.again, Using(kept))
 
 
 class Nested(AbstractContextManager[None]):
@@ -107,5 +115,7 @@ class Nested(AbstractContextManager[None]):
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        self.outer.__exit__(*error)
+        try:
+            self.inner.__exit__(*error)
+        finally:
+            self.outer.__exit__(*error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -15,12 +14,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
+from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, Update, is_finite
-from lowvram.core.seeds import default_generator, generator_for
+from lowvram.core.seeds import generator_for
 from lowvram.knobs.stepping.one_by_one import OneByOneStepper
 from lowvram.knobs.stepping.scaling import check_clip, factor
 
@@ -79,6 +78,7 @@ class ZerothOrderStepper(OneByOneStepper):
         super().__init__(parameters, make_optimizer)
         self.settings = settings
         self.num_steps = 0
+        self.repeatable: Repeatable | None = None
         self.slope: Tensor | None = None  # of the loss along the direction, between `run` and `update`
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
@@ -90,19 +90,20 @@ class ZerothOrderStepper(OneByOneStepper):
 
     @torch.no_grad()
     def run(self, run: Run, rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
-        """Two forward passes of all parts by `run`, with the same random numbers; only the first one updates the
-        running statistics of BatchNorm. Afterwards the weights are what they were, up to rounding.
+        """Two forward passes of all parts by `run`, with the same random numbers; only what the first one changes in
+        the model, such as running statistics, stays. Afterwards the weights are what they were, up to rounding.
 
         Returns:
             The mean of both mean losses (0-dim), which is that of the unmoved weights up to eps².
         """
-        eps, generator = self.settings.eps, default_generator(rig.device)
-        random_state = generator.get_state()
+        eps = self.settings.eps
+        self.repeatable = self.repeatable or Repeatable(rig.model)
+        first, again = self.repeatable.passes()
         self.move(eps)
-        plus = run(rig, parts, total)
+        with first:
+            plus = run(rig, parts, total)
         self.move(-2 * eps)
-        generator.set_state(random_state)
-        with same_statistics(rig.model):
+        with again:
             minus = run(rig, parts, total)
         self.move(eps)
         self.slope = (plus - minus) / (2 * eps)
@@ -148,13 +149,3 @@ class ZerothOrderStepper(OneByOneStepper):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.num_steps = state["num_steps"]
-
-
-@contextmanager
-def same_statistics(model: nn.Module) -> Iterator[None]:
-    """Afterwards the running statistics of BatchNorm layers are what they were."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
-    held = [(tensor, announce(tensor.clone(), Kind.OTHER)) for norm in norms for tensor in norm.buffers(recurse=False)]
-    yield
-    for tensor, before in held:
-        tensor.copy_(before)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig, is_per_sample
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
 
@@ -42,9 +43,8 @@ class TiledBlocks(Knob):
         return {Kind.ACTIVATIONS: 110}  # the last: with ckpt=every1 it saves only where a part has more samples
 
     def apply(self, rig: Rig) -> Rig:
-        is_random = rig.task.is_random(rig.model)
         for block, num_outputs in rig.task.separate_blocks(rig.model).items():
-            block.forward = Tiled(block, block.forward, num_outputs, self.samples, is_random)
+            block.forward = Tiled(block, block.forward, num_outputs, self.samples)
         return rig
 
 
@@ -56,9 +56,9 @@ class Tiled:
         num_outputs: as `Task.separate_blocks` counts them.
     """
 
-    def __init__(self, block: nn.Module, forward: Any, num_outputs: int, samples: int, is_random: bool) -> None:
-        self.block, self.call, self.num_outputs = block, forward, num_outputs
-        self.samples, self.is_random = samples, is_random
+    def __init__(self, block: nn.Module, forward: Any, num_outputs: int, samples: int) -> None:
+        self.repeatable, self.call = Repeatable(block), forward
+        self.num_outputs, self.samples = num_outputs, samples
 
     @property
     def __signature__(self) -> Signature:
@@ -81,5 +81,5 @@ class Tiled:
             output = self.call(*inputs, **named)
             return output[0] if self.num_outputs else output
 
-        whole = in_chunks(Inner(self.block, call), Chunks(0, self.samples), tensors, self.is_random)
+        whole = in_chunks(Inner(self.repeatable, call), Chunks(0, self.samples), tensors)
         return (whole, *[None] * (self.num_outputs - 1)) if self.num_outputs else whole

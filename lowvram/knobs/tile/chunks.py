@@ -12,9 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from lowvram.config.errors import Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
-from lowvram.core.recomputed import Surroundings, has_backward, recomputed_later
+from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, recomputed_later
+from lowvram.core.repeat import Repeatable
 from lowvram.core.rounds import followed
 
 
@@ -23,20 +25,20 @@ class Inner(nn.Module):
     """What a module computed before it was tiled, as a module around it: `functional_call` can give it other tensors in
     the place of its parameters."""
 
-    def __init__(self, owner: nn.Module, call: Any) -> None:
+    def __init__(self, owner: Repeatable, call: Any) -> None:
         super().__init__()
-        self.owner, self.call = owner, call
+        self.owner, self.call, self.repeatable = owner.module, call, owner
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.call(*inputs)
 
 
-def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor], is_random: bool) -> Tensor:
+def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor]) -> Tensor:
     """The output of a function for all inputs, computed chunk by chunk. Only the inputs are kept, and the backward
     pass computes each chunk again.
 
-    Args:
-        is_random: whether the model draws random numbers.
+    Raises:
+        Incompatible: the function changes what its modules hold, which it would do for each chunk, or its inputs.
     """
     if torch.compiler.is_compiling():  # which sums gradients inside its graph
         call, pieces = inner.call, map(chunks.solid, chunks.of(inputs))
@@ -44,9 +46,10 @@ def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor], is_random:
             return torch.cat([call(*piece) for piece in pieces], chunks.dim)
         return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], chunks.dim)  # pyright: ignore[reportArgumentType]
     weights = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
-    run = Run(inner, is_random, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
+    run = Run(inner, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
     anchor = None if any(run.wanted) else next(iter(weights.values()), None)
-    return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *weights.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+    with inputs_kept(inner.owner, inputs):
+        return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *weights.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
 
 
 @final
@@ -134,17 +137,23 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 class Run:
     """One forward pass in chunks, and its backward pass."""
 
-    def __init__(self, inner: Inner, is_random: bool, chunks: Chunks, names: list[str], wanted: list[bool]) -> None:
-        self.inner, self.is_random = inner, is_random
-        self.chunks, self.names, self.wanted = chunks, names, wanted
+    def __init__(self, inner: Inner, chunks: Chunks, names: list[str], wanted: list[bool]) -> None:
+        self.inner, self.chunks, self.names, self.wanted = inner, chunks, names, wanted
         self.kept_by: Any = None  # the autograd node that has saved the inputs
         self.surroundings: Surroundings | None = None
+        self.passes = inner.repeatable.passes()
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        self.surroundings, length = Surroundings(inputs, self.is_random), inputs[0].shape[self.chunks.dim]
-        with recomputed_later(), self.surroundings.autocast():
+        self.surroundings, length = Surroundings(inputs), inputs[0].shape[self.chunks.dim]
+        with self.passes.first, recomputed_later(), self.surroundings.autocast():
             chunks = followed(self.chunks.of(inputs))
-            return self.chunks.joined((self.inner(*self.chunks.solid(chunk)) for chunk in chunks), length)
+            whole = self.chunks.joined((self.inner(*self.chunks.solid(chunk)) for chunk in chunks), length)
+        if changes := self.passes.first.changes:
+            raise Incompatible(
+                f"{changes[0].what} changes in each forward pass, and tile has a part take several, one for each chunk:"
+                " leave tile=none, and choose ckpt and accum"
+            )
+        return whole
 
     def backward(self, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
         """The gradients of inputs and weights; None where none is wanted, or where `inner` doesn't use the tensor."""
@@ -154,7 +163,7 @@ class Run:
         found = [torch.zeros_like(tensor) if is_wanted else None for tensor, is_wanted in wanted]
         sums = {name: GradientSum(weight) for name, weight in zip(self.names, weights, strict=True)}
         stand_ins = {name: total.stand_in for name, total in sums.items()}
-        with self.surroundings.as_before(), torch.enable_grad():
+        with self.passes.again, self.surroundings.autocast(), torch.enable_grad():
             for number, chunk in followed(list(enumerate(self.chunks.of([gradient, *inputs])))):
                 of_output, *parts = self.chunks.solid(chunk)
                 leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(parts, self.wanted, strict=True)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig, token_dim
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
 
@@ -46,9 +47,8 @@ class TiledMLP(Knob):
         mlps = rig.task.mlps(rig.model, self.names)
         allowed = "names, inside the blocks, of what computes each token from that token alone"
         require(bool(mlps), "tile.names", self.names, allowed)
-        is_random = rig.task.is_random(rig.model)
         for owner, method in mlps:
-            setattr(owner, method, Tiled(Inner(owner, getattr(owner, method)), self.tokens, is_random))
+            setattr(owner, method, Tiled(Inner(Repeatable(owner), getattr(owner, method)), self.tokens))
         return rig
 
 
@@ -59,7 +59,6 @@ class Tiled:
 
     inner: Inner
     tokens: int
-    is_random: bool  # whether the model draws random numbers
 
     @property
     def __signature__(self) -> Signature:
@@ -72,4 +71,4 @@ class Tiled:
         if num_tokens <= self.tokens:
             return self.inner.call(*inputs)
         chunks = Chunks(dim, max(1, self.tokens * length // num_tokens))
-        return in_chunks(self.inner, chunks, inputs, self.is_random)
+        return in_chunks(self.inner, chunks, inputs)

@@ -1,0 +1,206 @@
+"""Random generators: their states, which of them a piece of code has moved, and setting them back.
+
+Looked at are the generators from which code draws unless it is given another: torch's, those of the cards, numpy's,
+Python's; and the generators that a model holds in an attribute, or that its Python files hold as a global name.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lowvram.compat.random_states import numpy_bytes, python_bytes
+from lowvram.compat.torch_modes import without_dispatch_modes
+
+NUM_FULL_LOOKS = 64  # at numpy's generator, before only its words are looked at
+
+
+class Source(ABC):
+    """A generator."""
+
+    name: str
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Its state: equal to another one if nothing was drawn in between."""
+
+    @abstractmethod
+    def restore(self, state: Any) -> None:
+        """The inverse of `state`."""
+
+
+@final
+class OfTorch(Source):
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.name = generator, f"torch's generator ({generator.device})"
+
+    def state(self) -> bytes:
+        with without_dispatch_modes():  # a plan's tensors have no bytes
+            return self.generator.get_state().numpy().tobytes()
+
+    def restore(self, state: bytes) -> None:
+        with without_dispatch_modes():
+            self.generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+@final
+class OfPython(Source):
+    def __init__(self, generator: random.Random) -> None:
+        self.generator, self.name = generator, "Python's generator"
+
+    def state(self) -> tuple[bytes, float | None]:
+        return python_bytes(self.generator), self.generator.gauss_next  # pyright: ignore[reportAttributeAccessIssue]
+
+    def restore(self, state: tuple[bytes, float | None]) -> None:
+        position, *words = array("I", state[0])
+        self.generator.setstate((self.generator.VERSION, (*words, position), state[1]))
+
+
+@final
+class OfNumpy(Source):
+    """An np.random.Generator."""
+
+    name = "numpy's generator"
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def state(self) -> bytes:
+        return pickle.dumps(self.generator.bit_generator.state)
+
+    def restore(self, state: bytes) -> None:
+        self.generator.bit_generator.state = pickle.loads(state)
+
+
+@final
+class OfNumpyBefore(Source):
+    """An np.random.RandomState, as numpy's generators were before."""
+
+    name = "numpy's generator"
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def state(self) -> bytes:
+        return pickle.dumps(self.generator.get_state(legacy=False))
+
+    def restore(self, state: bytes) -> None:
+        self.generator.set_state(pickle.loads(state))
+
+
+@final
+class OfNumpyGlobally(Source):
+    """The one behind np.random.rand and its like. Its whole state takes 60 us to read. So after the first looks, and
+    until something has been drawn, its words stand for it. (Beside the words it has at most one number in reserve,
+    drawn together with the one before.)"""
+
+    name = "numpy's generator"
+
+    def __init__(self) -> None:
+        self.num_looks, self.is_used = 0, False
+        self.words: bytes | None = None
+
+    def state(self) -> tuple[bool, bytes]:
+        """Whether it is the whole state, and the bytes."""
+        self.num_looks += 1
+        numpy = numpy_random()
+        bit_generator = numpy.get_bit_generator()
+        if not isinstance(bit_generator, numpy.MT19937):
+            return True, pickle.dumps(numpy.get_state(legacy=False))
+        words = numpy_bytes(bit_generator)
+        self.is_used |= self.words is not None and words != self.words
+        self.words = words
+        if self.is_used or self.num_looks <= NUM_FULL_LOOKS:
+            return True, pickle.dumps(numpy.get_state(legacy=False))
+        return False, words
+
+    def restore(self, state: tuple[bool, bytes]) -> None:
+        is_whole, read = state
+        if is_whole:
+            numpy_random().set_state(pickle.loads(read))
+        else:
+            now = numpy_random().get_state(legacy=True)
+            *words, position = array("I", read)
+            numpy_random().set_state(("MT19937", words, position, *now[3:]))
+
+
+def numpy_random() -> Any:
+    """The module numpy.random; None if nobody has imported it, so that nobody can draw from it."""
+    return sys.modules.get("numpy.random")
+
+
+PYTHONS = OfPython(random.random.__self__)  # pyright: ignore[reportFunctionMemberAccess]
+NUMPYS = OfNumpyGlobally()
+TORCHS = OfTorch(torch.default_generator)
+
+
+def global_sources() -> list[Source]:
+    """The generators from which code draws unless it is given another."""
+    cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    numpys = [NUMPYS] if numpy_random() else []
+    return [TORCHS, PYTHONS, *numpys, *map(OfTorch, cards)]
+
+
+def sources_of(module: nn.Module) -> list[Source]:
+    """The generators that a module and those in it hold, and the Python files of their classes."""
+    modules = list(module.modules())
+    files = (sys.modules.get(type(each).__module__) for each in modules)
+    own_files = {file for file in files if file is not None and not file.__name__.startswith("torch.")}
+    held = (value for owner in (*modules, *own_files) for value in list(vars(owner).values()))
+    return list({id(value): source for value in held if (source := source_of(value)) is not None}.values())
+
+
+def source_of(value: Any) -> Source | None:
+    """A generator's source; None if the value is no generator."""
+    if isinstance(value, torch.Generator):
+        return OfTorch(value)
+    numpy = numpy_random()
+    if numpy is not None and isinstance(value, numpy.Generator):
+        return OfNumpy(value)
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        return OfNumpyBefore(value)
+    return OfPython(value) if type(value) is random.Random else None
+
+
+States = list[tuple[Source, Any]]
+
+
+def states_of(sources: Iterable[Source]) -> States:
+    return [(source, source.state()) for source in sources]
+
+
+def moved(before: States) -> States:
+    """Those of the states that aren't any more what they were."""
+    return [(source, state) for source, state in before if source.state() != state]
+
+
+def restore(states: States) -> None:
+    for source, state in states:
+        source.restore(state)
+
+
+@contextmanager
+def same_draws_afterwards(module: nn.Module | None = None) -> Iterator[None]:
+    """What is drawn inside changes nothing that is drawn afterwards, by a module's own generators either."""
+    before = states_of([*global_sources(), *([] if module is None else sources_of(module))])
+    try:
+        yield
+    finally:
+        restore(moved(before))
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's generators, numpy's and Python's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := numpy_random()) is not None:
+        numpy.seed(seed % 2**32)

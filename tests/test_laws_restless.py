@@ -1,0 +1,214 @@
+"""Knobs that run a forward pass twice, over blocks that draw, that change what they hold, or that write in place.
+
+Each is held against a plain loop of torch: the weights after some steps, the buffers and all else that blocks hold. So
+the gradient belongs to the loss that was computed, and each draw and each change happens once. Where a knob draws
+otherwise, as those do that cut a part, the derivative of the step's own loss is measured by finite differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowvram
+from lowvram.config.errors import Incompatible
+from lowvram.core.generators import seed_all
+from tests import restless
+from tests.restless import BLOCKS, CHANGING, CLASSES, DRAWING, WIDTH, Net
+from tests.tiers import first_of
+
+BATCH, STEPS, LR = 6, 3, 0.05
+SGD = f"optimizer=sgd optimizer.lr={LR} optimizer.momentum=0 optimizer.weight_decay=0"
+# Knobs under which a step draws as without them, and changes what blocks hold as often.
+SAME = [
+    "ckpt=every1",
+    "ckpt=selective",
+    "ckpt=sqrt",
+    "ckpt=every2",
+    "ckpt=sqrt ckpt.segment=3",
+    "ckpt=auto",
+    "ckpt=every1 stepping=in_backward",
+    "ckpt=every1 stepping=in_backward stepping.clip=1e9 stepping.norm=two_passes",
+    "ckpt=sqrt stepping=in_backward stepping.clip=1e9 stepping.norm=two_passes",
+    "ckpt=every1 offload=activations",
+    "ckpt=sqrt offload=activations",
+    "ckpt=every1 accum=x2",
+]
+QUICK = 3  # knobs of these that the quick suite tries
+IN_PARTS = ["tile=blocks", "tile=blocks tile.samples=4", "ckpt=every1 tile=blocks"]
+
+
+@pytest.fixture(autouse=True)
+def in_double() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, WIDTH, generator=draw), torch.randint(CLASSES, (BATCH,), generator=draw))
+        for _ in range(STEPS)
+    ]
+
+
+def made(block: Callable[[], nn.Module]) -> Net:
+    seed_all(0)
+    restless.GLOBAL_RANDOM.bit_generator.state = type(restless.GLOBAL_RANDOM.bit_generator)(0).state
+    return Net(block)
+
+
+def plain(block: Callable[[], nn.Module], num_parts: int) -> tuple[nn.Module, list[float]]:
+    """A plain loop."""
+    model, losses = made(block), list[float]()
+    for step, (x, y) in enumerate(batches()):
+        seed_all(step)
+        model.zero_grad()
+        of_parts = list[float]()
+        for xs, ys in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            loss = F.cross_entropy(model(xs), ys, reduction="sum") / BATCH
+            loss.backward()
+            of_parts.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * (torch.zeros(()) if parameter.grad is None else parameter.grad)
+        losses.append(sum(of_parts))
+    return model, losses
+
+
+def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def assembled(model: Net, knobs: str) -> lowvram.Rig:
+    name = type(model.blocks[0]).__name__
+    return lowvram.assemble(lowvram.task(model, batches()[0][0], sum_of_losses, blocks=name), f"{SGD} {knobs}", "cpu")
+
+
+def trained(block: Callable[[], nn.Module], knobs: str) -> tuple[nn.Module, list[float]]:
+    """The same by lowvram's step."""
+    model, losses = made(block), list[float]()
+    rig = assembled(model, knobs)
+    for step, (x, y) in enumerate(batches()):
+        seed_all(step)
+        losses.append(lowvram.step(rig, lowvram.Part(x, y))[0].item())
+    return model, losses
+
+
+def values_in(model: nn.Module) -> dict[str, Any]:
+    """The numbers in attributes of blocks."""
+    return {
+        f"{place}.{name}": deepcopy(value)
+        for place, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | dict) and not name.startswith("_") and name != "training"
+    }
+
+
+def check_same(name: str, knobs: str) -> None:
+    num_parts = 2 if "accum=x2" in knobs else 1
+    (wanted, wanted_losses), (found, losses) = plain(BLOCKS[name], num_parts), trained(BLOCKS[name], knobs)
+    assert losses == pytest.approx(wanted_losses, rel=1e-12)
+    assert values_in(found) == values_in(wanted)
+    state = found.state_dict()
+    for key, value in wanted.state_dict().items():
+        assert torch.allclose(state[key].to(torch.float64), value.to(torch.float64), rtol=1e-9, atol=1e-12), key
+
+
+CASES = [(knobs, name) for knobs in SAME for name in BLOCKS]
+
+
+@pytest.mark.parametrize(("knobs", "name"), first_of(CASES, QUICK * len(BLOCKS)))
+def test_a_step_is_that_of_a_plain_loop(knobs: str, name: str) -> None:
+    check_same(name, knobs)
+
+
+def derivatives(name: str, knobs: str) -> tuple[float, float]:
+    """Of a step's loss along a direction: by finite differences of the loss that the step returns, and by its
+    update."""
+    x, y = batches()[0]
+    model = made(BLOCKS[name])
+    rig = assembled(model, knobs)
+    parameters, draw = list(model.parameters()), torch.Generator().manual_seed(5)
+    before = [parameter.detach().clone() for parameter in parameters]
+    direction = [torch.randn(parameter.shape, generator=draw) for parameter in parameters]
+
+    def loss_at(eps: float) -> float:
+        with torch.no_grad():
+            for parameter, value, along in zip(parameters, before, direction, strict=True):
+                parameter.copy_(value + eps * along)
+        seed_all(7)
+        restless.GLOBAL_RANDOM.bit_generator.state = type(restless.GLOBAL_RANDOM.bit_generator)(0).state
+        for module in model.modules():
+            for attribute, made_again in OWN.items():
+                if hasattr(module, attribute) and type(module).__name__.startswith("Own"):
+                    setattr(module, attribute, made_again[type(module).__name__]())
+        return lowvram.step(rig, lowvram.Part(x, y))[0].item()
+
+    loss_at(0.0)
+    updates = [(value - parameter.detach()) / LR for value, parameter in zip(before, parameters, strict=True)]
+    by_update = sum(float((update * along).sum()) for update, along in zip(updates, direction, strict=True))
+    return (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6, by_update
+
+
+OWN: dict[str, dict[str, Callable[[], Any]]] = {
+    "draws": {
+        "OwnGenerator": lambda: restless.OwnGenerator().draws,
+        "OwnNumpy": lambda: restless.OwnNumpy().draws,
+        "OwnPython": lambda: restless.OwnPython().draws,
+    }
+}
+# Trials of how blocks treat samples take a copy, and torch can't copy a generator: such a block is refused.
+STEADY = [name for name in DRAWING if name not in CHANGING and name != "OwnGenerator"]
+DETACHED = {"OwnNorm", "Ema", "LargeEma", "OldSpectral"}  # what no gradient sees changes their losses
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name"), first_of([(knobs, name) for knobs in IN_PARTS for name in STEADY], len(STEADY))
+)
+def test_a_gradient_in_parts_is_that_of_the_loss(knobs: str, name: str) -> None:
+    by_differences, by_update = derivatives(name, knobs)
+    assert by_update == pytest.approx(by_differences, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_block_that_changes_in_each_pass_is_not_cut(name: str) -> None:
+    """It would change once for each part: refused when the rig is assembled, or in the first step."""
+    with pytest.raises(
+        Incompatible, match=f"{name}|{BLOCKS[name]().__class__.__name__}|Norm|Spectral|that sample alone"
+    ):
+        trained(BLOCKS[name], "tile=blocks")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_both_passes_of_zeroth_order_draw_the_same(name: str) -> None:
+    """The slope is the derivative of the loss of one draw, and what blocks hold changes as in one forward pass."""
+    x, y = batches()[0]
+    model, wanted = made(BLOCKS[name]), made(BLOCKS[name])
+    rig = assembled(model, "stepping=zeroth_order stepping.eps=1e-5")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    made(BLOCKS[name])  # sets the generators back
+    seed_all(7)
+    mean, update = lowvram.step(rig, lowvram.Part(x, y))
+    made(BLOCKS[name])
+    seed_all(7)
+    loss = F.cross_entropy(wanted(x), y)
+    gradients = torch.autograd.grad(loss, list(wanted.parameters()), materialize_grads=True)
+    moves = [(value - parameter.detach()) / LR for value, parameter in zip(before, model.parameters(), strict=True)]
+    square = sum(float((move**2).sum()) for move in moves)  # of slope * direction
+    product = sum(float((move * gradient).sum()) for move, gradient in zip(moves, gradients, strict=True))
+    assert float(mean) == pytest.approx(float(loss.detach()), abs=1e-7)
+    if name not in DETACHED:  # slope * direction * gradient = slope**2
+        assert product == pytest.approx(float(update.grad_norm) ** 2, rel=1e-3, abs=1e-9)
+    assert square > 0
+    assert values_in(model) == values_in(wanted)
+    for (key, found), (_, value) in zip(model.named_buffers(), wanted.named_buffers(), strict=True):
+        assert torch.allclose(found.double(), value.double(), rtol=1e-3, atol=1e-4), key
