@@ -12,9 +12,18 @@ import numpy as np
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
+from lowvram.data.csv_files import AS_THEY_STAND, csv_options
 from lowvram.data.local import escaped, looks_local, quiet_progress
 
-BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+BUILDERS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")  # the first that exists counts
 HELD_OUT_SHARE = 10  # one row in 10, the last ones, where no split is held out
 SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder that `save_to_disk` made
@@ -115,15 +124,17 @@ def check_name(name: str) -> None:
 
 
 def load_from_hub(place: SplitSource) -> Any:
-    from datasets import load_dataset
+    from datasets import load_dataset, load_dataset_builder
 
     with hf_offline():
-        return load_dataset(place.name, place.config, revision=place.revision, streaming=is_streamed(place))
+        builder = load_dataset_builder(place.name, place.config, revision=place.revision)
+        options: dict[str, Any] = AS_THEY_STAND if builder.name == "csv" else {}
+        return load_dataset(place.name, place.config, revision=place.revision, streaming=is_streamed(place), **options)
 
 
 def load_local_set(place: SplitSource) -> Any:
     """All splits of local files by their names, read without a network."""
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+    from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
     path, streaming = place.path, is_streamed(place)
     if path.is_file():
@@ -132,7 +143,8 @@ def load_local_set(place: SplitSource) -> Any:
             raise BadInput(
                 "data.name", place.name, f"{LOCAL}: {path.suffix or 'a file without an ending'} can't be read"
             )
-        return load_dataset(builder, data_files={place.train_split: escaped([path])}, streaming=streaming)
+        options = csv_options(place.name, [path]) if builder == "csv" else {}
+        return load_dataset(builder, data_files={place.train_split: escaped([path])}, streaming=streaming, **options)
     if any((path / name).is_file() for name in SAVED):
         saved = load_from_disk(str(path))
         splits = DatasetDict({place.train_split: saved}) if isinstance(saved, Dataset) else saved
@@ -141,7 +153,17 @@ def load_local_set(place: SplitSource) -> Any:
     require(
         plain, "data.name", place.name, "a folder whose path has none of [ ] * ?, which `datasets` takes for patterns"
     )
-    return load_dataset(str(path.absolute()), place.config, streaming=streaming)
+    builder = load_dataset_builder(str(path.absolute()), place.config)
+    options = options_of_folder(place.name, builder) if builder.name == "csv" else {}
+    return load_dataset(str(path.absolute()), place.config, streaming=streaming, **options)
+
+
+def options_of_folder(name: str, builder: Any) -> dict[str, Any]:
+    """What datasets' csv reader has to be told of a folder's files. What its README says of columns holds."""
+    config = builder.config
+    if config.sep != "," or config.names is not None or config.features is not None:
+        return AS_THEY_STAND
+    return csv_options(name, [Path(file) for files in config.data_files.values() for file in files])
 
 
 def is_streamed(place: SplitSource) -> bool:

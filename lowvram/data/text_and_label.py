@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from lowvram.data.documents import Documents
 from lowvram.data.tokenizer import Tokenizer
 
 SHOWN = 5  # labels that a message names
+NUMBER = r"^[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?$"
 
 
 def require_column(key: str, name: str, dataset: Any) -> None:
@@ -31,14 +33,26 @@ def class_names(dataset: Any, label: str) -> list[Any]:
     feature = dataset.features[label]
     if isinstance(feature, ClassLabel):
         return feature.names
-    values = dataset.data.column(label).unique().to_pylist()
+    values = [whole(value) for value in dataset.data.column(label).unique().to_pylist()]
+    unfit = [value for value in values if not isinstance(value, str | int) or value == ""]
     allowed = "a column of classes: text or whole numbers, in each row"
-    is_fit = all(isinstance(value, str | int) for value in values)
-    require(
-        is_fit, "data.label", label, f"{allowed}; it has {shown([v for v in values if not isinstance(v, str | int)])}"
-    )
+    require(not unfit, "data.label", label, f"{allowed}; it has {shown(unfit)}")
     require(len(values) >= 2, "data.label", label, f"a column of at least 2 classes; it has only {shown(values)}")
-    return sorted(values)
+    return sorted(values, key=in_order(values))
+
+
+def whole(value: Any) -> Any:
+    """A float that is a whole number as an integer; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def in_order(values: list[Any]) -> Callable[[Any], Any] | None:
+    """What classes are sorted by: their values, if all are numbers, also where they are texts, as in csv files."""
+    try:
+        numbers = {value: float(value) for value in values}
+    except ValueError:
+        return None
+    return lambda value: (numbers[value], value)
 
 
 def class_numbers(dataset: Any, label: str, classes: list[Any], split: str) -> np.ndarray:
@@ -74,8 +88,10 @@ def shown(labels: list[Any]) -> str:
 
 
 def text_column(dataset: Any, name: str | None, label: str | None) -> str:
-    """The column of texts: `name` if given, else `text`, else the only column of texts."""
+    """The column of texts: `name` if given, else `text`, else the only column of texts that aren't all numbers."""
     texts = [key for key, feature in dataset.features.items() if is_text(feature) and key != label]
+    if name is None and len(texts) > 1:
+        texts = [key for key in texts if not is_numeric(dataset, key)]
     column = name or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
     if column is None:
         raise BadInput("data.text", None, f"one of the columns: {', '.join(dataset.column_names)}")
@@ -83,6 +99,15 @@ def text_column(dataset: Any, name: str | None, label: str | None) -> str:
     feature = dataset.features[column]
     require(is_text(feature), "data.text", column, f"a column of texts; it is {feature}")
     return column
+
+
+def is_numeric(dataset: Any, column: str) -> bool:
+    """Whether all texts of a column are numbers, as in a csv file's column of numbers."""
+    import pyarrow.compute as compute
+
+    texts = dataset.data.column(column)
+    are_numbers = compute.match_substring_regex(texts, NUMBER)  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(compute.all(are_numbers).as_py())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_text(feature: Any) -> bool:

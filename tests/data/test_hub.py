@@ -155,15 +155,18 @@ def test_columns_that_are_not_there_are_named(tmp_path: Path) -> None:
         opened(path, text="tilte")
     with pytest.raises(BadInput, match=r"data\.text=null: must be one of the columns: title, body, stars"):
         opened(path)
+    numbers = tmp_path / "a.json"
+    Dataset.from_list([{"stars": 1}] * 3).to_json(str(numbers))
     with pytest.raises(BadInput, match=r"data\.text='stars': must be a column of texts; it is Value\('int64'\)"):
-        opened(path, text="stars")
-    starred = csv_of([{"stars": 1, "kind": kind} for kind in "aabb"], tmp_path / "b.csv")
+        opened(numbers, text="stars")
+    starred = tmp_path / "b.json"
+    Dataset.from_list([{"stars": 1, "kind": kind} for kind in "aabb"]).to_json(str(starred))
     with pytest.raises(BadInput, match=r"data\.image='stars': must be a column of images, .*int64"):
         opened(starred, image="stars", label="kind", image_size=8)
 
 
 def test_the_only_column_of_texts_need_not_be_named(tmp_path: Path) -> None:
-    rows = [{"review": row["text"], "mood": row["mood"]} for row in MOODS]
+    rows = [{"id": number, "review": row["text"], "mood": row["mood"]} for number, row in enumerate(MOODS)]
     assert all_of(opened(csv_of(rows, tmp_path / "a.csv"), label="mood").train)[0] == (MOODS[0]["text"], 1)
 
 
