@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowvram.config.texts import shortened
 from lowvram.results.metrics import METRICS, Better, Metric
 from lowvram.results.row import Row, Status
 from lowvram.results.shown import shown
+
+LONGEST_TITLE = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Table:
 def words_column(title: str, words: Iterable[str | None]) -> Column:
     """A column of names, reasons or typed values; control characters in them are escaped."""
     values = tuple(word and shown(word) for word in words)
-    return Column(title, shown(title), values, tuple(value or "" for value in values))
+    return Column(title, shortened(shown(title), LONGEST_TITLE), values, tuple(value or "" for value in values))
 
 
 def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int]) -> Column:
@@ -59,7 +62,7 @@ def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int]) ->
     texts = metric.format.column(values)
     return Column(
         metric.path,
-        metric.title.format(unit=name),
+        shortened(shown(metric.title.replace("{unit}", name)), LONGEST_TITLE),
         values,
         texts,
         best_rows(rows, values, texts, metric.better),
@@ -72,8 +75,9 @@ def metric_column(rows: Sequence[Row], metric: Metric, unit: tuple[str, int]) ->
 def at(row: Row, path: str) -> Any:
     """The value under a dotted path; None where there is none."""
     value: Any = row
-    for key in path.split("."):
-        if value is None:
+    section, _, name = path.partition(".")
+    for key in [section, name] if section == "eval" else path.split("."):  # a score's name may hold anything
+        if not isinstance(value, Mapping):
             return None
         value = value.get(key)
     return value

@@ -65,7 +65,7 @@ def to_csv(rows: Sequence[Row]) -> str:
     lines = records(rows)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(cell(title) for title in (lines[0] if lines else ()))
+    writer.writerow(_cell(title) for title in (lines[0] if lines else ()))
     writer.writerows([_cell(value) for value in line.values()] for line in lines)
     return text.getvalue()
 

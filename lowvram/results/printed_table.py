@@ -20,7 +20,7 @@ _BORDER = 3  # characters between a column and the next
 
 def to_markdown(table: Table) -> str:
     """The table in Markdown; the best value of each column is in bold."""
-    titles = [column.title for column in table.columns]
+    titles = [_escaped(column.title) for column in table.columns]
     rules = ["---:" if column.is_number else "---" for column in table.columns]
     cells = [
         [

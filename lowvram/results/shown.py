@@ -6,8 +6,11 @@ import re
 
 from lowvram.config.secret import text_without_secrets
 
-# Characters that move the cursor, end a line, or change the direction of writing.
-_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Characters that move the cursor, end a line, change the direction of writing, can't be seen, or can't be written.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 
 

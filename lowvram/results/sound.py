@@ -89,6 +89,7 @@ def _checks(row: Mapping[str, Any], empty: Mapping[str, Any]) -> Iterator[tuple[
         else:
             yield key, row[key], KINDS.get(key, NUMBER)
             yield from _inner(key, row[key])
+    yield from ((f"eval.{name}", value, NUMBER) for name, value in row["eval"].items() if name not in empty["eval"])
     yield from ((f"plan.{name}", value, NUMBER) for name, value in (row["plan"] or {}).items() if name.endswith(SIZES))
     for key, kinds in OF_LISTS.items():
         with_all: Kind = (f"a list of keys with values: {', '.join(kinds)}", kinds.keys().__le__)

@@ -100,7 +100,7 @@ def build(rows: Sequence[Row], kept: Collection[str] = frozenset()) -> Table:
     sources = peak_sources(rows)
     return Table(
         tuple(column for column in columns if any(column.texts)),
-        tuple(_notes(rows, kept)),
+        tuple(map(one_line, _notes(rows, kept))),
         sources[0] if len(sources) == 1 else None,
     )
 

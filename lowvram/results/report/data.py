@@ -5,7 +5,7 @@ Units: memory in the unit named by `unit`, speed in `speed_unit` per second, tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -62,24 +62,35 @@ def evidence(all_entries: Sequence[Entry]) -> Evidence:
     is_plan = all(row["choices"].get("mode") == "plan" for row in rows)
     sweeps = list(dict.fromkeys(entry.sweep for entry in all_entries))
     points = [_point(entry, each, unit_bytes, has_tokens) for entry, each in zip(all_entries, differing, strict=True)]
-    return {
-        "title": heading.title(differing) or table.label(rows[0]),
-        "sweeps": [_sweep(sweep, [entry.row for entry in all_entries if entry.sweep == sweep]) for sweep in sweeps],
-        "about": _about(rows),
-        "unit": unit,
-        "memory_title": f"{'planned' if is_plan else 'peak'} memory",
-        "memory_source": _source(rows),
-        "speed_unit": "tokens" if has_tokens else "samples",
-        "kinds": PEAK_KINDS,
-        "baseline": reference,
-        "points": points,
-        "frontier": frontier(rows),
-        "effects": [vars(effect) for effect in effects(rows, differing, reference)],
-        "waterfall": waterfall(rows, differing),
-        "batch_sizes": batch_sizes(rows, differing),
-        "columns": [_column(column) for column in _columns(all_entries, differing)],
-        "notes": [*table.build(rows).notes, *_damages(points)],
-    }
+    return escaped(
+        {
+            "title": heading.title(differing) or table.label(rows[0]),
+            "sweeps": [_sweep(sweep, [entry.row for entry in all_entries if entry.sweep == sweep]) for sweep in sweeps],
+            "about": _about(rows),
+            "unit": unit,
+            "memory_title": f"{'planned' if is_plan else 'peak'} memory",
+            "memory_source": _source(rows),
+            "speed_unit": "tokens" if has_tokens else "samples",
+            "kinds": PEAK_KINDS,
+            "baseline": reference,
+            "points": points,
+            "frontier": frontier(rows),
+            "effects": [vars(effect) for effect in effects(rows, differing, reference)],
+            "waterfall": waterfall(rows, differing),
+            "batch_sizes": batch_sizes(rows, differing),
+            "columns": [_column(column) for column in _columns(all_entries, differing)],
+            "notes": [*table.build(rows).notes, *_damages(points)],
+        }
+    )
+
+
+def escaped(value: Any) -> Any:
+    """The same with every text safe to be shown: whoever wrote a row may have written anything into it."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, Mapping):
+        return {escaped(name): escaped(item) for name, item in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _damages(points: Sequence[Evidence]) -> list[str]:
