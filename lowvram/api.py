@@ -53,7 +53,8 @@ Criterion = Callable[[Any, Any], Tensor]  # outputs, targets -> the *sum* over t
 
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
     """The sum of the cross-entropies in nats: outputs (..., classes), targets (...); targets of -100 are ignored."""
-    logits = logits_of(outputs).float()
+    logits = logits_of(outputs)
+    logits = logits if logits.dtype is torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 

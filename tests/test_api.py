@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowvram
+from lowvram.api import cross_entropy
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.knob import Knob
@@ -167,6 +168,13 @@ def test_targets_are_a_dictionary_as_well_as_a_tensor() -> None:
         rig = lowvram.assemble(task, [*knobs, "optimizer=sgd"], "cpu")
         losses.append([lowvram.step(rig, lowvram.Part(inputs, targets))[0].item() for _ in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_loss_of_a_model_in_fp64_is_computed_in_fp64() -> None:
+    logits, targets = torch.randn(4, 7, 5, dtype=torch.float64), torch.randint(5, (4, 7))
+    exact = -logits.log_softmax(-1).gather(-1, targets[..., None]).sum()
+    assert cross_entropy(logits, targets).item() == pytest.approx(exact.item(), rel=1e-14)
+    assert cross_entropy(logits.half(), targets).dtype is torch.float32
 
 
 def test_a_criterion_that_returns_a_mean_is_refused() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
-from lowvram.compat.torch_trees import tree_leaves, tree_map_only
+from lowvram.compat.torch_trees import tree_leaves, tree_map
 from lowvram.config.errors import require
 from lowvram.core.rig import IGNORE
 from lowvram.core.torch_losses import count_elements, sum_and_count
 
+PLAIN = (Tensor, int, float, complex, str)
 SAME = 1e-3  # relative difference up to which two losses count as equal
 
 
@@ -61,8 +64,11 @@ class UserCriterion:
 
     def _refuse_mean(self, outputs: Any, targets: Any) -> None:
         """Raise BadInput if the loss of one sample equals that of the same sample twice, as for a mean. Checks nothing
-        if an output doesn't have the samples as its first dimension, or if no target of any sample counts."""
+        if an output doesn't have the samples as its first dimension or is an object that can't be taken apart, or if no
+        target of any sample counts."""
         num_samples = len(tensors_of(targets)[0])
+        if not all(leaf is None or isinstance(leaf, PLAIN) or fields_of(leaf) for leaf in tree_leaves(outputs)):
+            return
         if any(leaf.dim() == 0 or len(leaf) != num_samples for leaf in tensors_of((outputs, targets))):
             return
         index = first_that_counts(targets)
@@ -86,7 +92,19 @@ def no_check(outputs: Any, targets: Any) -> None:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """All tensors, also those in the fields of objects."""
+    leaves = tree_leaves(tree)
+    in_fields = (each for leaf in leaves for each in tree_leaves(list(fields_of(leaf).values())))
+    return [each for each in (*leaves, *in_fields) if isinstance(each, Tensor)]
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of an object of the user's own class, such as a dataclass for a model's outputs; {} of others."""
+    if isinstance(value, (*PLAIN, type, nn.Module)):
+        return {}
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(getattr(value, "__dict__", {}))
 
 
 def first_that_counts(targets: Any) -> int:
@@ -98,7 +116,14 @@ def first_that_counts(targets: Any) -> int:
 def repeated(tree: Any, index: int, times: int) -> Any:
     """The tensors of one sample, `times` times."""
 
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor.detach()[index : index + 1].repeat(times, *[1] * (tensor.dim() - 1))
+    def repeat(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach()[index : index + 1].repeat(times, *[1] * (leaf.dim() - 1))
+        if not (of_leaf := fields_of(leaf)):
+            return leaf
+        twin = copy(leaf)
+        for name, value in tree_map(repeat, of_leaf).items():
+            object.__setattr__(twin, name, value)  # a frozen dataclass too
+        return twin
 
-    return tree_map_only(Tensor, repeat, tree)
+    return tree_map(repeat, tree)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,16 @@ def of_a_dictionary(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs["logits"], targets)
 
 
+@dataclass(frozen=True)
+class OfDataclass:
+    logits: Tensor
+    rest: None = None
+
+
+def of_an_object(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits, targets)
+
+
 def wrapped(criterion: Callable[[Any, Any], Any]) -> UserCriterion:
     return UserCriterion(criterion, "criterion", getattr(criterion, "__name__", criterion))
 
@@ -42,12 +54,24 @@ def test_a_sum_is_what_it_was() -> None:
         (lambda outputs, targets: F.cross_entropy(outputs.roll(1, 0), targets.roll(1, 0)), LOGITS),
         (lambda outputs, targets: F.cross_entropy(outputs, targets, label_smoothing=0.1), LOGITS),
         (of_a_dictionary, {"logits": LOGITS, "scale": 2.0}),
+        (of_an_object, SimpleNamespace(logits=LOGITS, hidden=[LOGITS], scale=2.0)),
+        (of_an_object, OfDataclass(LOGITS)),
     ],
 )
 def test_a_mean_is_refused(criterion: Callable[[Any, Tensor], Any], outputs: Any) -> None:
     sentence = r"returns the sum of the losses, not their mean: for one sample it was [\d.]+, .* take reduction='sum'"
     with pytest.raises(BadInput, match=rf"^criterion=.*: must be .* {sentence}"):
         wrapped(criterion)(outputs, CLASSES)
+
+
+def test_outputs_that_can_not_be_taken_apart_are_used_as_they_are() -> None:
+    class Closed:
+        __slots__ = ("logits",)
+
+    closed = Closed()
+    closed.logits = LOGITS
+    total = wrapped(lambda outputs, targets: summed(outputs.logits, targets))(closed, CLASSES)
+    assert total.item() == summed(LOGITS, CLASSES).item()
 
 
 def test_only_the_first_call_is_checked() -> None:
