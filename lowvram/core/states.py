@@ -15,6 +15,7 @@ from lowvram.core import host
 from lowvram.core.ranks import rank
 from lowvram.core.resting import ever_trains
 from lowvram.core.shards import is_sharded, placed, whole
+from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
 
 STATE_ENTRIES = ("params", "noise_step")  # of an optimizer's param_groups; the other entries are settings
@@ -94,12 +95,13 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 
 def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """`make`, with hooks in its optimizers: when they load a state, they keep their own settings and shard whole
-    tensors as their parameters are; and where parameters are in host memory, the host's processor updates them, and
-    their state is marked as host memory, too."""
+    """`make`, with hooks in its optimizers: they tell when a step begins; when they load a state, they keep their own
+    settings and shard whole tensors as their parameters are; and where parameters are in host memory, the host's
+    processor updates them, and their state is marked as host memory, too."""
 
     def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
+        optimizer.register_step_pre_hook(note_begun)
         optimizer.register_load_state_dict_pre_hook(_with_own_settings)
         if any(map(is_sharded, parameters)):
             optimizer.register_load_state_dict_pre_hook(_placed_state)

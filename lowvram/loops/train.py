@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -24,6 +26,7 @@ from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
+from lowvram.loops.rescue import WholeStep
 from lowvram.loops.session import Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
 from lowvram.models.layout import EXPORTED
@@ -46,14 +49,16 @@ class Train:
         batches, clock = session.batches(run.step), clock_for(session.rig.device)
         run.begin()
         with session.stop.defer_interrupts():
+            run.make_up()
             while run.step < settings.train.steps:
-                with clock.lap("step"):
+                with run.rescuing(), clock.lap("step"):
                     batch = next(batches)
                     with run.compiling.step():
                         loss, update = session.update(batch, run.num_applied, settings.train.steps)
                 run.count(loss, update, batch)
                 if is_due(run.step, settings.train.eval_every):
-                    run.evaluate()
+                    with run.rescuing():
+                        run.evaluate()
                 if is_due(run.step, settings.snapshot.every_steps):
                     run.save()
                 if session.agree(session.stop.requested):
@@ -78,6 +83,7 @@ class TrainingRun:
         self.last_loss_step = 0
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Tensor] | None = None
+        self.owes_evaluation = False  # whether the evaluation after the snapshot's step was due, and has failed
         self.num_targets = torch.tensor(0)  # of the last step
         self.token_counts: list[Tensor] = []  # `Problem.token_counts` of each step of this process
         self.compiling = CompileTimes()
@@ -96,6 +102,23 @@ class TrainingRun:
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
         self.session.begin(self.step, self.session.settings.train.steps, self.journal.unconfirmed, rows)
         self.logged_at = time.monotonic()
+
+    def make_up(self) -> None:
+        """Make the evaluation after the step where the run goes on, if it was due and failed."""
+        if self.owes_evaluation and self.step < self.session.settings.train.steps:
+            self.evaluate()
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """Around what follows the last whole step: if it fails, that step is saved, if that is still possible."""
+        whole = WholeStep(self.step, self.session.rig.model)
+        try:
+            yield
+        except Interrupted:
+            raise
+        except BaseException as error:
+            whole.rescue(error, self.saved_step, self.save)
+            raise
 
     def count(self, loss: Tensor, update: Update, batch: Part) -> None:
         """Count one more step, and log it if that is due."""
@@ -133,18 +156,26 @@ class TrainingRun:
         self.journal.send(self.step, values | pace | memory | self.session.sizes.logged(self.step))
         self.logged_at, self.logged_step, self.logged_compile_s = now + reading_s, self.step, compile_s
 
+    @property
+    def is_evaluated(self) -> bool:
+        return self.evaluation is not None and self.evaluation[0] == self.step
+
     def evaluate(self) -> Evaluation:
         """Evaluate after the last step, unless that was done."""
-        if self.evaluation is None or self.evaluation[0] != self.step:
+        if self.evaluation is None or not self.is_evaluated:
             self.evaluation = (self.step, evaluate(self.session))
             self.journal.send(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
-    def save(self) -> None:
+    def save(self, random: dict[str, Tensor] | None = None) -> None:
         """Save a snapshot after the last step, unless that was done. Rank 0 writes it, once the rows of its steps are
-        on disk."""
+        on disk.
+
+        Args:
+            random: the random state after the step; None: the present one.
+        """
         if self.saved_step != self.step:
-            state = gathered(self.state())
+            state = gathered(self.state(random or random_state()))
             if state is not None:
                 path = self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
                 self.session.events("snapshot", step=self.step, path=str(path))
@@ -152,7 +183,7 @@ class TrainingRun:
         elif rank() == 0:
             self.snapshots.forget_older()
 
-    def state(self) -> dict[str, Any]:
+    def state(self, random: dict[str, Tensor]) -> dict[str, Any]:
         """Everything that the next step depends on. The position in the data follows from the step, their order from
         the seed."""
         return {
@@ -161,7 +192,8 @@ class TrainingRun:
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "last_loss_step": self.last_loss_step,
-            "random": gather_from_all(random_state()),
+            "owes_evaluation": is_due(self.step, self.session.settings.train.eval_every) and not self.is_evaluated,
+            "random": gather_from_all(random),
             "noise": self.session.noise.state(),
             **self.formed_state(),
         }
@@ -185,6 +217,7 @@ class TrainingRun:
         self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
         self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
+        self.owes_evaluation = state.get("owes_evaluation", False)  # the same
         self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
         self.session.noise.restore(state.get("noise", {}))  # the same
 

@@ -18,7 +18,7 @@ from lowvram.compat.torch_autograd import base_of
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ranks import rank
-from lowvram.core.rig import Rig, Stepper, StepperAround
+from lowvram.core.rig import Rig, Stepper, StepperAround, Update
 from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.saved import Copy, Keeper, Saved, forward_with
 from lowvram.core.seeds import seed_of
@@ -81,13 +81,18 @@ class CountingStepper(StepperAround):
         self.seed, self.num_steps, self.num_drawn = seed, 0, 0
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        self.num_steps, self.num_drawn = self.num_steps + 1, 0
+        self.num_drawn = 0
         self.inner.begin(num_parts, divisor)
+
+    def update(self) -> Update:
+        update = self.inner.update()
+        self.num_steps += 1  # afterwards: an update that fails is no step
+        return update
 
     def next_seed(self) -> int:
         """Depends on the seed, the rank, the step, and how many tensors this step has rounded."""
         self.num_drawn += 1
-        return seed_of(f"{self.seed}:{rank()}:{self.num_steps}:{self.num_drawn}") % MOST_SEEDS
+        return seed_of(f"{self.seed}:{rank()}:{self.num_steps + 1}:{self.num_drawn}") % MOST_SEEDS
 
     def state_dict(self) -> dict[str, Any]:
         return {"inner": self.inner.state_dict(), "num_steps": self.num_steps}

@@ -88,8 +88,9 @@ class SwitchingStepper(StepperAround):
         self.inner.begin(num_parts, divisor)
 
     def update(self) -> Update:
-        self.step += 1
-        return self.inner.update()
+        update = self.inner.update()
+        self.step += 1  # afterwards: an update that fails is no step
+        return update
 
     def hold(self, active: Active) -> None:
         """Let these units train in all steps to come."""

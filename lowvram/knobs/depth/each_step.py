@@ -23,8 +23,9 @@ class EachStep(StepperAround):
         self.inner.begin(num_parts, divisor)
 
     def update(self) -> Update:
-        self.step += 1
-        return self.inner.update()
+        update = self.inner.update()
+        self.step += 1  # afterwards: an update that fails is no step
+        return update
 
     def state_dict(self) -> dict[str, Any]:
         return {"inner": self.inner.state_dict(), "step": self.step}

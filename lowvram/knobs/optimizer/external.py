@@ -18,6 +18,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
+from lowvram.core.untouched import marking
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_rates, decayed
 
@@ -85,7 +86,7 @@ class External(Knob):
 
     def make(self, parameters: list[nn.Parameter], policy: RoundingPolicy) -> Optimizer:
         piece_elements = PIECE_ELEMENTS if self.traits.is_elementwise else None
-        return with_fp32_compute(self.plain(parameters), policy, piece_elements=piece_elements)
+        return marking(with_fp32_compute(self.plain(parameters), policy, piece_elements=piece_elements))
 
     def plain(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer itself. As everywhere here, a weight decay leaves out biases and norms."""
