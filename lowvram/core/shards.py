@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lowvram.compat.torch_ops import norms
 
@@ -49,6 +49,21 @@ def placed(whole: Tensor, like: Tensor, device: torch.device | None = None) -> T
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     local(value).copy_(local(shard))
     return value
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a model has gathered for a step that has failed: its parameters are sharded again. Communicates
+    nothing."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def joined(shards: Sequence[Tensor], like: DTensor) -> Tensor:
+    """The whole of a tensor that is laid out as `like` is, given its local shard on each rank of a mesh in one
+    dimension."""
+    (place,) = like.placements
+    return torch.cat(list(shards), place.dim) if isinstance(place, Shard) else shards[0]
 
 
 def make_contiguous(model: nn.Module) -> None:

@@ -17,10 +17,13 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lowvram.config.exit_codes import EXIT_INTERRUPTED
 from lowvram.launch.process_tree import is_stopped
+from lowvram.results.files.durable import LEFTOVER
+from lowvram.results.files.run_folder import SNAPSHOTS
 
 WORKER = "lowvram.worker.main"  # started by its name: nothing here imports torch
 TERM, KILL = b"term", b"kill"
@@ -28,6 +31,7 @@ ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
 MOST_FDS = 64  # with one message
 STOPS = (signal.SIGINT, signal.SIGTERM)
 ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time to save a last snapshot
+LOOK_S, SAVING_GRACE_S = 0.2, 60.0  # how often a rank that saves is looked at, and for how long
 RANK_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the other ranks when one has failed
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_ORPHANED = 70
@@ -72,6 +76,7 @@ class Supervisor:
         self._alive: dict[int, Member] = {}  # by pidfd
         self._deadline: float | None = None  # time.monotonic() at which processes that still run are killed
         self._grace_s = ORPHAN_GRACE_S
+        self._late_s: float | None = None  # see `_first_late_s`
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def run(self, events_fd: int, answers_fd: int, held: Sequence[int]) -> None:
@@ -137,10 +142,23 @@ class Supervisor:
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
 
     def _kill_late(self) -> None:
+        if self._is_saving() and time.monotonic() < self._first_late_s() + SAVING_GRACE_S:
+            self._deadline = time.monotonic() + LOOK_S
+            return
         for member in self._alive.values():
             member.ended_by, member.is_stopped = "kill", is_stopped(member.pid)
             os.kill(member.pid, signal.SIGKILL)
         self._deadline = None
+
+    def _is_saving(self) -> bool:
+        """Whether a rank that is still there writes a snapshot now: of what was done before another rank failed."""
+        folder = Path(self._request.get("folder", os.devnull)) / SNAPSHOTS
+        return folder.is_dir() and any(LEFTOVER.fullmatch(path.name) for path in folder.iterdir())
+
+    def _first_late_s(self) -> float:
+        """When it was first too late; time.monotonic()."""
+        self._late_s = self._late_s or time.monotonic()
+        return self._late_s
 
     def _call_others(self) -> None:
         """Fork the other ranks; the parent gets the pipe of each one's events."""

@@ -1,19 +1,29 @@
 """After an error in a step: a snapshot of the last whole step, so that no work is lost.
 
-A step that has failed may have left the random numbers elsewhere, so those from before it are kept. Of several ranks
-each one that fails leaves its shards in a file; the last one writes the snapshot of all.
+A step that has failed may have left the random numbers elsewhere, so those from before it are kept.
+
+Of several ranks one may fail while the others wait for it, until it is gone: nothing can be sent between them any more.
+So each leaves what only it has in a file of the run's folder, a post, and ends; whoever finds the posts of all others
+writes the snapshot. A post's name is that of a leftover, which is removed if it stays.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.texts import first_line
+from lowvram.core.ranks import num_ranks, rank
+from lowvram.core.shards import joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
 from lowvram.loops.snapshot import random_state
@@ -29,21 +39,23 @@ class WholeStep:
         self.step, self.random = step, random_state()
         self._model, self._untouched = model, Untouched(model)
 
-    def rescue(self, error: BaseException, newest: int, save: Callable[[dict[str, Tensor]], Any]) -> None:
+    def rescue(self, error: BaseException, newest: int, save: Callable[[dict[str, Tensor]], bool]) -> None:
         """Save a snapshot after the step, and say so; or say why that isn't possible.
 
         Args:
             error: what ended the run after the step.
             newest: the step of the newest snapshot; 0 if there is none.
-            save: is given the random state from after the step.
+            save: is given the random state from after the step; returns False if another rank will save it.
         """
         if newest == self.step:
             return
+        reshard(self._model)
         if (why := self._lost_by(error)) is not None:
             say(f"step {self.step} can't be saved any more, since {why}: {newest_is(newest)}")
             return
         try:
-            save(self.random)
+            if not save(self.random):
+                return
         except Exception as failure:  # the first error counts
             why = f"{type(failure).__name__}: {first_line(failure)}"
             say(f"step {self.step} can't be saved ({why}): {newest_is(newest)}")
@@ -75,3 +87,44 @@ def all_finite(tensor: Tensor) -> bool:
 def say(text: str) -> None:
     """Tell the user. On stderr, as the last rank may be any."""
     print(text, file=sys.stderr)
+
+
+@final
+class Posts:
+    """The posts of the ranks that have failed after a step, in a run's folder."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        attempt = int(os.environ.get("MASTER_PORT", "0"))  # another one for each start of the ranks
+        self._folder, self._prefix, self._attempt = folder, f".step_{step:08d}", attempt
+
+    def path(self, of_rank: int, what: str = "post") -> Path:
+        return self._folder / f"{self._prefix}.{what}.{self._attempt:08x}{of_rank:08x}.unfinished"
+
+    def leave(self, post: dict[str, Any], state: dict[str, Any], writing: Path) -> None:
+        """Leave this rank's post, with its shards of `state`. While it is written it is `writing`."""
+        shards = [local(leaf).detach().cpu() for leaf in sharded_leaves(state)]
+        torch.save(post | {"shards": shards}, writing)
+        writing.replace(self.path(rank()))
+
+    def is_complete(self) -> bool:
+        """Whether all posts are there, and this is the one rank that takes them."""
+        if not all(self.path(each).exists() for each in range(num_ranks())):
+            return False
+        with suppress(FileExistsError):
+            os.close(os.open(self.path(0, "taken"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            return True
+        return False
+
+    def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The state with whole tensors, and the posts, which are removed."""
+        posts = [torch.load(self.path(each), weights_only=True) for each in range(num_ranks())]
+        of_ranks = iter(zip(*(post.pop("shards") for post in posts), strict=True))
+        whole = tree_map_only(DTensor, lambda tensor: joined(next(of_ranks), tensor), state)
+        for each in range(num_ranks()):
+            self.path(each).unlink()
+        self.path(0, "taken").unlink()
+        return whole, posts
+
+
+def sharded_leaves(state: Any) -> Iterator[DTensor]:
+    return (leaf for leaf in tree_leaves(state) if isinstance(leaf, DTensor))

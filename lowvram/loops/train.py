@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lowvram.core.ranks import gather_from_all, rank
+from lowvram.core.ranks import gather_from_all, num_ranks, rank
 from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import TimedBatches
@@ -26,11 +26,12 @@ from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
-from lowvram.loops.rescue import WholeStep
+from lowvram.loops.rescue import Posts, WholeStep
 from lowvram.loops.session import Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
 from lowvram.models.layout import EXPORTED
-from lowvram.results.files.run_folder import SNAPSHOTS
+from lowvram.results.files.durable import unfinished_name
+from lowvram.results.files.run_folder import SNAPSHOTS, made_folders
 
 FIRST_HELD, HELD_EVERY = 2, 10  # logged steps at which the memory held is read: the first ones, and every tenth
 SETTLING_STEPS = 2  # the first steps, which aren't timed: the optimizer's state is made in the first
@@ -117,7 +118,7 @@ class TrainingRun:
         except Interrupted:
             raise
         except BaseException as error:
-            whole.rescue(error, self.saved_step, self.save)
+            whole.rescue(error, self.saved_step, self.save_alone if num_ranks() > 1 else self.save)
             raise
 
     def count(self, loss: Tensor, update: Update, batch: Part) -> None:
@@ -167,25 +168,48 @@ class TrainingRun:
             self.journal.send(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
-    def save(self, random: dict[str, Tensor] | None = None) -> None:
+    def save(self, random: dict[str, Tensor] | None = None) -> bool:
         """Save a snapshot after the last step, unless that was done. Rank 0 writes it, once the rows of its steps are
-        on disk.
+        on disk. A collective: all ranks must call it.
 
         Args:
             random: the random state after the step; None: the present one.
         """
         if self.saved_step != self.step:
-            state = gathered(self.state(random or random_state()))
+            randoms = gather_from_all(random or random_state())
+            state = gathered(self.state(randoms))
             if state is not None:
-                path = self.snapshots.save(self.step, state | {"untold": self.journal.commit()})
-                self.session.events("snapshot", step=self.step, path=str(path))
+                self.write(state | {"untold": self.journal.commit()})
             self.saved_step = self.step
         elif rank() == 0:
             self.snapshots.forget_older()
+        return True
 
-    def state(self, random: dict[str, Tensor]) -> dict[str, Any]:
+    def save_alone(self, random: dict[str, Tensor]) -> bool:
+        """The same, of one of several ranks that has failed, as other ranks may have; returns whether it has written
+        the snapshot, as the last one."""
+        posts, state = Posts(self.session.folder, self.step), self.state([])
+        made_folders(self.snapshots.folder)
+        post = {"random": random, "untold": self.journal.commit()}
+        posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{rank()}"))
+        if not posts.is_complete():
+            return False
+        whole, of_ranks = posts.take(state)
+        randoms = [each["random"] for each in of_ranks]
+        self.write(whole | {"random": randoms, "untold": of_ranks[0]["untold"]})
+        return True
+
+    def write(self, state: dict[str, Any]) -> None:
+        path = self.snapshots.save(self.step, state)
+        self.session.events("snapshot", step=self.step, path=str(path))
+
+    def state(self, randoms: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Everything that the next step depends on. The position in the data follows from the step, their order from
-        the seed."""
+        the seed.
+
+        Args:
+            randoms: the random state of each rank.
+        """
         return {
             "step": self.step,
             "num_applied": self.num_applied,
@@ -193,7 +217,7 @@ class TrainingRun:
             "last_loss": self.last_loss,
             "last_loss_step": self.last_loss_step,
             "owes_evaluation": is_due(self.step, self.session.settings.train.eval_every) and not self.is_evaluated,
-            "random": gather_from_all(random),
+            "random": randoms,
             "noise": self.session.noise.state(),
             **self.formed_state(),
         }

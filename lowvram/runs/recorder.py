@@ -23,7 +23,7 @@ from lowvram.results import memory_over_step
 from lowvram.results import row as rows
 from lowvram.results.advice import data_wait_advice
 from lowvram.results.checks import failed_checks
-from lowvram.results.files.durable import write_bytes
+from lowvram.results.files.durable import remove_leftovers, write_bytes
 from lowvram.results.loggers import logger
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
@@ -104,6 +104,9 @@ class Recording:
             self._add_ranks(ranks)
         for log in (native_log(rank) for rank in all_ranks):
             clean(self.point.folder / log)
+        if self.point.launch is None:  # else ranks of other programs may still save together
+            with suppress(OSError):
+                remove_leftovers(self.point.folder)
         end = outcome_of(ended, self.reports, around, self.point.config["sharding"]["timeout_s"])
         blamed = self.reports.get(end.rank)
         if end.status == Status.ERROR and blamed is not None:

@@ -300,6 +300,7 @@ def test_each_part_and_each_step_rounds_by_other_numbers() -> None:
     for _ in range(3):
         rig.stepper.begin(2)
         seeds += [rig.stepper.next_seed() for _ in range(5)]
+        rig.stepper.update()
     assert len(set(seeds)) == 15
 
 

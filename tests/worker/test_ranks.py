@@ -25,6 +25,7 @@ from tests.calls import (
     killed_at_last,
     wait_until,
 )
+from tests.tiers import first_of
 
 Call = Callable[..., Outcome]
 Start = Callable[..., Running]
@@ -89,6 +90,20 @@ def test_the_row_has_the_largest_peak_and_each_rank_s(faulty_sweep: tuple[Outcom
     assert all(each["process_peak_bytes"] > 0 for each in row["ranks"])
     lines = history(next(f for f in faulty_sweep[0].folders if f.name == row["id"]))
     assert [line["step"] for line in lines if "loss/train" in line] == [1, 2, 3]  # of one rank
+
+
+@pytest.mark.parametrize(("sharding", "rank"), first_of([("fsdp", 1), ("fsdp", 0), ("ddp", 1), ("ddp", 0)]))
+def test_a_rank_that_fails_loses_no_step(call: Call, tmp_path: Path, sharding: str, rank: int) -> None:
+    """The others wait for it then, until it is gone: whoever fails last saves what all had."""
+    words = (*TINY, f"sharding={sharding}", "sharding.ranks=2", "device=cpu", "train.steps=5", "hydra.run.dir=run")
+    outcome = call(*words, f"name=raise@4.{rank}")
+    assert outcome.row["reason"] == f"rank {rank}: ValueError: the model is broken"
+    (snapshot,) = outcome.folder.glob("snapshots/*")
+    assert snapshot.name.startswith("step_00000003.")
+    assert not list(outcome.folder.glob(".*.unfinished"))
+    again = call(*outcome.command("continue with"), "name=null")
+    assert again.code == 0, again.said()
+    assert [line["step"] for line in history(again.folder) if "loss/train" in line] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
