@@ -18,6 +18,7 @@ from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_no
 from lowvram.core.ledger import announce
 from lowvram.core.ranks import num_ranks
 from lowvram.core.rig import Part, Rig, Task
+from lowvram.core.shared_memory import names_sharing
 from lowvram.core.states import with_load_hooks
 from lowvram.core.values import materialise
 
@@ -43,10 +44,12 @@ def assemble(
             weight has memory.
     """
     rig = bare_rig(task, device)
-    model = rig.model
+    model, shared = rig.model, names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device, num_ranks()) if absent is None else absent
     needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
+    if shared and device.type == "cuda":
+        raise Incompatible(f"{parted(shared)}: a card updates many weights at once, and so loses updates of such ones")
     if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
         raise Incompatible("; ".join(reasons))
     for stage in list(Stage)[1:]:
@@ -54,11 +57,25 @@ def assemble(
         if stage is Stage.SHARD:
             materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
             rig = task.with_teacher(rig)
+            check_still_shared(rig.model, shared)
         if stage is Stage.OPTIMIZER:
             rig = replace(rig, make_optimizer=with_load_hooks(rig.make_optimizer))
         if stage is Stage.STEPPING:
             rig = rig.over_time(rig, seed)
     return task.with_added_loss(rig)
+
+
+def check_still_shared(model: nn.Module, shared: list[list[str]]) -> None:
+    """Raises Incompatible if weights don't share memory any more that did as the task made the model."""
+    now = {frozenset(group) for group in names_sharing(model)}
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    for group in shared:
+        if names.issuperset(group) and frozenset(group) not in now:
+            raise Incompatible(f"{parted([group])}: with these options they would come apart")
+
+
+def parted(shared: list[list[str]]) -> str:
+    return f"{' and '.join(shared[0])} share memory without being one parameter: make them one, or copy the values"
 
 
 def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:
@@ -104,7 +121,7 @@ def bare_model(task: Task) -> nn.Module:
 BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES})
 TASK_FACTS = BY_TRIAL | {
     *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.INNER_PRODUCTS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES),
-    *(Fact.HARD_TARGETS, Fact.NO_RANDOMNESS),
+    *(Fact.HARD_TARGETS, Fact.NO_RANDOMNESS, Fact.SEPARATE_MEMORY),
 }
 
 
@@ -143,6 +160,8 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         )
     if task.has_soft_targets():
         absent[Fact.HARD_TARGETS] = "this task has a teacher, whose predictions count, too: choose logits=chunked"
+    if shared := names_sharing(model):
+        absent[Fact.SEPARATE_MEMORY] = f"{' and '.join(shared[0])} do: make them one parameter, or copy the values"
     if task.is_random(model):
         absent[Fact.NO_RANDOMNESS] = "this model has dropout: set model.dropout=0"
     return absent

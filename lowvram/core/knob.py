@@ -87,6 +87,7 @@ class Fact(Enum):
     TRAINED_BLOCKS = "the weights of the model's blocks train"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
+    SEPARATE_MEMORY = "no two weights share memory"
     FULL_LOGITS = "the logits of a part exist whole"
 
 

@@ -16,16 +16,24 @@ def is_transposed(layer: nn.Module) -> bool:
     return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
 
 
+def owns_weight(layer: nn.Module) -> bool:
+    """Whether the layer's weight is a parameter of its own, and not computed from others, as by `weight_norm`, in its
+    forward pass or before it."""
+    return any(name == "weight" for name, _ in layer.named_parameters(recurse=False))
+
+
 def inner_linears(model: nn.Module, head: nn.Module | None) -> list[nn.Linear]:
-    """Its linear layers, without the last one, and without classes derived from PyTorch's, whose forward pass may be
-    another one."""
-    return [module for module in model.modules() if type(module) is nn.Linear and module is not head]
+    """Its linear layers, without the last one, without those whose weight is computed, and without classes derived from
+    PyTorch's, whose forward pass may be another one."""
+    linears = (module for module in model.modules() if type(module) is nn.Linear and module is not head)
+    return [linear for linear in linears if owns_weight(linear)]
 
 
 def convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Its two-dimensional convolutions that put zeros around an image, without classes derived from PyTorch's, whose
-    forward pass may be another one."""
-    return [module for module in model.modules() if type(module) is nn.Conv2d and module.padding_mode == "zeros"]
+    """Its two-dimensional convolutions that put zeros around an image, without those whose weight is computed, and
+    without classes derived from PyTorch's, whose forward pass may be another one."""
+    plain = (module for module in model.modules() if type(module) is nn.Conv2d and module.padding_mode == "zeros")
+    return [convolution for convolution in plain if owns_weight(convolution)]
 
 
 def layer_norms(model: nn.Module) -> list[nn.LayerNorm]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
 from lowvram.core.shards import local, placed
+from lowvram.core.shared_memory import laid_out_as, sharing
 
 # Called with the dotted name of a parameter or buffer and its tensor; writes the initial value into it. A fill that
 # needs temporary memory has a method `without_values`, with the same arguments, that only allocates it, for plans.
@@ -26,7 +28,8 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
     """Give every meta tensor of the model memory on the device and its initial value. Tied tensors stay tied, and
     strides are kept. The order doesn't change the values, as each tensor is filled by its first name."""
-    names, real = first_names(model), dict[Tensor, Tensor]()
+    names = first_names(model)
+    real = filled_together(names, fill, device)
     for module in largest_first(model):
         for name, tensor in own_tensors(module):
             if not tensor.is_meta:
@@ -36,7 +39,24 @@ def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
             setattr(module, name, real[tensor])
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != device.type for tensor in here):
+        groups = sharing(here)
+        moved = laid_out_as((tensor for group in groups for tensor in group), partial(empty_on, device))
         model.to(device)  # a task's model may have come with memory, on another device
+        for tensor, memory in moved.items():  # torch has parted those that shared memory
+            tensor.data = memory.copy_(tensor).detach()
+
+
+def filled_together(names: Mapping[Tensor, str], fill: Fill, device: torch.device) -> dict[Tensor, Tensor]:
+    """The meta tensors of a model that share memory, with memory and values; they share it again."""
+    groups = sharing(tensor for tensor in names if tensor.is_meta)
+    real = laid_out_as((tensor for group in groups for tensor in group), partial(empty_on, device))
+    for tensor, memory in real.items():
+        memory.copy_(initial(names[tensor], tensor, fill, device))
+    return real
+
+
+def empty_on(device: torch.device, tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def first_names(model: nn.Module) -> dict[Tensor, str]:

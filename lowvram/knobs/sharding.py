@@ -103,6 +103,9 @@ class FSDP(DataParallel):
 
     saves = Kind.PARAMETERS
 
+    def needs(self) -> frozenset[Fact]:
+        return super().needs() | {Fact.SEPARATE_MEMORY}
+
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.core.shared_memory import copied
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
@@ -88,7 +88,7 @@ class ExternalConfig(ForeignModel):
         key = f"{self.description} {spec!r}"
         if key not in SKELETONS:
             SKELETONS[key] = without_values(partial(self.build, spec))
-        return deepcopy(SKELETONS[key])
+        return copied(SKELETONS[key], "meta")
 
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:
         layout.save(model, self, spec, folder)

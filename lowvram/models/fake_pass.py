@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import deepcopy
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.shared_memory import copied
 
 T = TypeVar("T")
 CACHED = type(lru_cache(len))
@@ -43,11 +42,7 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any)
 
 def without_memory(model: nn.Module) -> nn.Module:
     """A copy in training mode with new, empty tensors. Call it under a FakeTensorMode: they then have no memory."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        memo[id(tensor)] = nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
-    return deepcopy(model, memo).train()
+    return copied(model, "cpu", with_constants=False).train()
 
 
 def caches_of(model: nn.Module) -> set[Any]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
+from lowvram.core.layers import owns_weight
 from lowvram.core.rig import Tail, has_dropout
-from lowvram.core.values import own_tensors
+from lowvram.core.shared_memory import copied
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
 
@@ -79,7 +80,7 @@ class ForeignModel(ABC):
     def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None:
         name = self.find_blocks(model, spec).head
         module = None if name is None else model.get_submodule(name)
-        return module if isinstance(module, nn.Linear) else None
+        return module if isinstance(module, nn.Linear) and owns_weight(module) else None
 
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
         return self.find_blocks(model, spec).has_plain_blocks
@@ -121,20 +122,11 @@ def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) ->
 
 
 def without_values(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model with values on the CPU, then replace its tensors by ones without memory. Some models can't be built
-    without memory, because their code reads values."""
+    """Build a model with values on the CPU, and copy it without memory. Some models can't be built without memory,
+    because their code reads values."""
     with without_dispatch_modes(), torch.random.fork_rng([]), torch.device("cpu"):
         model = build()
-    bare: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for name, tensor in own_tensors(module):
-            setattr(module, name, bare.setdefault(tensor, meta_like(tensor)))
-    return model
-
-
-def meta_like(tensor: Tensor) -> Tensor:
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+    return copied(model, "meta")
 
 
 def all_outputs(model: nn.Module, inputs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.core.layers import is_transposed
+from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.quiet import quiet
 from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
 
@@ -25,8 +25,10 @@ def library() -> Any:
 
 def product_of(layer: nn.Module) -> Product | None:
     """How a layer uses its weight; None if it can't carry an adapter. Subclasses can't, such as the layer that
-    nn.MultiheadAttention holds and never calls."""
+    nn.MultiheadAttention holds and never calls, nor layers whose weight is computed from other parameters."""
     kind = type(layer)
+    if not owns_weight(layer):
+        return None
     if kind is nn.Linear or is_transposed(layer):
         return Linear(transposed=is_transposed(layer))
     if isinstance(layer, nn.Conv2d) and kind is nn.Conv2d and not isinstance(layer.padding, str):

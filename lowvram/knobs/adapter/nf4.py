@@ -143,8 +143,8 @@ class FourBit(PackedWeight):
     def __init__(self, layer: nn.Module, product: Product) -> None:
         """
         Args:
-            layer: has a weight, of which only the shape is used (`Values` fills the codes), and perhaps a bias, which
-                is kept as it is. May be on the device meta.
+            layer: has a weight, and perhaps a bias, which is kept as it is. If the weight is on the device meta, it has
+                no values yet, and `Values` fills the codes.
         """
         super().__init__()
         weight, bias = layer.get_parameter("weight"), dict(layer.named_parameters(recurse=False)).get("bias")
@@ -158,6 +158,16 @@ class FourBit(PackedWeight):
         pairs = torch.empty(256, 2, dtype=torch.float32, device=weight.device)
         for name, buffer in (("codes", codes), ("scales", scales), ("pairs", pairs)):
             self.register_buffer(name, buffer, persistent=False)
+        if not weight.is_meta:  # of a module of the user's own
+            self.keep(weight)
+
+    @torch.no_grad()
+    def keep(self, weight: Tensor) -> None:
+        """Quantize these values."""
+        packed = pack(weight.detach().float())
+        self.codes.copy_(packed.codes)
+        self.scales.copy_(packed.scales)
+        self.pairs.copy_(pairs())
 
     @property
     def weight(self) -> Tensor:

@@ -35,7 +35,8 @@ class Bf16Weights(Knob, ABC):
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES})  # one weight at a time is updated in fp32
+        # One weight at a time is updated in fp32.
+        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FP32_WEIGHTS})

@@ -12,7 +12,7 @@ from torch import nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.config.errors import BadInput, require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
-from lowvram.core.layers import is_transposed
+from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
 from lowvram.knobs.sparsity.masks import Mask, Masking, Rule, masked_share
@@ -73,7 +73,7 @@ class Masked(Sparsity):
         blocks = {Fact.BLOCKS} if self.layers is None else set()
         # Zeroth-order steps move masked weights away from 0, and count on it that an update moves them back.
         trained = {Fact.TRAINED_BLOCKS, Fact.SAME_PARAMS, Fact.PLAIN_BACKWARD}
-        return frozenset({Fact.WHOLE_PARAMS, *trained, *blocks})
+        return frozenset({Fact.WHOLE_PARAMS, Fact.SEPARATE_MEMORY, *trained, *blocks})
 
     def reference(self) -> Self:
         """Itself: it decides which weights are learnt."""
@@ -136,9 +136,11 @@ class Masked(Sparsity):
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    """The linear layers and convolutions, by name; of those that share a weight the first."""
+    """The linear layers and convolutions whose weight isn't computed from other parameters, by name; of those that
+    share a weight the first."""
     named: Iterable[tuple[str, Any]] = model.named_modules()
-    layers = [(name, layer) for name, layer in named if isinstance(layer, LAYERS) or is_transposed(layer)]
+    kinds = [(name, layer) for name, layer in named if isinstance(layer, LAYERS) or is_transposed(layer)]
+    layers = [(name, layer) for name, layer in kinds if owns_weight(layer)]
     first = {layer.weight: (name, layer) for name, layer in reversed(layers)}
     return {name: layer for name, layer in layers if first[layer.weight] == (name, layer)}
 

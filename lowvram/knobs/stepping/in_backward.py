@@ -77,7 +77,8 @@ class InBackward(Knob):
     def needs(self) -> frozenset[Fact]:
         walked_twice = {Fact.RETAINABLE_GRAPH} if self.norm is Norm.two_passes else set()
         compiled = {Fact.KERNEL_COMPILER} if self.sums is not SumsIn.host else set()
-        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, *walked_twice, *compiled})
+        separate = {Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY}
+        return frozenset({Fact.PLAIN_BACKWARD, *separate, *walked_twice, *compiled})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})

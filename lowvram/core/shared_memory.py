@@ -1,0 +1,112 @@
+"""Tensors of a model that share memory, although they are several tensors: after `decoder.weight.data =
+encoder.weight.data.t()` an update of one changes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from lowvram.compat.torch_modes import without_dispatch_modes
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of the tensors that have at least one number in common with another, in groups of those in one memory.
+    Parts of one memory that don't overlap, as the weights of an LSTM on a card, aren't such."""
+    of_memory: dict[int, tuple[torch.UntypedStorage, list[Tensor]]] = {}
+    for tensor in dict.fromkeys(tensors):
+        if not isinstance(tensor, DTensor) and not is_lazy(tensor) and tensor.numel():
+            storage = tensor.untyped_storage()  # kept, so that its id isn't used again
+            of_memory.setdefault(id(storage), (storage, []))[1].append(tensor)
+    groups = (group for _, group in of_memory.values() if len(group) > 1)
+    return [overlapping for group in groups if (overlapping := overlaps(group))]
+
+
+def overlaps(group: list[Tensor]) -> list[Tensor]:
+    """Of tensors in one memory those that have a number in common with another."""
+    with without_dispatch_modes():  # in a plan tensors have no values
+        places = {tensor: places_of(tensor) for tensor in group}
+
+        def is_shared(tensor: Tensor) -> bool:
+            return any(torch.isin(places[tensor], places[each]).any() for each in group if each is not tensor)
+
+        return [tensor for tensor in group if is_shared(tensor)]
+
+
+def places_of(tensor: Tensor) -> Tensor:
+    """The places of a tensor's numbers in its memory, in bytes: (numel,) int64 on the CPU."""
+    places = torch.full((1,), int(tensor.storage_offset()), device="cpu")
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places[:, None] + torch.arange(int(size), device="cpu") * int(stride)).flatten()
+    return places * tensor.itemsize
+
+
+def last_place(tensor: Tensor) -> int:
+    """The place of the last of a tensor's numbers in its memory, in numbers."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + sum((int(size) - 1) * int(stride) for size, stride in steps)
+
+
+def names_sharing(model: nn.Module) -> list[list[str]]:
+    """The names of parameters and buffers that share memory, the first name of each."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    names = {tensor: name for name, tensor in reversed(named)}
+    return [[names[tensor] for tensor in group] for group in sharing(names)]
+
+
+def laid_out_as(tensors: Iterable[Tensor], empty: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+    """New tensors with the shapes, strides and dtypes of others, for each of which one is made; those that share memory
+    share it again.
+
+    Args:
+        empty: makes one, given such a tensor.
+    """
+    distinct = list(dict.fromkeys(tensors))
+    shared = [group for group in sharing(distinct) if len({tensor.dtype for tensor in group}) == 1]
+    new = dict[Tensor, Tensor]()
+    for group in shared:
+        num_numbers = max(map(last_place, group)) + 1
+        memory = empty(torch.empty(num_numbers, dtype=group[0].dtype, device="meta"))
+        for tensor in group:
+            new[tensor] = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return {tensor: as_parameter_like(tensor, new[tensor] if tensor in new else empty(tensor)) for tensor in distinct}
+
+
+def as_parameter_like(old: Tensor, new: Tensor) -> Tensor:
+    """`new`, as a parameter if `old` is one."""
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def copied(model: Model, device: str, with_constants: bool = True) -> Model:
+    """A copy of a model, of any code, with new, empty tensors on a device. Tensors that are tied, or share memory, do
+    so again.
+
+    Args:
+        with_constants: copy tensors that are neither parameters nor buffers; else the copy has the same ones.
+    """
+    # torch itself copies no tensor that autograd has computed, such as the weight of an old `weight_norm`.
+    others = [each for module in model.modules() for each in inside(vars(module)) if not isinstance(each, nn.Parameter)]
+    computed = [each for each in others if each.grad_fn is not None]
+    tensors = [each for each in [*model.parameters(), *model.buffers(), *computed] if not is_lazy(each)]
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    memo: dict[int, Any] = {} if with_constants else {id(each): each for each in others}
+    return deepcopy(model, memo | {id(old): new for old, new in laid_out_as(tensors, empty).items()})
+
+
+def inside(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and dictionaries, nested to some depth: a list may hold itself."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple) and depth:
+        for inner in [*value.values()] if isinstance(value, Mapping) else value:
+            yield from inside(inner, depth - 1)
