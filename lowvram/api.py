@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any, final
 
@@ -23,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lowvram.compat.torch_trees import tree_map_only
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import knob_of, neutral_options, node_of, options_of
 from lowvram.config.schema import build
 from lowvram.core import assemble as core
@@ -33,13 +32,13 @@ from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
 from lowvram.core.rig import IGNORE, Method, Part, Rig, Task
+from lowvram.core.shared_memory import copied
 from lowvram.core.step import step
 from lowvram.core.values import Fill
 from lowvram.export.folder import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks
-from lowvram.models.fake_pass import without_memory
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
@@ -142,7 +141,9 @@ class ModuleTask(Task):
     def without_values(self, targets: Any) -> ModuleTask:
         """The same task over copies whose tensors have no memory."""
         self.find_blocks()  # before the tensors lose their values
-        return replace(self, make=partial(without_memory, self.make()), spec=Samples(self.inputs, targets))
+        model = self.make()
+        bare = lambda: copied(model, "meta", with_constants=False).train()  # noqa: E731
+        return replace(self, make=bare, spec=Samples(self.inputs, targets))
 
 
 def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, blocks: str | None = None) -> ModuleTask:
@@ -154,8 +155,13 @@ def task(module: nn.Module, inputs: Any, criterion: Criterion = cross_entropy, b
             losses for outputs and targets, such as nn.CrossEntropyLoss(): their means are taken over the whole batch.
         blocks: the class name of the repeated blocks; None: found by what modules save for the backward pass.
 
-    The first `step` raises BadInput if the criterion returns a mean.
+    Raises:
+        BadInput: the module or the criterion is something else. The first `step` raises it if the criterion returns a
+            mean.
     """
+    require(isinstance(module, nn.Module), "module", type(module).__name__, "an nn.Module")
+    allowed = "a function of outputs and targets, or one of torch's losses, such as nn.CrossEntropyLoss()"
+    require(callable(criterion) and not isinstance(criterion, type), "criterion", criterion, allowed)
     loss = UserCriterion(criterion, "criterion", getattr(criterion, "__name__", criterion))
     return ModuleTask(lambda: module, inputs, loss, blocks)
 

@@ -191,3 +191,60 @@ def test_the_import_is_light_and_other_names_are_unknown() -> None:
     assert "assemble" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = lowvram.nothing
+
+
+# Modules of the user's own with values, and what is no module or criterion
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+def blocks_of_ones_own(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(50, width), *(Block(width) for _ in range(3)), nn.Linear(width, 50))
+
+
+def adapted_losses(knobs: str) -> tuple[list[float], nn.Module]:
+    torch.manual_seed(0)
+    model, ids = blocks_of_ones_own(64), torch.randint(50, (4, 9))
+    rig = lowvram.assemble(lowvram.task(model, ids[:, :-1]), knobs, device="cpu")
+    part = lowvram.Part(ids[:, :-1], ids[:, 1:])
+    return [lowvram.step(rig, part)[0].item() for _ in range(2)], rig.model
+
+
+def test_qlora_keeps_the_values_of_ones_own_module() -> None:
+    plain, _ = adapted_losses("adapter=lora")
+    quantized, model = adapted_losses("adapter=qlora")
+    torch.testing.assert_close(quantized, plain, rtol=0.01, atol=0)
+    layer: Any = model.get_submodule("1.mlp.0.base_layer")
+    first: Any = model.get_submodule("1.mlp.0")
+    assert first.lora_B["default"].weight.abs().max() > 0  # it trains
+    assert layer.dequantized().abs().max() < 1 / 8 + 1e-6  # nn.Linear's initial values are below 1 / sqrt(64)
+
+
+@pytest.mark.parametrize("option", ["lora", "qlora"])
+def test_adapters_of_ones_own_module_are_planned_at_the_first_call(option: str) -> None:
+    model, ids = blocks_of_ones_own(32), torch.zeros(2, 16, dtype=torch.long)
+    planned = lowvram.plan(lowvram.task(model, ids), ids, 4, f"adapter={option}", "rtx3060")
+    assert planned["allocated_bytes"] > 0
+
+
+@pytest.mark.parametrize("criterion", ["text", None, 3, nn.CrossEntropyLoss])
+def test_what_is_no_criterion_is_refused(criterion: Any) -> None:
+    with pytest.raises(BadInput, match=r"^criterion=.*: must be a function of outputs and targets, or one of torch's"):
+        lowvram.task(nn.Linear(2, 2), torch.zeros(2, 2), criterion)
+
+
+@pytest.mark.parametrize("knobs", ["tile=blocks tile.samples=2", "tile=mlp tile.tokens=32"])
+def test_a_plan_of_ones_own_module_counts_each_weight_once(knobs: str) -> None:
+    model, ids = blocks_of_ones_own(16), torch.zeros(8, 17, dtype=torch.long)
+    plain, planned = (
+        lowvram.plan(lowvram.task(model, ids[:2, :-1]), ids[:2, 1:], 8, each, device="cpu")["by_kind_max"]["parameters"]
+        for each in ("", knobs)
+    )
+    assert planned == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,11 +15,14 @@ def step(rig: Rig, batch: Part) -> tuple[Tensor, Update]:
     """One optimizer update on one logical batch.
 
     Returns:
-        The mean loss over the batch's targets (0-dim, on the device, detached), and whether the update was applied.
+        The mean loss over the batch's targets (0-dim, on the device, detached), and whether the update was applied. Of
+        a batch in which no target counts the mean is nan, and the gradients are 0.
     """
     parts = rig.split(batch)
     rig.stepper.begin(len(parts))
-    loss = rig.run(rig, parts, rig.total(parts))
+    total = rig.total(parts)
+    has_targets = total > 0
+    loss = rig.run(rig, parts, total.double().where(has_targets, math.inf))
     update = rig.stepper.update()
     rig.finish()
-    return loss, update
+    return loss.where(has_targets, math.nan), update

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -67,3 +68,14 @@ def test_each_part_is_moved_when_it_is_computed() -> None:
     found, _ = step(replace(rig, move=move), batch)
     assert alive == [0, 0, 0, 0]
     assert torch.equal(found, step(assemble(problem, knobs_of(accum="x4"), CPU), batch)[0])
+
+
+@pytest.mark.parametrize("logits", ["full", "chunked", "tiled"])
+def test_a_batch_in_which_no_target_counts_has_no_mean_and_no_gradients(logits: str) -> None:
+    task = PROBLEMS["transformer"]
+    batch = make_batch(task.spec, 4)
+    rig = assemble(task, knobs_of(logits=logits, accum="x2"), CPU)
+    loss, update = step(rig, Part(batch.inputs, torch.full_like(batch.targets, IGNORE)))
+    assert loss.isnan()
+    assert update.applied
+    assert update.grad_norm == 0

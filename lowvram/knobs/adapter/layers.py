@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any
@@ -54,14 +55,20 @@ def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[s
     the dtype of the layers'."""
     peft = library()
     weight = next(iter(layers.values())).get_parameter("weight")
-    with quiet(), torch.device(weight.device), torch.random.fork_rng([]):
+    with quiet(), torch.device("meta"):  # peft doesn't move what is there: a plan's tensors can't be moved
         peft.inject_adapter_in_model(config_of(layers, options), model, NAME)
     for layer in adapted(model).values():
-        for matrix in (layer.lora_A[NAME], layer.lora_B[NAME]):
-            if matrix.weight.dtype != weight.dtype:
-                matrix.to(weight.dtype)
+        for matrix, start in ((layer.lora_A[NAME], as_in_peft), (layer.lora_B[NAME], nn.init.zeros_)):
+            like = torch.empty_like(matrix.weight, device=weight.device, dtype=weight.dtype)
+            matrix.weight = nn.Parameter(like if weight.is_meta else start(like))
         # Else, under autocast, peft casts the inputs to fp32 and autocast casts them back: a copy kept by each layer.
         layer.cast_input_dtype_enabled = False
+
+
+def as_in_peft(matrix: torch.Tensor) -> torch.Tensor:
+    """Matrix A's initial values, without advancing torch's generators."""
+    with torch.random.fork_rng([]):
+        return nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
 
 
 def config_of(layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> Any:
