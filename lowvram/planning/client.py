@@ -123,7 +123,7 @@ class Plans:
 
     def ask(self, points: Mapping[int, Request], is_again: bool = False) -> None:
         """Have the child plan these points, given by index, and keep the results in `self.planned`. If the child was
-        killed from outside, the rest is asked for once more."""
+        killed or interrupted from outside, and this program wasn't, the rest is asked for once more."""
         indices, ending = list(points), Planned()
 
         def on_event(event: Event) -> None:
@@ -143,7 +143,8 @@ class Plans:
         self.server.run({"plan": list(points.values())}, on_event, stop_conditions)
         self.progress.stop()
         left = {index: point for index, point in points.items() if index not in self.planned}
-        if left and not (ending or is_again or self.stop_signals() or stop_conditions.is_timed_out):
+        is_from_outside = ending.get("status") in (None, Status.INTERRUPTED.value)
+        if left and is_from_outside and not (is_again or self.stop_signals() or stop_conditions.is_timed_out):
             self.ask(left, is_again=True)
         elif not self.stop_signals():
             unknown = ending or {"status": "killed", "reason": "the process that plans was ended from outside"}

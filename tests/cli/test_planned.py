@@ -137,3 +137,21 @@ def test_what_was_planned_by_a_process_that_was_killed_is_planned_once_more(
     assert server.asked == asked
     assert "".join(told["plan"]["of"] for _, told in sorted(plans.planned.items()) if told["status"] == "ok") == known
     assert {told["status"] for told in plans.planned.values()} == ({"ok"} if known == "abc" else {"ok", "killed"})
+
+
+class Interrupted(Dying):
+    """The same, but somebody sends the planning process a signal, and it says so."""
+
+    def run(self, request: dict[str, Any], on_event: Callable[[dict[str, Any]], None], order: object) -> None:
+        super().run(request, on_event, order)
+        if len(self.asked) <= self.num_deaths:
+            on_event({"event": "row", "fields": {"status": "interrupted", "reason": "stopped by a signal"}})
+
+
+@pytest.mark.parametrize(("is_stopped", "asked"), [(False, [3, 2]), (True, [3])])
+def test_a_signal_to_the_planning_process_alone_takes_nobody_s_plan(is_stopped: bool, asked: list[int]) -> None:
+    server: Any = Interrupted(1)
+    plans = Plans(server, QuietProgress(io.StringIO()), lambda: int(is_stopped))
+    plans.ask({place: {"of": "a", "is_real": False, "config": {"timeout_s": None}} for place in range(3)})
+    assert server.asked == asked
+    assert len(plans.planned) == (1 if is_stopped else 3)

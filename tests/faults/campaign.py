@@ -1,8 +1,8 @@
 """Trials of all kinds, as many as wanted: scripts/python -m tests.faults.campaign kills=2000 writes=1000 seed=0
 
-kills=N writes=N flips=N configurations=N   how many trials of each kind
+kills=N writes=N flips=N configurations=N ranks=N hostile=N   how many trials of each kind
 seed=N            what is drawn in them (0)
-workers=N         processes that make trials, each with a core of its own (as many as there are)
+workers=N         processes that make trials (as many as there are cores)
 only=NAME,NAME    of the programs of scenarios.py, with _ for each space
 replay=KIND:N     that one trial alone, and keep its folder
 out=FILE          a summary as JSON
@@ -27,11 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowvram.launch.client import LIBRARIES
 from tests.calls import ROOT
 from tests.faults import shim
 
-KINDS = ("kills", "writes", "flips", "configurations")
+KINDS = ("kills", "writes", "flips", "configurations", "ranks", "hostile")
 TELL_S = 30.0
 MOST_DEATHS = 5  # of a worker and those in its place
 OURS = ("LOWVRAM_", "HYDRA_", "PYTHON", "WANDB_", "OMP_")  # environment variables that a trial sets itself
@@ -200,7 +202,7 @@ def replay(one: dict[str, Any], what: Wanted) -> str:
     return shlex.join(words)
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Of each kind: trials, failures, CPU seconds a trial."""
     table = {}
     for kind in KINDS:
@@ -208,6 +210,19 @@ def summary(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             cpu_s = round(sum(one["cpu_s"] for one in rows) / len(rows), 2)
             table[kind] = {"trials": len(rows), "failed": sum(bool(one["problems"]) for one in rows), "cpu_s": cpu_s}
     return table
+
+
+def figures(found: Sequence[dict[str, Any]], words: Sequence[str]) -> str:
+    """The table of docs/reliability.md."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    cores = len(os.sched_getaffinity(0))
+    where = f"commit {commit.strip()}, torch {torch.__version__}, {cores} cores"
+    rows = [
+        f"| {kind} | {row['trials']:,} | {row['failed']:,} | {row['cpu_s']:.2f} |"
+        for kind, row in summary(found).items()
+    ]
+    head = ["| kind | trials | failed | CPU s each |", "|---|---:|---:|---:|"]
+    return "\n".join([f"`{shlex.join(words)}`, {time.strftime('%Y-%m-%d')}, {where}.", "", *head, *rows])
 
 
 def main(words: Sequence[str]) -> int:
@@ -218,9 +233,7 @@ def main(words: Sequence[str]) -> int:
         return 3
     print(f"seed={what.seed}", flush=True)
     found = campaign(what)
-    print(f"{'kind':16}{'trials':>8}{'failed':>8}{'CPU s each':>12}")
-    for kind, row in summary(found).items():
-        print(f"{kind:16}{row['trials']:8}{row['failed']:8}{row['cpu_s']:12}")
+    print(figures(found, words))
     failed = [one for one in found if one["problems"]]
     for one in sorted(failed, key=lambda one: (one["kind"], one["number"])):
         print(replay(one, what))

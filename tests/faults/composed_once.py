@@ -5,6 +5,7 @@ What a program has composed lies as a pickle in the campaign's folder, for all p
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -34,8 +35,9 @@ def remembering(compose: Callable[..., DictConfig], folder: Path) -> Callable[..
         except FileNotFoundError:
             config = compose(self, *args, **named)
             beside = kept.with_name(f"{kept.name}.{os.getpid()}")
-            beside.write_bytes(pickle.dumps(config))
-            beside.rename(kept)
+            with contextlib.suppress(OSError):  # under a limit of the trial's
+                beside.write_bytes(pickle.dumps(config))
+                beside.rename(kept)
             return config
 
     return composed

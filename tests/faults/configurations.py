@@ -4,6 +4,7 @@ row or one sentence."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -14,14 +15,35 @@ from typing import Any
 from lowvram.results.row import Status
 from tests.calls import TINY, TINY_RESNET
 from tests.cli.test_bad_input import MISTAKES
-from tests.faults.hostile import HOSTILE
+from tests.faults.hostile_words import HOSTILE
 from tests.faults.lab import Ended, Lab, Trial, tail
-from tests.faults.scenarios import RUN, Scenario
+from tests.faults.scenarios import OWN_CODE, RUN, Scenario
 from tests.faults.telling import Draw, Told
 
 NOTHING = Scenario("nothing", (), RUN)
-SIMPLE = ("adapter", "precision", "ckpt", "compile", "optimizer", "stepping", "logits", "offload", "accum", "schedule")
 RARE = 0.08  # options that start more processes, or compile
+USUAL = 0.2
+SHARES = {
+    "compile": RARE,
+    "sharding": RARE,
+    "task": RARE,
+    "debug": RARE,
+    "logger": RARE,
+    "loader": USUAL,
+    "sparsity": USUAL,
+}
+# Groups that a configuration chooses otherwise (the base, the mode), or that start whole lists of points: those are
+# only composed.
+OTHERWISE = ("model", "data", "mode", "paths", "local", "hydra")
+COMPOSED = ("experiment", "sweep")
+WITH = {  # words beside an option
+    "sharding": ("sharding.ranks=1", "sharding.ranks=2"),
+    "workers": ("loader.num_workers=1",),
+    "adapter": ("adapter.every=1", "adapter.rank=2"),
+    "sparsity": ("sparsity.every=1",),
+}
+FORMATS = ("safetensors", "int8", "int8_dynamic", "int4", "torch_export", "pt2e", "onnx")
+NUMBERS = (0, 1, 2, 3, -1, 0.5, 1.0, 0.0, "null", "x", "[1]", "true")
 VALUES: dict[str, Sequence[object]] = {
     "train.batch_size": (4, 8, 1, 6),
     "train.steps": (1, 2, 3),
@@ -73,14 +95,16 @@ def trial(lab: Lab, draw: Draw) -> Told:
     if number % 4 == 3:
         table = mistakes()
         mistake, wanted = table[draw.in_turn(number // 4, len(table)) - 1]
-        if random.random() < 0.5:
+        if random.random() < 0.5 and "--cfg" not in words:
             words, wanted = [*without_groups_of(mistake, words), *mistake], ()  # of two mistakes the other may be told
         else:
             words = [*around(mistake), *mistake]
     trial = lab.trial(NOTHING, is_planted=False)
     ended = lab.run([*words, *([] if wanted is not None else [f"hydra.run.dir={RUN}"])], trial.work)
     told = Told(shlex.join(words), [*ended.problems, *trial.held(), *trial.foreign.changed()])
-    told.problems += unlike_contract(trial, ended) if wanted is None else unlike_refusal(trial, ended, wanted)
+    told.problems += (
+        unlike_contract(trial, ended, "--cfg" in words) if wanted is None else unlike_refusal(trial, ended, wanted)
+    )
     told.about += f" -> {ended.code}"
     return told
 
@@ -94,8 +118,8 @@ def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
 
 def without_groups_of(mistake: tuple[str, ...], words: Sequence[str]) -> list[str]:
     """Without options that know the key of a mistake: ckpt=every1 has the `every` that ckpt=none hasn't."""
-    groups = {word.partition(".")[0] for word in mistake} & set(SIMPLE)
-    return [word for word in words if word.partition("=")[0] not in groups]
+    known = {word.partition(".")[0] for word in mistake} & set(groups())
+    return [word for word in words if word.partition("=")[0].partition(".")[0] not in known]
 
 
 def around(mistake: tuple[str, ...]) -> Sequence[str]:
@@ -104,30 +128,59 @@ def around(mistake: tuple[str, ...]) -> Sequence[str]:
     return () if is_other else TINY
 
 
-def configuration(random: Random) -> list[str]:
-    """Words of a point that is quickly made."""
+@cache
+def groups() -> dict[str, Sequence[str]]:
+    """Every group in conf/ from which a configuration draws, with the options that need no value."""
+    from lowvram.config.defaults import CONF
     from lowvram.config.registry import ready_options
 
-    base = random.choice((TINY, TINY, TINY_RESNET))
+    named = re.findall(r"^  - (?:optional )?(\w+):", (CONF / "config.yaml").read_text(), re.MULTILINE)
+    return {group: options for group in named if group not in OTHERWISE and (options := ready_options(group))}
+
+
+def configuration(random: Random) -> list[str]:
+    """Words of a point that is quickly made."""
+    base = random.choice((TINY, TINY, TINY_RESNET, OWN_CODE))
     words = [*base, f"mode={random.choice(('train', 'train', 'measure', 'plan'))}"]
-    for group in SIMPLE:
-        if random.random() < (RARE if group == "compile" else 0.3):
-            words.append(f"{group}={random.choice(ready_options(group))}")
+    for group, options in groups().items():
+        if group not in COMPOSED and random.random() < SHARES.get(group, USUAL):
+            option = random.choice([each for each in options if each != "wandb" and each != "both"])
+            words.append(f"{group}={option}")
+            words += [one for one in WITH.get(group, WITH.get(option, ())) if fits(one, group, option, random)]
+            if random.random() < RARE and (keys := numbers_in(group, option)):
+                words.append(f"{group}.{random.choice(keys)}={random.choice(NUMBERS)}")
     if random.random() < RARE:
-        words.append(f"sharding={random.choice(('ddp', 'fsdp'))} sharding.ranks={random.choice((1, 2))}")
-    if random.random() < RARE:
-        words.append("loader=workers loader.num_workers=1")
-    elif base is TINY and random.random() < 0.15:
-        words.append(f"loader={random.choice(('bucketed', 'packed'))}")
-    values = {**VALUES, **OF_THE_MODEL[base]}
+        words.append(f"export.format={random.choice(FORMATS)}")
+    values = {**VALUES, **OF_THE_MODEL.get(base, {})}
     for key in random.sample(sorted(values), random.randint(0, 6)):
         words.append(f"{key}={random.choice(values[key])}")
-    return " ".join(words).split()
+    if random.random() < RARE:
+        group = random.choice(COMPOSED)
+        words = [f"{group}={random.choice(groups()[group])}", "--cfg", "job"]
+    return words
 
 
-def unlike_contract(trial: Trial, ended: Ended) -> list[str]:
+def fits(word: str, group: str, option: str, random: Random) -> bool:
+    """Whether an option has the field of a word, by a toss of a coin."""
+    from lowvram.config.registry import node_of
+
+    return random.random() < 0.5 and word.partition("=")[0].partition(".")[2] in node_of(group, option)
+
+
+@cache
+def numbers_in(group: str, option: str) -> list[str]:
+    """The fields of an option that hold a number, or nothing yet."""
+    from lowvram.config.registry import node_of
+
+    fields = node_of(group, option).items()
+    return sorted(str(key) for key, value in fields if value is None or isinstance(value, int | float))
+
+
+def unlike_contract(trial: Trial, ended: Ended, is_composed: bool) -> list[str]:
     """What is wrong with the end of a configuration: docs/command_line.md."""
     folder = trial.work / RUN
+    if is_composed:
+        return [f"exit code {ended.code}: {tail(ended.said)}"] if ended.code or folder.exists() else []
     if ended.code == 3:
         return refused(folder, ended)
     row = row_of(folder)

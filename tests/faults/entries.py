@@ -1,10 +1,12 @@
-"""Other ways into lowvram than `train.py`, as programs: `@load FOLDER`, `@table FOLDER`."""
+"""Other ways into lowvram than `train.py`, as programs: `@load FOLDER`, `@table FOLDER`, `@report FOLDER`; and what
+makes a user's images: `@pictures FOLDER`."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def load(words: Sequence[str]) -> int:
@@ -19,7 +21,8 @@ def load(words: Sequence[str]) -> int:
         return 3
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        plain = tensor.dequantize() if hasattr(tensor, "qdata") else tensor
+        digest.update(name.encode() + plain.detach().contiguous().numpy().tobytes())
     print(type(model).__name__, digest.hexdigest())
     return 0
 
@@ -33,6 +36,30 @@ def table(words: Sequence[str]) -> int:
     return main(words)
 
 
+def report(words: Sequence[str]) -> int:
+    """`python -m lowvram.report FOLDER`"""
+    from lowvram.cli.streams import protect_streams
+    from lowvram.results.report.report import main
+
+    protect_streams()
+    return main(words)
+
+
+def pictures(words: Sequence[str]) -> int:
+    """Draw images of three classes, some in shades of grey."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for number in range(24):
+        folder = Path(words[0]) / "abc"[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 80, (10, 9 + number % 2, 3), dtype=np.uint8) + 80 * (number % 3)
+        image = Image.fromarray(pixels.astype(np.uint8))
+        (image.convert("L") if number == 5 else image).save(folder / f"{number}.png")
+    return 0
+
+
 def train(words: Sequence[str]) -> int:
     """`python train.py …`; ends the process."""
     from lowvram.cli import start
@@ -42,7 +69,12 @@ def train(words: Sequence[str]) -> int:
     return 0
 
 
-ENTRIES: dict[str, Callable[[Sequence[str]], int]] = {"@load": load, "@table": table}
+ENTRIES: dict[str, Callable[[Sequence[str]], int]] = {
+    "@load": load,
+    "@table": table,
+    "@report": report,
+    "@pictures": pictures,
+}
 
 
 def enter(words: Sequence[str]) -> int:

@@ -19,7 +19,10 @@ from tests.faults.results import Results, differences
 from tests.faults.scenarios import BY_NAME, SWEEP, Scenario
 from tests.faults.telling import Draw, Told
 
-READERS = ("resume", "sweep again", "load", "table", "plan again", "resume every", "load", "resume", "fidelity again")
+READERS = (
+    *("resume", "sweep again", "load", "table", "plan again", "resume every", "load", "resume", "fidelity again"),
+    *("resume own", "images again", "learn", "load int8", "load int4"),
+)
 UNREAD = re.compile(r"native.*\.log$|report\.html$|table\.(md|csv)$|multirun\.yaml$")  # by lowvram
 # How a program says that a file which it names in the same line was damaged. Lines about other files prove nothing.
 NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|doesn't count|not whole|missing", re.IGNORECASE)
@@ -100,10 +103,11 @@ def found(trial: Trial, scenario: Scenario, said: str) -> Results:
 
 
 def with_cache(lab: Lab, scenario: Scenario, trial: Trial) -> Path:
-    """The cache of plans; a copy that may be damaged where that is what is read."""
-    if scenario.folder != "cache":
+    """The cache of plans and images; a copy that may be damaged of the part that is read."""
+    if not scenario.folder.startswith("cache"):
         return lab.shared / "cache"
-    return Path(shutil.copytree(lab.shared / "cache", trial.folder / "cache"))
+    shutil.copytree(lab.shared / scenario.folder, trial.folder / scenario.folder)
+    return trial.folder / "cache"
 
 
 def readable(trial: Trial, cache: Path) -> list[Path]:

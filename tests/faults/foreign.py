@@ -26,10 +26,10 @@ class Foreign:
             if not path.exists():
                 path.write_text(f"somebody's {name}\n")
                 path.chmod(0o640)
-                self._keep(path)
+                self.keep(path)
         if out is not None and not (around / "link").is_symlink():
             (around / "link").symlink_to(out)
-            self._keep(around / "link")
+            self.keep(around / "link")
 
     def plant_among_ours(self, run: Path) -> None:
         """In the folders that a run has left, beside its files."""
@@ -37,7 +37,8 @@ class Foreign:
             if (run / name).parent.is_dir():
                 self.plant(run, (name,))
 
-    def _keep(self, path: Path) -> None:
+    def keep(self, path: Path) -> None:
+        """This one is the user's from here on."""
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
         self.paths.add(path)
         self._before[path] = look(path)

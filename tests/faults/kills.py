@@ -1,14 +1,21 @@
-"""Kills: SIGKILL of the program, its fork server, the point's process or all of them; then the same command again."""
+"""Signals to the program, its fork server, the point's process or all of them, most often SIGKILL; then the same
+command again. SIGSTOP is followed by SIGCONT."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Sequence
 from functools import partial
+from random import Random
 
-from tests.faults.lab import Lab, Trial, tail
+from tests.faults import together
+from tests.faults.going_on import finish, goes_on
+from tests.faults.lab import Act, Lab, Trial
 from tests.faults.results import differences
-from tests.faults.scenarios import ALL, Scenario
+from tests.faults.scenarios import ALL
 from tests.faults.shim import Page, Role
 from tests.faults.telling import Draw, Told
+from tests.faults.warm import Program
 
 VICTIMS = {
     "the program": (Role.PROGRAM,),
@@ -16,30 +23,43 @@ VICTIMS = {
     "the point's process": (Role.CHILD,),
     "all": (Role.PROGRAM, Role.SERVER, Role.CHILD),
 }
-SLOW = ("search", "fidelity", "auto", "reruns")  # several seconds each: they come less often
+# Several seconds each: they come less often.
+SLOW = ("search", "fidelity", "auto", "reruns", "train int8", "train int4", "train int8_dynamic")
 SCENARIOS = [scenario for scenario in ALL for _ in range(1 if scenario.name in SLOW else 4)]
 BY_TIME = 0.3  # of the kills; the others are at a call that changes a file
 MOST_KILLS = 2
-MOST_CALLS = 4  # of the command, until it is done
+TOGETHER = 12  # every how many trials two programs run in one folder instead
+OTHER_SIGNALS = 0.3  # of the kills
+OTHERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGSTOP)
+LONGEST_STOP_S = 0.5
+Send = Callable[[Sequence[Program], signal.Signals], object]
 
 
 def trial(lab: Lab, draw: Draw) -> Told:
+    if draw.number % TOGETHER == TOGETHER - 1:
+        return together.trial(lab, draw)
     random = draw.random
     scenario = random.choice(draw.among(SCENARIOS))
-    wanted, num_calls, took_s = lab.undisturbed(scenario)
+    wanted, num_calls, took_s, _ = lab.undisturbed(scenario)
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
     told = Told(scenario.name)
     words = scenario.words
     for _ in range(random.randint(1, MOST_KILLS)):
-        name = random.choice(list(VICTIMS))
-        if random.random() < BY_TIME:
+        name, how = random.choice(list(VICTIMS)), signal.SIGKILL
+        if random.random() < OTHER_SIGNALS:
+            how = random.choice(OTHERS)
+        if random.random() < BY_TIME or how == signal.SIGSTOP:
             after_s = random.uniform(0, took_s)
-            ended = lab.run(words, trial.work, kill_after_s=after_s, victims=VICTIMS[name])
-            told.about += f"; {name} killed after {after_s:.2f} s"
+            acts = signals(
+                lambda programs, number, roles=VICTIMS[name]: lab.signal(number, roles), how, after_s, random
+            )
+            ended = lab.run(words, trial.work, acts=acts)
+            told.about += f"; {how.name} to {name} after {after_s:.2f} s"
         else:
             number = random.randint(1, num_calls)
-            ended = lab.run(words, trial.work, partial(arm, trial=trial, number=number, victims=VICTIMS[name]))
-            told.about += f"; {name} killed at call {number} ({lab.page.hit.decode(errors='replace') or 'never'})"
+            ended = lab.run(words, trial.work, partial(arm, trial, number, VICTIMS[name], how))
+            hit = lab.page.hit.decode(errors="replace") or "never"
+            told.about += f"; {how.name} to {name} at call {number} ({hit})"
         told.problems += ended.problems
         trial.foreign.plant_among_ours(trial.work / scenario.folder)
         words = goes_on(scenario, words, trial)
@@ -49,31 +69,14 @@ def trial(lab: Lab, draw: Draw) -> Told:
     return told
 
 
-def arm(page: Page, trial: Trial, number: int, victims: tuple[Role, ...]) -> None:
+def arm(trial: Trial, number: int, victims: tuple[Role, ...], how: signal.Signals, page: Page) -> None:
     page.begin(trial.work)
-    page.kill(number, victims)
+    page.kill(number, victims, how)
 
 
-def goes_on(scenario: Scenario, words: tuple[str, ...], trial: Trial) -> tuple[str, ...]:
-    """The words to go on with: a sweep's are the same, and so are those of a run that has left nothing yet."""
-    run = trial.work / scenario.folder
-    if scenario.before is not None or not scenario.resumes:
-        return words
-    has_row = (run / "result.json").exists()
-    if any(run.glob("snapshots/step_0*.pt")):
-        return (f"resume={scenario.folder}" if has_row else "resume=last",)
-    if has_row:  # it can't go on: its user starts it anew in its folder
-        trial.clear(run)
-    return words
-
-
-def finish(lab: Lab, trial: Trial, scenario: Scenario, words: tuple[str, ...]) -> list[str]:
-    """Give the command again until it is done; returns what is wrong."""
-    said = ""
-    for _ in range(MOST_CALLS):
-        ended = lab.run(words, trial.work)
-        if ended.code == 0 or ended.problems:
-            return ended.problems
-        said = f"exit code {ended.code}: {ended.said}"
-        words = goes_on(scenario, words, trial)
-    return [f"not done after {MOST_CALLS} calls: {tail(said)}"]
+def signals(send: Send, how: signal.Signals, after_s: float, random: Random) -> list[Act]:
+    """A signal at its time; a stop lasts for a moment."""
+    acts: list[Act] = [(after_s, lambda programs: send(programs, how))]
+    if how == signal.SIGSTOP:
+        acts.append((after_s + random.uniform(0.05, LONGEST_STOP_S), lambda programs: send(programs, signal.SIGCONT)))
+    return acts

@@ -18,7 +18,7 @@ Results = dict[str, Any]
 HASHED = re.compile(r"(step_\d+)\.[0-9a-f]{16}\.pt$")
 LEFT = re.compile(r"unfinished|\.tmp|~$")
 DIFFERENT = re.compile(
-    r"(.*/)?(native\.log|\.lowvram|table\.md|wandb.*|disturbed-\d+\.jsonl?)$"
+    r"(.*/)?(native(\.\d+)?\.log|\.lowvram|table\.md|wandb.*|events\.out\.tfevents.*|disturbed-\d+\.jsonl?)$"
 )  # by name: there or not
 TOLD = ("id", "index", "status", "reason", "choices", "loss", "eval", "model", "semantics_changed")  # of a row
 PLANNED = ("allocated_bytes", "least_vram_bytes", "by_kind", "fits")
@@ -41,6 +41,11 @@ def without_choice(found: Results) -> Results:
     ends = {run.get("status") for key, run in found.items() if key.startswith("run ")}
     left = [name for name in found["files"] if LEFT.search(name)]
     return {"found": "ok" in ends, "left": left}
+
+
+def without_ids(found: Results) -> Results:
+    """Of runs whose ids follow from where the folders are that they read."""
+    return {key: {**run, "id": None} if key.startswith("run ") else run for key, run in found.items()}
 
 
 def of_run(folder: Path) -> Results:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from lowvram.config.defaults import CONF
+from lowvram.results.metric_lines import read_lines
 from tests.faults import campaign, shim
-from tests.faults.configurations import mistakes
+from tests.faults.configurations import OTHERWISE, configuration, groups, mistakes
 from tests.faults.flips import is_told, lines_about
 from tests.faults.foreign import Foreign
+from tests.faults.hostile import line_of
 from tests.faults.results import differences
 from tests.faults.telling import Draw
 from tests.faults.warm import import_unless_lacking
@@ -42,7 +46,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Worker
 
 @needs_compiler
 @pytest.mark.medium
-@pytest.mark.parametrize(("kind", "numbers"), [("kills", 1), ("writes", 2), ("flips", 3), ("configurations", 2)])
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [("kills", 1), ("writes", 2), ("flips", 2), ("configurations", 1), ("hostile", 2)]
+)
 def test_a_sample_of_each_kind(worker: campaign.Worker, kind: str, numbers: int) -> None:
     for number in range(1, numbers + 1):
         one = worker.make(kind, number, WHAT)
@@ -52,7 +58,7 @@ def test_a_sample_of_each_kind(worker: campaign.Worker, kind: str, numbers: int)
 @needs_compiler
 @pytest.mark.slow
 def test_a_campaign(tmp_path: Path) -> None:
-    made(tmp_path, "kills=100", "writes=100", "flips=100", "configurations=200", "seed=1")
+    made(tmp_path, "kills=100", "writes=100", "flips=100", "configurations=200", "ranks=24", "hostile=80", "seed=1")
 
 
 def test_the_words_of_a_campaign() -> None:
@@ -109,6 +115,21 @@ def test_what_differs_is_seen() -> None:
         "/run/loss: 2.0 instead of 1.0",
         "/run/metrics: 3 instead of 2: [(1,), (1,), (2,)]",
     ]
+
+
+def test_configurations_draw_from_every_group() -> None:
+    """Of conf/, but those that stand in OTHERWISE."""
+    there = {path.name for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("_")}
+    named = {*groups(), *OTHERWISE, "devices"}  # of plan.device
+    assert there <= named
+    words = " ".join(word for number in range(300) for word in configuration(Random(number)))
+    assert [group for group in groups() if f" {group}=" not in words] == []
+
+
+def test_a_forged_line_has_a_right_checksum(tmp_path: Path) -> None:
+    forged = line_of({"step": 1, "loss/train": 0.5})
+    (tmp_path / "metrics.jsonl").write_text(forged)
+    assert read_lines(tmp_path / "metrics.jsonl").num_damaged == 0  # its checksum is right
 
 
 def test_mistakes_are_many() -> None:

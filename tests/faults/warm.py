@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -94,6 +94,10 @@ class Program:
         """All processes of it that are there: it and what it has forked stay in its session."""
         return [pid for pid in numbers_in("/proc") if session(pid) == self.pid]
 
+    def ask_to_end(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         for pid in self.members():
             os.kill(pid, signal.SIGKILL)
@@ -113,8 +117,15 @@ def session(pid: int) -> int | None:
     return None if state == "Z" else int(number)
 
 
-def begin(words: Sequence[str], cwd: Path, out: Path, page: Page, env: dict[str, str]) -> Program:
-    """Fork a program."""
+def begin(
+    words: Sequence[str],
+    cwd: Path,
+    out: Path,
+    page: Page,
+    env: dict[str, str],
+    prepare: Callable[[], object] = lambda: None,
+) -> Program:
+    """Fork a program, which first calls `prepare`."""
     pid = os.fork()
     if pid:
         return Program(pid, out, time.monotonic())
@@ -123,6 +134,7 @@ def begin(words: Sequence[str], cwd: Path, out: Path, page: Page, env: dict[str,
         os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a campaign that is broken off leaves no program
         become(words, cwd, out, env)
+        prepare()
         Forked.page, page.pids[:] = page, [os.getpid(), 0, 0]
         os.register_at_fork(after_in_child=lambda: note(page))
         run()
@@ -148,7 +160,7 @@ def become(words: Sequence[str], cwd: Path, out: Path, env: dict[str, str]) -> N
     use_streams()
     sys.argv = [str(ROOT / "train.py"), *words]
     sys.orig_argv = [sys.executable, *sys.argv]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import composed_once, configurations, flips, kills, warm, writes
+from tests.faults import composed_once, configurations, flips, hostile, kills, mounts, ranks, warm, writes
 from tests.faults.lab import Lab, cpu_s
 from tests.faults.shim import page_here
 from tests.faults.telling import Draw, Told
 
 KINDS: dict[str, Callable[[Lab, Draw], Told]] = {
-    module.__name__.rpartition(".")[2]: module.trial for module in (kills, writes, flips, configurations)
+    module.__name__.rpartition(".")[2]: module.trial
+    for module in (kills, writes, flips, configurations, ranks, hostile)
 }
 
 
@@ -38,7 +39,7 @@ def main() -> None:
     page = page_here()
     warm.become_subreaper()
     warm.warm_up()
-    lab = Lab(base, base.parent.parent, page)
+    lab = Lab(base, base.parent.parent, page, mounts.become_private())
     composed_once.remember(lab.shared / "composed")
     with os.fdopen(os.dup(1), "w", buffering=1) as answers, contextlib.suppress(KeyboardInterrupt):
         print("ready", file=answers)

@@ -1,4 +1,5 @@
-"""Failing writes: one call that changes a file fails, or it and all later ones; then, on a sound disk, once more.
+"""Failing writes: one call that changes a file fails, or it and all later ones; then, on a sound disk, once more. Every
+third trial sets a real limit instead (limits.py).
 
 Trials take the calls of each program in turn, so that as many trials as there are calls try every one of them.
 """
@@ -10,22 +11,28 @@ import os
 import re
 from functools import partial
 
-from tests.faults.kills import finish, goes_on
+from tests.faults import limits
+from tests.faults.going_on import finish, goes_on
 from tests.faults.lab import Ended, Lab, Trial
 from tests.faults.results import differences
 from tests.faults.scenarios import BY_NAME
 from tests.faults.shim import ERRORS, Page
 from tests.faults.telling import Draw, Told
 
-SCENARIOS = ("train", "sweep", "resume", "measure", "train every", "sweep of one", "resume parts", "search")
+SCENARIOS = (
+    *("train", "sweep", "resume", "measure", "train every", "sweep of one", "resume parts", "search"),
+    *("own", "images", "train tensorboard", "teach", "prune"),
+)
 OLDER = re.compile(r"file .*/\d+ snapshots$")  # one couldn't be removed, and is sound
 LASTING = 0.3  # of the trials: the disk stays full
 
 
 def trial(lab: Lab, draw: Draw) -> Told:
+    if draw.number % 3 == 2:
+        return limits.trial(lab, draw)
     scenarios = draw.among([BY_NAME[name] for name in SCENARIOS])
     random, scenario = draw.random, scenarios[draw.number % len(scenarios)]
-    wanted, num_calls, _ = lab.undisturbed(scenario)
+    wanted, num_calls, *_ = lab.undisturbed(scenario)
     number = draw.in_turn(draw.number // len(scenarios), num_calls)
     error, is_lasting = random.choice(ERRORS), random.random() < LASTING
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
