@@ -22,7 +22,7 @@ from tests.faults.telling import Draw, Told
 
 NOTHING = Scenario("nothing", (), RUN)
 RARE = 0.08  # options that start more processes, or compile
-USUAL = 0.2
+USUAL = 0.12
 SHARES = {
     "compile": RARE,
     "sharding": RARE,
