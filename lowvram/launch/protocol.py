@@ -43,6 +43,7 @@ EVENTS: Mapping[str, Fields] = {
         "pid": int,
         "untold": list,
         "known": list,
+        "marks": list,
     },
     "commit": {},  # answered when all events before it are on disk
     "compared": {"gradient_error": NUMBER | None, "gradient_cosine": NUMBER | None},

@@ -1,11 +1,15 @@
-"""Sends rows of `metrics.jsonl` to the parent. A snapshot carries the rows that aren't on disk yet."""
+"""Sends rows of `metrics.jsonl` to the parent. A snapshot carries the rows that aren't on disk yet, and a mark of every
+row up to its step, so that lines that are lost later are noticed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
+import torch
+
 from lowvram.loops.session import Events
+from lowvram.results.metric_lines import mark_of
 
 MOST_UNCONFIRMED = 256  # rows, after which they are committed, also in a run without snapshots
 
@@ -17,14 +21,20 @@ class Journal:
     def __init__(self, events: Events) -> None:
         self._events = events
         self.unconfirmed: list[dict[str, Any]] = []
+        self.marks: list[list[int]] = []  # of all rows of the run
 
-    def restore(self, carried: Sequence[dict[str, Any]]) -> None:
-        """Take over the rows that a snapshot carried: they are sent when the run begins."""
-        self.unconfirmed = list(carried)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what a snapshot carries: its unconfirmed rows are sent when the run begins. A snapshot of an early
+        version of lowvram carries neither."""
+        self.unconfirmed, self.marks = list(state.get("untold", ())), []
+        if (marks := state.get("marks")) is not None:
+            self.marks = marks.tolist()
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Send one row."""
-        self.unconfirmed.append({"step": step, **values})
+        row = {"step": step, **values}
+        self.unconfirmed.append(row)
+        self.marks.append(mark_of(row))
         self._events("metrics", step=step, values=values)
         if len(self.unconfirmed) % MOST_UNCONFIRMED == 0:
             self.commit()
@@ -34,3 +44,7 @@ class Journal:
         if self._events.commit():
             self.unconfirmed = []
         return self.unconfirmed
+
+    def state(self) -> dict[str, Any]:
+        """What a snapshot carries, after `commit`."""
+        return {"untold": self.commit(), "marks": torch.tensor(self.marks, dtype=torch.int64)}

@@ -84,12 +84,14 @@ class Session:
         num_steps: int,
         untold: Sequence[Mapping[str, Any]] = (),
         known: Sequence[Mapping[str, Any]] = (),
+        marks: Sequence[Sequence[int]] = (),
     ) -> None:
         """Tell the parent that the set-up is done and the steps begin.
 
         Args:
             untold: rows of `metrics.jsonl` up to `step` that may be missing in the file.
             known: values of some rows up to `step`, for the parent to check against the file.
+            marks: of all rows up to `step` that a snapshot knows, for the parent to look for in the file.
         """
         print(f"data: {self.data.description}")
         accum, num_samples = self.settings.groups["accum"], self.settings.train.batch_size // num_ranks()
@@ -101,6 +103,7 @@ class Session:
             setup_s=self.age_s(),
             untold=list(untold),
             known=list(known),
+            marks=list(marks),
             pid=os.getpid(),
             **parts,
         )

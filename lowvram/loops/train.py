@@ -101,7 +101,8 @@ class TrainingRun:
             set_random_state(self.random)
         known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
-        self.session.begin(self.step, self.session.settings.train.steps, self.journal.unconfirmed, rows)
+        num_steps, journal = self.session.settings.train.steps, self.journal
+        self.session.begin(self.step, num_steps, journal.unconfirmed, rows, journal.marks)
         self.logged_at = time.monotonic()
 
     def make_up(self) -> None:
@@ -179,7 +180,7 @@ class TrainingRun:
             randoms = gather_from_all(random or random_state())
             state = gathered(self.state(randoms))
             if state is not None:
-                self.write(state | {"untold": self.journal.commit()})
+                self.write(state | self.journal.state())
             self.saved_step = self.step
         elif rank() == 0:
             self.snapshots.forget_older()
@@ -190,13 +191,13 @@ class TrainingRun:
         the snapshot, as the last one."""
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
-        post = {"random": random, "untold": self.journal.commit()}
+        post = {"random": random, "log": self.journal.state()}
         posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{rank()}"))
         if not posts.is_complete():
             return False
         whole, of_ranks = posts.take(state)
         randoms = [each["random"] for each in of_ranks]
-        self.write(whole | {"random": randoms, "untold": of_ranks[0]["untold"]})
+        self.write(whole | {"random": randoms} | of_ranks[0]["log"])
         return True
 
     def write(self, state: dict[str, Any]) -> None:
@@ -242,7 +243,7 @@ class TrainingRun:
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
         self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
         self.owes_evaluation = state.get("owes_evaluation", False)  # the same
-        self.journal.restore(state.get("untold", ()))  # an early version of lowvram saved none
+        self.journal.restore(state)
         self.session.noise.restore(state.get("noise", {}))  # the same
 
     def export(self) -> dict[str, Any]:

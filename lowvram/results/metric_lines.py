@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Lines:
     rows: list[Values]  # `step` and the values, without the checksum
     num_damaged: int  # lines that can't be read
     is_foreign: bool = False  # whether the lines were another run's
+    num_missing: int = 0  # lines that a snapshot knows and that can't be found
 
     @property
     def wrong(self) -> str | None:
@@ -40,6 +42,19 @@ class Lines:
         if self.is_foreign:
             return "its lines are another run's: all are left out"
         return f"{self.num_damaged} damaged lines are left out" if self.num_damaged else None
+
+
+def mark_of(row: Mapping[str, Any]) -> list[int]:
+    """What a snapshot knows of a line of the file: its step, a CRC-32 of its names, and one of the whole line."""
+    return [row["step"], zlib.crc32(" ".join(sorted(row)).encode()), zlib.crc32(to_line(row).encode())]
+
+
+def missing_of(marks: Iterable[Sequence[int]], rows: Iterable[Values], step: int) -> list[int]:
+    """The steps of the lines that marks tell of and that aren't among the rows. A line of the last step, `step`, may
+    have other values: a process that goes on there may have written it again."""
+    there = Counter(tuple(mark if mark[0] < step else mark[:2]) for mark in map(mark_of, rows))
+    known = Counter(tuple(mark if mark[0] < step else mark[:2]) for mark in marks)
+    return sorted(mark[0] for mark in (known - there).elements())
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TextIO, final
 
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.run_folder import is_same_file
-from lowvram.results.metric_lines import FILE_NAME, Lines, Values, read_lines, to_line
+from lowvram.results.metric_lines import FILE_NAME, Lines, Values, missing_of, read_lines, to_line
 
 DAMAGED = "metrics.damaged.jsonl"  # the file as it was before its damaged lines were left out
 
@@ -25,12 +25,15 @@ class Metrics:
         self._before: tuple[int, Sequence[Values]] | None = None  # the first `step` of `begin`, and the rows after it
         self._last_kinds = set[Any]()  # of the rows of the step after which the point began; they may be written again
 
-    def begin(self, step: int, untold: Sequence[Values], known: Sequence[Values] = ()) -> Lines:
+    def begin(
+        self, step: int, untold: Sequence[Values], known: Sequence[Values] = (), marks: Sequence[Sequence[int]] = ()
+    ) -> Lines:
         """Open the file for the steps after `step`; rows of later steps, from an earlier attempt, are removed.
 
         Args:
             untold: rows up to `step` that an earlier process of the point may not have written.
             known: rows that the file has if it is this run's; if they differ, its lines are another run's.
+            marks: of all lines up to `step`, as `mark_of` makes them.
 
         Returns:
             The rows of `untold` that were indeed missing, and what was wrong with the file.
@@ -48,7 +51,8 @@ class Metrics:
         rows = sorted([*kept, *missing], key=lambda row: row["step"])
         self._last_kinds = {kind(row) for row in rows if row["step"] == step}
         self._rewrite(rows)
-        return Lines(missing, before.num_damaged, is_foreign)
+        num_missing = 0 if is_foreign else len(missing_of(marks, rows, step))
+        return Lines(missing, before.num_damaged, is_foreign, num_missing)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the row of one step."""

@@ -168,14 +168,18 @@ class Recording:
         pid: int,
         untold: list[Values],
         known: list[Values],
+        marks: list[list[int]],
     ) -> None:
         self.add({"time": {"setup_s": setup_s}, "config": with_parts(self.point.config, parts)})
         self._more_parts = more_parts
         if self.point.is_resumed:  # written only now: from here on the run can't be refused any more
             write_notes(self.point.folder, self.point.notes)
-        history = self.metrics.begin(step, untold, known)
+        history = self.metrics.begin(step, untold, known, marks)
         if wrong := history.wrong:
             self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {wrong}, and are kept in {DAMAGED}")
+        if num_missing := history.num_missing:
+            lines = f"{num_missing} of {len(marks)} lines up to step {step} are missing"
+            self.progress.say(f"warning: {self.point.folder / FILE_NAME}: {lines}: the snapshot knows them")
         self._begin_logging(step, pid)
         for row in history.rows:
             self.loggers.log(row["step"], {name: value for name, value in row.items() if name != "step"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowvram.results.metric_lines import Lines, read_lines, to_line
+from lowvram.results.metric_lines import Lines, mark_of, read_lines, to_line
 from lowvram.results.metrics_file import DAMAGED, Metrics
 
 ROWS: list[dict[str, Any]] = [{"step": step, "loss/train": step / 3, "lr": 0.1} for step in (1, 2, 3)]
@@ -132,3 +132,35 @@ def test_the_lines_of_the_run_itself_stay(tmp_path: Path, file: Path) -> None:
     assert metrics.begin(3, [], known) == Lines([], 0)
     metrics.close()
     assert read_lines(file) == Lines([*ROWS, LAST], 0)
+
+
+DAMAGES: dict[str, Any] = {  # of four lines up to step 3, and one of a later step: how many are missing then
+    "none": (lambda data: data, 0),
+    "emptied": (lambda data: b"", 4),
+    "removed": (None, 4),
+    "cut": (lambda data: data[: data.index(b'{"step": 3') + 9], 2),
+    "a line less": (lambda data: data[data.index(b'{"step": 2') :], 1),
+    "a flipped bit": (lambda data: data.replace(b"0.1", b"0.3", 1), 1),  # the checksum fails, too
+    "altered": (lambda data: data.replace(to_line(ROWS[0]).encode(), to_line({**ROWS[0], "lr": 1.0}).encode()), 1),
+}
+
+
+@pytest.mark.parametrize(("damage", "num_missing"), DAMAGES.values(), ids=DAMAGES)
+def test_lines_that_a_snapshot_knows_are_looked_for(tmp_path: Path, file: Path, damage: Any, num_missing: int) -> None:
+    later = {"step": 4, "loss/train": 1.5, "lr": 0.1}
+    write(tmp_path, [*ROWS, LAST, later])
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    metrics = Metrics(tmp_path)
+    found = metrics.begin(3, [], [], [mark_of(row) for row in [*ROWS, LAST]])
+    metrics.close()
+    assert found.num_missing == num_missing
+
+
+def test_lines_that_the_snapshot_carries_are_not_missing(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    found = metrics.begin(3, [*ROWS[1:], LAST], [], [mark_of(row) for row in [*ROWS, LAST]])
+    metrics.close()
+    assert found.num_missing == 1

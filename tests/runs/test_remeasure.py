@@ -50,7 +50,17 @@ class Scripted:
         measurement = self.left.pop(0)
         parts = {"parts": 1, "more_parts": None}
         on_event(
-            {"event": "begin", "step": 0, "num_steps": 1, "setup_s": 0.0, "untold": [], "known": [], "pid": 1, **parts}
+            {
+                "event": "begin",
+                "step": 0,
+                "num_steps": 1,
+                "setup_s": 0.0,
+                "untold": [],
+                "known": [],
+                "marks": [],
+                "pid": 1,
+                **parts,
+            }
         )
         if isinstance(measurement, str):
             fields: dict[str, Any] = {"status": measurement, "reason": "planted"}
