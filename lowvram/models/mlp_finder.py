@@ -148,10 +148,13 @@ def with_nan(like: Tensor, places: slice) -> Tensor:
     return filled
 
 
-def with_zeros(module: nn.Module) -> nn.Module:
-    """A copy on the CPU in evaluation mode, whose tensors are zero. Each takes the memory of one number."""
+def with_zeros(module: nn.Module, buffers: int = 0) -> nn.Module:
+    """A copy on the CPU in evaluation mode, whose parameters are zero, and whose buffers are this number. Each takes
+    the memory of one number."""
     memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-        memo[id(tensor)] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+    for parameter in module.parameters():
+        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.full((), buffers, dtype=buffer.dtype).expand(buffer.shape)
     return deepcopy(module, memo).eval()

@@ -121,16 +121,26 @@ def has_rows_or_is_shared(of_two: Any, of_three: Any) -> bool:
 
 
 def keeps_samples_apart(block: nn.Module, use: Use) -> bool:
-    """Whether neither of two samples changes what comes out for the other."""
+    """Whether neither of two samples changes what comes out for the other. A mask in a buffer may hide everything, or
+    nothing, where it is zero: then no output is a number, and the block runs with buffers of ones."""
     if any(isinstance(module, BatchNorm) for module in block.modules()):
         return False
+    with without_dispatch_modes(), same_draws_afterwards(block), torch.no_grad(), torch.device("cpu"):
+        verdicts = {is_apart(block, buffers, use) for buffers in (0, 1)} - {None}
+    return verdicts == {True}
+
+
+def is_apart(block: nn.Module, buffers: int, use: Use) -> bool | None:
+    """Whether it does so with buffers of this number; None if that can't be seen."""
     try:
-        with without_dispatch_modes(), same_draws_afterwards(block), torch.no_grad(), torch.device("cpu"):
-            forward = with_zeros(block)
-            is_apart = all(keeps_own(forward, use, sample) for sample in (0, 1))
-            return is_apart and not any(spreads_from(forward.train(), use, sample) for sample in (0, 1))
+        forward = with_zeros(block, buffers)
+        if any(rows_with_nan(forward, use, None)):
+            return None
+        if not all(keeps_own(forward, use, sample) for sample in (0, 1)):
+            return False
+        return not any(spreads_from(forward.train(), use, sample) for sample in (0, 1))
     except Exception:
-        return False
+        return None
 
 
 def keeps_own(block: nn.Module, use: Use, sample: int) -> bool:
@@ -144,19 +154,19 @@ def spreads_from(block: nn.Module, use: Use, sample: int) -> bool:
     return rows_with_nan(block, use, sample)[1 - sample]
 
 
-def rows_with_nan(block: nn.Module, use: Use, sample: int) -> list[bool]:
-    """Which of two samples' outputs have a NaN, if one of the samples is NaN."""
+def rows_with_nan(block: nn.Module, use: Use, sample: int | None) -> list[bool]:
+    """Which of two samples' outputs have a NaN, if one of the samples is NaN, or none."""
     leaves = [with_nan(leaf, sample) if isinstance(leaf, Tensor) else leaf for leaf in use.leaves]
     inputs, named = tree_unflatten(leaves, use.nesting)
     output = block(*inputs, **named)
     return (output if isinstance(output, Tensor) else output[0]).isnan().flatten(1).any(1).tolist()
 
 
-def with_nan(like: Tensor, sample: int) -> Tensor:
+def with_nan(like: Tensor, sample: int | None) -> Tensor:
     """Floats are zero, NaN in one sample; others are 1, which as a mask hides nothing."""
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
     filled = torch.zeros(like.shape, dtype=like.dtype)
-    if is_per_sample(like, 2):
+    if sample is not None and is_per_sample(like, 2):
         filled[sample] = torch.nan
     return filled

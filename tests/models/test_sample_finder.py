@@ -56,6 +56,32 @@ class Pooled(Block):
         return self.layer(x_bd).sum(0, keepdim=True)
 
 
+class Masked(Block):
+    """Where the mask is zero, nothing is seen: zeros alone hide every place from every other."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, x_bd: Tensor) -> Any:
+        scores = (x_bd[:, :, None] * self.layer(x_bd)[:, None]).masked_fill(self.mask == 0, float("-inf"))
+        return (scores.softmax(-1) @ x_bd[..., None])[..., 0]
+
+
+class MixesByBuffer(Masked):
+    """Mixes samples where the mask says so."""
+
+    def forward(self, x_bd: Tensor) -> Any:
+        return torch.where(self.mask[0] == 1, x_bd.mean(0, keepdim=True), x_bd) + self.layer(x_bd)
+
+
+class MixesWithoutBuffer(Masked):
+    def forward(self, x_bd: Tensor) -> Any:
+        return torch.where(self.mask[0] == 0, x_bd.mean(0, keepdim=True), x_bd) + self.layer(x_bd)
+
+
 class Chain(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -90,8 +116,8 @@ def found(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("block", "wanted"),
     [
-        *((Block, {"block": 0}), (Tupled, {"block": 2})),
-        *((kind, {}) for kind in (Pair, Mean, Rolled, Pooled)),
+        *((Block, {"block": 0}), (Tupled, {"block": 2}), (Masked, {"block": 0})),
+        *((kind, {}) for kind in (Pair, Mean, Rolled, Pooled, MixesByBuffer, MixesWithoutBuffer)),
     ],
 )
 def test_what_keeps_samples_apart(block: type[nn.Module], wanted: dict[str, int]) -> None:
