@@ -20,8 +20,10 @@ from lowvram.cli.initial import with_initial, with_transformed
 from lowvram.cli.job import hydra_job
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
+from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from lowvram.config.texts import message
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
@@ -63,14 +65,25 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
             raise
         tell(sentence(error), sys.stderr)
         return EXIT_REFUSED
-    except OSError as error:  # writing results: disk full, no permission, no such folder
-        tell(f"{error.filename or 'the results'}: can't be written ({error.strerror})", sys.stderr)
-        return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
+    except (OSError, RuntimeError) as error:
+        return failed(error)
     finally:
         job_process.end()
         end_runs(is_refused=False)
         if call.sweep:
             call.sweep.release()
+
+
+def failed(error: OSError | RuntimeError) -> int:
+    """Tell what the machine refused, and return the exit code. Raises other errors again."""
+    if thread_limits.says_so(message(error)):
+        tell(f"{thread_limits.limits()}: nothing was run", sys.stderr)
+        return EXIT_FAILED
+    if not isinstance(error, OSError):
+        raise error
+    # Writing results: the disk is full, there is no permission or no such folder.
+    tell(f"{error.filename or 'the results'}: can't be written ({error.strerror})", sys.stderr)
+    return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
 
 
 def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:

@@ -10,18 +10,13 @@ import resource
 
 import torch
 
+from lowvram.config import thread_limits
 from lowvram.config.texts import message
 
-OUT_OF_MEMORY_WORDS = (
-    "can't allocate memory",
-    "bad_alloc",
-    "cannot allocate memory",
-    "thread creation failed",
-    "can't start new thread",
-)
-# Whole messages of oneDNN, of Python's import, and of C++ that can't start a thread. They don't say whether memory ran
-# out, but under `vram` it most likely did.
-VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set", os.strerror(errno.EAGAIN))
+OUT_OF_MEMORY_WORDS = ("can't allocate memory", "bad_alloc", "cannot allocate memory")
+# Whole messages of oneDNN and of Python's import. They don't say whether memory ran out, but under `vram` it most
+# likely did; so it did for a thread that can't be started.
+VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set")
 # What a failing file is told as. Those of `PLAIN_WORDS` are recognised by their words too, in whatever error.
 DISK_TROUBLES = {
     **{number: os.strerror(number) for number in (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE)},
@@ -63,13 +58,20 @@ def says_out_of_memory(error: BaseException) -> bool:
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    return is_refused or says_so or (message(error) in VAGUE_MESSAGES and is_capped())
+    is_vague = message(error) in VAGUE_MESSAGES or thread_limits.says_so(message(error))
+    return is_refused or says_so or (is_vague and is_capped())
 
 
 def is_capped() -> bool:
     """Whether `vram` limits the memory of this process (on a CPU)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     return soft != hard
+
+
+def thread_trouble(error: BaseException) -> str | None:
+    """Which limit keeps the machine from starting a thread or a process, if that is why the error was raised."""
+    is_refused = any(thread_limits.says_so(message(cause)) for cause in chain(error))
+    return thread_limits.limits() if is_refused else None
 
 
 def disk_trouble(error: BaseException) -> str | None:

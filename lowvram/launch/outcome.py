@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from lowvram.config import thread_limits
 from lowvram.launch.client import Ending
 from lowvram.launch.native_log import native_log
+from lowvram.launch.supervisor import EXIT_NOT_FORKED
 from lowvram.results.row import Status
 
-MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "Thread creation failed", "MemoryError")
+MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "MemoryError")
 MEMORY_WORDS += ("memory allocation of",)  # Rust's, such as of safetensors
 PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRemoteError")  # in a native log
 
@@ -155,8 +157,11 @@ def exit_reason(rank: int, status: int, log: str, around: Circumstances) -> tupl
         return Status.OOM, "the kernel ended it because the machine had no memory left"
     if number in (signal.SIGKILL, signal.SIGTERM):
         return Status.KILLED, f"the process died of {signal.Signals(number).name}"
-    if any(word in log for word in MEMORY_WORDS):
+    has_no_threads = thread_limits.says_so(log) or os.waitstatus_to_exitcode(status) == EXIT_NOT_FORKED
+    if any(word in log for word in MEMORY_WORDS) or (has_no_threads and around.vram):
         return Status.OOM, f"out of memory in native code (see {native_log(rank)})"
+    if has_no_threads:
+        return Status.ERROR, f"{thread_limits.limits()} (see {native_log(rank)})"
     if number is None:
         return Status.ERROR, f"the process ended by itself with exit code {os.WEXITSTATUS(status)}"
     hint = f"; on a CPU native code may crash where vram={around.vram} gives it no memory" if around.vram else ""

@@ -35,6 +35,7 @@ LOOK_S, SAVING_GRACE_S = 0.2, 60.0  # how often a rank that saves is looked at, 
 RANK_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the other ranks when one has failed
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 EXIT_ORPHANED = 70
+EXIT_NOT_FORKED = 71  # of a rank that couldn't be started
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,7 +92,15 @@ class Supervisor:
     def _fork(self, place: RankPlace, events_fd: int) -> None:
         server = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # so that none is lost before the child has its handlers
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # a limit on processes, or no memory
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+            self.ended.append(
+                {"rank": place.rank, "status": EXIT_NOT_FORKED << 8, "ended_by": None, "is_stopped": False}
+            )
+            self._let_follow(EXIT_NOT_FORKED)
+            return
         if pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             self._alive[os.pidfd_open(pid)] = Member(place.rank, pid)

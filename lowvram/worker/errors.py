@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.texts import LONGEST_REASON, message, shortened
-from lowvram.core.troubles import chain, disk_trouble, is_out_of_memory
+from lowvram.core.troubles import chain, disk_trouble, is_out_of_memory, thread_trouble
 from lowvram.loops.session import Interrupted, NonFinite
 from lowvram.results.files.manifest import InTheWay
 from lowvram.worker.rendezvous import PeerLost
@@ -49,6 +49,8 @@ def full_ending(error: BaseException) -> dict[str, Any]:
         return {"status": "nonfinite", "reason": text}
     if is_out_of_memory(error):
         return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
+    if trouble := thread_trouble(error):
+        return {"status": "error", "reason": f"{trouble}, in {phase(error.__traceback__)}"}
     if isinstance(error, SystemExit):
         return {"status": "error", "reason": f"the program called sys.exit({error.code!r})"}
     if isinstance(error, InTheWay):

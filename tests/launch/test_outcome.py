@@ -11,6 +11,7 @@ import pytest
 
 from lowvram.launch.client import Ending
 from lowvram.launch.outcome import Circumstances, Outcome, RankReport, num_oom_kills, outcome_of
+from lowvram.launch.supervisor import EXIT_NOT_FORKED
 from lowvram.results.row import Status
 
 OK = RankReport({"status": "ok"})
@@ -62,6 +63,15 @@ def test_a_cap_may_be_why_native_code_has_crashed(judge: Any) -> None:
     assert judge(crashed, {}) == ("error", "the process died of SIGSEGV (see native.log)")
     hint = "; on a CPU native code may crash where vram=12MiB gives it no memory"
     assert judge(crashed, {}, vram="12MiB")[1] == f"the process died of SIGSEGV (see native.log){hint}"
+
+
+def test_native_code_that_got_no_thread_met_a_limit_unless_memory_is_capped(judge: Any, tmp_path: Path) -> None:
+    (tmp_path / "native.log").write_text("libgomp: Thread creation failed: Resource temporarily unavailable\n")
+    status, reason = judge([ended(0)], {})
+    assert (status, reason[:45]) == ("error", "no further process or thread may be started (")
+    assert judge([ended(0)], {}, vram="12MiB") == ("oom", "out of memory in native code (see native.log)")
+    (tmp_path / "native.log").unlink()
+    assert judge([ended(0, EXIT_NOT_FORKED << 8)], {})[0] == "error"
 
 
 def test_whatever_fails_after_its_time_is_late_unless_somebody_stopped_it(judge: Any) -> None:

@@ -26,8 +26,13 @@ OUT_OF_MEMORY = {
     "torch": RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
     "C++": RuntimeError("std::bad_alloc"),
     "the system": OSError(12, "Cannot allocate memory"),
-    "a thread": RuntimeError("can't start new thread"),
+}
+NO_THREAD = {
+    "Python": RuntimeError("can't start new thread"),
     "OpenMP": RuntimeError("OMP: Error #34: Thread creation failed"),
+    "gloo": RuntimeError(os.strerror(errno.EAGAIN)),  # std::system_error
+    "OpenBLAS": RuntimeError("blas_thread_init: pthread_create failed for thread 1 of 2"),
+    "fork": BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
 }
 
 
@@ -65,7 +70,19 @@ def test_what_libraries_do_not_tell_is_memory_under_a_cap(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
     assert ending(RuntimeError("could not create a primitive"))["status"] == status
     assert ending(SystemError("error return without exception set"))["status"] == status
-    assert ending(RuntimeError(os.strerror(errno.EAGAIN)))["status"] == status  # a thread of gloo's, std::system_error
+    for error in NO_THREAD.values():
+        assert ending(error)["status"] == status
+
+
+def test_a_limit_on_threads_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row names the limit, and isn't final: elsewhere the point may run."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3, 3))
+    for error in NO_THREAD.values():
+        end = ending(error)
+        assert end["status"] == "error"
+        assert end["reason"].startswith(
+            "no further process or thread may be started (ulimit -u is 3, for all processes of this user"
+        )
 
 
 @pytest.mark.parametrize("number", DISK_TROUBLES)
