@@ -248,3 +248,26 @@ def test_a_plan_of_ones_own_module_counts_each_weight_once(knobs: str) -> None:
         for each in ("", knobs)
     )
     assert planned == plain
+
+
+class KeepsNormsFrozen(nn.Sequential):
+    """As models often keep the statistics of a pretrained backbone."""
+
+    def train(self, mode: bool = True) -> KeepsNormsFrozen:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        return self
+
+
+@pytest.mark.parametrize(("kind", "num_batches"), [(nn.Sequential, 1), (KeepsNormsFrozen, 0)])
+def test_a_model_trains_in_the_mode_that_its_train_gives(kind: type[nn.Sequential], num_batches: int) -> None:
+    """Not in the one in which it is handed over: loaders of checkpoints return models in evaluation mode."""
+    norm, dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
+    module = kind(nn.Linear(4, 4), norm, dropout, nn.Linear(4, 3)).eval()
+    x, y = torch.rand(8, 4), torch.arange(8) % 3
+    rig = lowvram.assemble(lowvram.task(module, x), "optimizer=sgd", "cpu")
+    assert dropout.training
+    lowvram.step(rig, lowvram.Part(x, y))
+    assert int(norm.num_batches_tracked) == num_batches  # pyright: ignore[reportArgumentType]

@@ -56,6 +56,7 @@ def assemble(
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.SHARD:
             materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
+            rig.model.train()  # as the model overrides it: its constructor may have left any mode
             rig = task.with_teacher(rig)
             check_still_shared(rig.model, shared)
         if stage is Stage.OPTIMIZER:

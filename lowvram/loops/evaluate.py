@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.ranks import num_ranks, summed
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.data.loader import eval_batches
@@ -39,12 +42,9 @@ def evaluate(session: Session) -> Evaluation:
     metrics = user_metrics(settings.eval.metrics or (), rig.device)
     part_size = math.ceil(settings.train.batch_size / (num_ranks() * settings.groups["accum"].parts))
     parts = eval_batches(session.data.eval, part_size, rig.device, settings.groups["loader"].collate)
-    rig.model.eval()
-    try:
+    with in_evaluation(rig.model), same_draws_afterwards(rig.model):
         of_parts = [part_sums(session, rig, part, metrics if counts else {}) * counts for part, counts in parts]
         sums = summed(torch.stack(of_parts).sum(0))
-    finally:
-        rig.model.train()
     loss, correct, num_targets, *more = sums.tolist()
     if not num_targets:
         raise NonFinite(
@@ -53,6 +53,19 @@ def evaluate(session: Session) -> Evaluation:
     scores = session.problem.scores(loss / num_targets, correct / num_targets)
     scores |= {name: each / num_targets for name, each in zip(rig.eval_means, more, strict=True)}
     return Evaluation(loss / num_targets, scores | {name: metric.compute() for name, metric in metrics.items()})
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Inside it the model is in evaluation mode; afterwards each module is in the mode in which it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()  # first, as some models undo there what they do in `eval`
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @torch.no_grad()

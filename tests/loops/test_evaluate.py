@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from lowvram.core.generators import seed_all
 from lowvram.core.rig import IGNORE, Part
 from lowvram.knobs.depth import EarlyExit
 from lowvram.loops import evaluate as evaluate_module
@@ -82,6 +86,28 @@ def test_a_model_trains_again_even_if_its_evaluation_fails(make_session: Callabl
     with pytest.raises(KeyError):
         evaluate(replace(session, rig=replace(session.rig, forward=fail)))
     assert session.rig.model.training
+
+
+def test_each_module_gets_its_own_mode_back(make_session: Callable[..., Session]) -> None:
+    """Some models keep their norms in evaluation mode while they train."""
+    session = make_session("resnet")
+    kept = [module for module in session.rig.model.modules() if isinstance(module, nn.BatchNorm2d)][1:]
+    for module in kept:
+        module.eval()
+    modes = [module.training for module in session.rig.model.modules()]
+    evaluate(session)
+    assert [module.training for module in session.rig.model.modules()] == modes
+
+
+def test_what_an_evaluation_draws_changes_no_training(make_session: Callable[..., Session]) -> None:
+    session = make_session("transformer")
+    draws = [torch.rand, np.random.rand, lambda _: random.random()]
+    session.rig.model.register_forward_hook(lambda *_: [draw(3) for draw in draws] and None)
+    seed_all(0)
+    wanted = [float(torch.rand(1)), float(np.random.rand()), random.random()]
+    seed_all(0)
+    evaluate(session)
+    assert [float(torch.rand(1)), float(np.random.rand()), random.random()] == wanted
 
 
 def test_metrics_have_wandbs_names() -> None:

@@ -63,21 +63,25 @@ def freeze_statistics(model: nn.Module) -> None:
 
 def keep_in_eval(module: nn.Module) -> None:
     """Put a module into evaluation mode, in which it stays until `let_train`."""
-    module.eval()
-    module.train = AlwaysEval(module)  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(vars(module).get("train"), AlwaysEval):
+        was_training = module.training
+        module.eval()
+        module.train = AlwaysEval(module, was_training)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def let_train(module: nn.Module) -> None:
-    """The inverse of `keep_in_eval`; the module is in training mode afterwards."""
-    vars(module).pop("train", None)
-    module.train()
+    """The inverse of `keep_in_eval`: the module gets the mode back that it had, which may be that of an evaluation."""
+    kept = vars(module).get("train")
+    if isinstance(kept, AlwaysEval):
+        del module.train
+        module.train(kept.was_training)
 
 
 class AlwaysEval:
     """Replaces the method `train` of a module that stays in evaluation mode."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, was_training: bool) -> None:
+        self.module, self.was_training = module, was_training
 
     def __call__(self, mode: bool = True) -> nn.Module:
         return self.module
