@@ -6,12 +6,13 @@ Python's; and the generators that a model holds in an attribute, or that its Pyt
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -196,6 +197,28 @@ def same_draws_afterwards(module: nn.Module | None = None) -> Iterator[None]:
         yield
     finally:
         restore(moved(before))
+
+
+def saved() -> dict[str, Any]:
+    """The states of torch's generators, numpy's and Python's, as tensors and plain values: no pickle, as it is read
+    from files."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := numpy_random()) is not None:
+        state["numpy"] = json.dumps(numpy.get_state(legacy=False), default=lambda words: words.tolist())
+    return state
+
+
+def load(state: Mapping[str, Any]) -> None:
+    """The inverse of `saved`. What an early version of lowvram hasn't saved stays as it is."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        numpy_random().set_state(json.loads(state["numpy"]))
 
 
 def seed_all(seed: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import Part
 from lowvram.data.loader import every_sample
 from lowvram.export.folder import export, export_as, file_bytes, format_of, refusing
@@ -52,7 +53,7 @@ def export_run(session: Session, model: nn.Module, folder: Path) -> dict[str, An
 def written_as(chosen: Format, session: Session, model: nn.Module, origin: Origin, folder: Path) -> dict[str, Any]:
     """As `export_run`. The file is loaded without asking, since this process has just written it."""
     batches = [part.inputs for part in islice(held_out(session), FEW_BATCHES)]
-    with torch.random.fork_rng(devices=[]):  # a model's constructor may draw its first weights
+    with same_draws_afterwards():  # a model's constructor may draw its first weights
         trained = export_as(chosen, folder, model, origin, session.problem, batches)
         with refusing(chosen.name):
             loaded = chosen.load(folder, lambda: made_from(origin.config, origin.spec))

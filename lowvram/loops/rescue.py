@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.texts import first_line
+from lowvram.core import generators
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.shards import joined, local, reshard
 from lowvram.core.untouched import Untouched
 from lowvram.loops.session import NonFinite
-from lowvram.loops.snapshot import random_state
 
 MOST_NAMED = 2  # buffers that a message names
 
@@ -36,10 +36,10 @@ class WholeStep:
     """A whole step and what it has left, as long as no later one changes the weights."""
 
     def __init__(self, step: int, model: nn.Module) -> None:
-        self.step, self.random = step, random_state()
+        self.step, self._before = step, generators.states_of(generators.global_sources())
         self._model, self._untouched = model, Untouched(model)
 
-    def rescue(self, error: BaseException, newest: int, save: Callable[[dict[str, Tensor]], bool]) -> None:
+    def rescue(self, error: BaseException, newest: int, save: Callable[[dict[str, Any]], bool]) -> None:
         """Save a snapshot after the step, and say so; or say why that isn't possible.
 
         Args:
@@ -54,7 +54,8 @@ class WholeStep:
             say(f"step {self.step} can't be saved any more, since {why}: {newest_is(newest)}")
             return
         try:
-            if not save(self.random):
+            generators.restore(self._before)
+            if not save(generators.saved()):
                 return
         except Exception as failure:  # the first error counts
             why = f"{type(failure).__name__}: {first_line(failure)}"

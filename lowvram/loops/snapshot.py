@@ -202,20 +202,6 @@ def word(value: Any) -> str:
     return CONSTANTS.get(repr(value), str(value))
 
 
-def random_state() -> dict[str, torch.Tensor]:
-    """The state of torch's generators."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def my_random_state(states: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
-    """This rank's entry of the `random_state` of all ranks; None if there were fewer ranks then."""
+def my_random_state(states: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """This rank's entry of the `generators.saved` of all ranks; None if there were fewer ranks then."""
     return states[rank()] if rank() < len(states) else None
-
-
-def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

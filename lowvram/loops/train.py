@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lowvram.core import generators
 from lowvram.core.ranks import gather_from_all, num_ranks, rank
 from lowvram.core.rig import Part, Update
 from lowvram.core.states import gathered, load_whole, trained_state, whole_model
@@ -28,7 +29,7 @@ from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
 from lowvram.loops.session import Interrupted, NonFinite, Session
-from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state, random_state, set_random_state
+from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state
 from lowvram.models.layout import EXPORTED
 from lowvram.results.files.durable import unfinished_name
 from lowvram.results.files.run_folder import SNAPSHOTS, made_folders
@@ -83,7 +84,7 @@ class TrainingRun:
         self.first_loss = self.last_loss = math.nan
         self.last_loss_step = 0
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
-        self.random: dict[str, Tensor] | None = None
+        self.random: dict[str, Any] | None = None
         self.owes_evaluation = False  # whether the evaluation after the snapshot's step was due, and has failed
         self.num_targets = torch.tensor(0)  # of the last step
         self.token_counts: list[Tensor] = []  # `Problem.token_counts` of each step of this process
@@ -98,7 +99,7 @@ class TrainingRun:
         """Tell the parent that steps begin. Call it right before the first step: it restores the random state, so
         nothing may draw random numbers in between."""
         if self.random is not None:
-            set_random_state(self.random)
+            generators.load(self.random)
         known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
         num_steps, journal = self.session.settings.train.steps, self.journal
@@ -169,7 +170,7 @@ class TrainingRun:
             self.journal.send(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
-    def save(self, random: dict[str, Tensor] | None = None) -> bool:
+    def save(self, random: dict[str, Any] | None = None) -> bool:
         """Save a snapshot after the last step, unless that was done. Rank 0 writes it, once the rows of its steps are
         on disk. A collective: all ranks must call it.
 
@@ -177,7 +178,7 @@ class TrainingRun:
             random: the random state after the step; None: the present one.
         """
         if self.saved_step != self.step:
-            randoms = gather_from_all(random or random_state())
+            randoms = gather_from_all(random or generators.saved())
             state = gathered(self.state(randoms))
             if state is not None:
                 self.write(state | self.journal.state())
@@ -186,7 +187,7 @@ class TrainingRun:
             self.snapshots.forget_older()
         return True
 
-    def save_alone(self, random: dict[str, Tensor]) -> bool:
+    def save_alone(self, random: dict[str, Any]) -> bool:
         """The same, of one of several ranks that has failed, as other ranks may have; returns whether it has written
         the snapshot, as the last one."""
         posts, state = Posts(self.session.folder, self.step), self.state([])
@@ -204,7 +205,7 @@ class TrainingRun:
         path = self.snapshots.save(self.step, state)
         self.session.events("snapshot", step=self.step, path=str(path))
 
-    def state(self, randoms: list[dict[str, Tensor]]) -> dict[str, Any]:
+    def state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
         """Everything that the next step depends on. The position in the data follows from the step, their order from
         the seed.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
+from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.layers import owns_weight
 from lowvram.core.rig import Tail, has_dropout
 from lowvram.core.shared_memory import copied
@@ -113,9 +114,10 @@ class ForeignModel(ABC):
 
 
 def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) -> dict[str, Tensor]:
-    """Build a model on the CPU under this seed; returns its tensors of these names."""
-    with torch.random.fork_rng([]), torch.device("cpu"):
-        torch.manual_seed(seed)
+    """Build a model on the CPU under this seed, from whichever generator it draws; returns its tensors of these
+    names."""
+    with same_draws_afterwards(), torch.device("cpu"):
+        seed_all(seed)
         model = build()
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach() for name, tensor in tensors if name in names}
@@ -124,7 +126,7 @@ def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) ->
 def without_values(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model with values on the CPU, and copy it without memory. Some models can't be built without memory,
     because their code reads values."""
-    with without_dispatch_modes(), torch.random.fork_rng([]), torch.device("cpu"):
+    with without_dispatch_modes(), same_draws_afterwards(), torch.device("cpu"):
         model = build()
     return copied(model, "meta")
 

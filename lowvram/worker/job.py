@@ -17,6 +17,7 @@ from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings, check_batch_s
 from lowvram.core import ranks
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
+from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
 from lowvram.core.quiet import quiet
 from lowvram.data.batch_sizes import SameSize
@@ -61,6 +62,7 @@ def run(
     device = rendezvous.join(num_ranks, device, sharding.timeout_s)
     noise = noise_of(settings.train)
     knobs = {**named_knobs(settings, request["choices"], device), **more, **noise.knobs()}
+    seed_all(settings.root.seed)  # for what the model's constructor draws, but for weights
     data = open_data(settings)
     settings = with_steps(settings, data)
     data = settings.groups["task"].attached(data, settings)
@@ -69,7 +71,7 @@ def run(
     malloc_bytes = allocated_bytes()  # after the data are open, as they don't count for the point's memory
     problem = settings.groups["task"].pose(settings.groups["model"], data.spec)
     rig = assemble(problem, knobs, device, settings.root.seed)
-    torch.manual_seed(settings.root.seed + ranks.rank())  # so that each rank draws other dropout masks
+    seed_all(settings.root.seed + ranks.rank())  # so that each rank draws other dropout masks
     events("ready", fields=ready_fields(device))
     folder, is_resumed = Path(request["folder"]), request["resume"]
     about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"), noise)

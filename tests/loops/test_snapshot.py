@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core import generators
 from lowvram.loops import snapshot as snapshot_module
-from lowvram.loops.snapshot import Snapshots, check_form, fingerprint, has_form, random_state, set_random_state
+from lowvram.loops.snapshot import Snapshots, check_form, fingerprint, has_form
 from lowvram.results.files.durable import unfinished_name
 from lowvram.results.files.run_folder import has_snapshots, snapshots_in
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {"step": step, "loss": 0.5, "weights": {"a.b": torch.full((3,), float(step))}, "random": random_state()}
+    return {"step": step, "loss": 0.5, "weights": {"a.b": torch.full((3,), float(step))}, "random": generators.saved()}
 
 
 def names(folder: Path) -> list[str]:
@@ -296,12 +297,3 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
     snapshots.save(1, {"trap": Trap()})
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         snapshots.load()
-
-
-def test_random_numbers_go_on_where_they_were() -> None:
-    torch.manual_seed(3)
-    state = random_state()
-    wanted = torch.rand(5)
-    torch.manual_seed(4)
-    set_random_state(state)
-    assert torch.equal(torch.rand(5), wanted)

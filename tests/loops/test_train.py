@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE, Update
 from lowvram.export.folder import load
@@ -63,6 +66,25 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
     assert row["loss"]["first"] == losses(whole)[0][1]
     weights = [load(place / "model").state_dict() for place in (uninterrupted.folder, folder)]
     assert relative_error(*weights) == 0
+
+
+def test_what_numpy_and_python_draw_goes_on_too(make_session: MakeSession) -> None:
+    def session(**changes: Any) -> Session:
+        made = make_session("transformer", **changes)
+        made.rig.model.register_forward_hook(lambda _, __, out: out * np.random.randn() * random.gauss(1, 0.1))
+        return made
+
+    whole, first, second = Told(), Told(stop_at=3), Told()
+    seed_all(0)
+    uninterrupted = session(told=whole)
+    Train().run(uninterrupted)
+    folder = uninterrupted.folder / "stopped"
+    seed_all(0)
+    with pytest.raises(Interrupted):
+        Train().run(replace(session(told=first), folder=folder))
+    seed_all(99)
+    Train().run(replace(session(told=second, is_resumed=True), folder=folder))
+    assert losses(first) + losses(second) == losses(whole)
 
 
 @pytest.mark.parametrize("stepping", ["after_backward", "in_backward", "cpu_offload"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,6 +84,27 @@ def test_the_seed_chooses_the_values() -> None:
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+
+
+class Thrown(Speaker):
+    """Draws its first values from every generator but torch's."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        drawn = torch.from_numpy(np.random.randn(*self.out.bias.shape)).float() * random.random()
+        self.out.bias = nn.Parameter(drawn)
+
+
+def test_the_seed_chooses_the_values_whatever_they_are_drawn_from() -> None:
+    task = Auto().pose(replace(speaker(), target=f"{HERE}.Thrown"), WORDS)
+    biases = []
+    for number in range(2):
+        np.random.seed(number)
+        random.seed(number)
+        biases.append(assemble(task, knobs_of(), CPU, seed=3).model.get_parameter("out.bias").tolist())
+        assert random.random() == random.Random(number).random()
+    assert biases[0] == biases[1]
+    assert assemble(task, knobs_of(), CPU, seed=4).model.get_parameter("out.bias").tolist() != biases[0]
 
 
 def test_a_function_makes_a_model_too_and_takes_the_datas_classes() -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.rig import Rig
 from lowvram.core.untouched import marking
@@ -124,6 +125,6 @@ def updated(make: Callable[[list[nn.Parameter]], Optimizer], gradients: list[Ten
 def on_real_tensors() -> Iterator[None]:
     """Inside, tensors are real and on the CPU, also during a plan. Random numbers drawn before and after are the
     same."""
-    with without_dispatch_modes(), torch.random.fork_rng([]), torch.device("cpu"), torch.enable_grad():
-        torch.manual_seed(0)
+    with without_dispatch_modes(), same_draws_afterwards(), torch.device("cpu"), torch.enable_grad():
+        seed_all(0)
         yield

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.core.assemble import bare_model
+from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.values import Fill, materialise
 from lowvram.data.local import looks_local
 from lowvram.data.spec import DataSpec
@@ -66,7 +67,7 @@ class Teacher:
             to_bf16(model)
             model.register_forward_pre_hook(with_bf16_inputs, with_kwargs=True)
         model.requires_grad_(False).eval()
-        with torch.random.fork_rng([]):  # the student's random numbers are those of a run without a teacher
+        with same_draws_afterwards():  # the student's random numbers are those of a run without a teacher
             materialise(model, self.fill(model), device)
         return model
 
