@@ -26,7 +26,7 @@ def check_callbacks(targets: Sequence[str]) -> None:
             import_object(target, KEY)
         except BadInput:
             raise
-        except Exception as error:
+        except BaseException as error:  # no signal raises one here: cli/start.py
             allowed = f"importable: its module raises {type(error).__name__}: {first_line(error)}"
             raise BadInput(KEY, target, allowed) from error
 
@@ -73,7 +73,7 @@ class Callbacks:
     def _try(self, target: str, moment: str, action: Callable[..., None], *values: Any) -> None:
         try:
             action(*values)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever it is, the run goes on
             self._made.pop(target, None)
             first = (str(error).splitlines() or [""])[0]
             told = text_without_secrets(f"{type(error).__name__}: {first}")
