@@ -15,7 +15,13 @@ class BadInput(ValueError):
     def __init__(self, key: str, value: object, allowed: str) -> None:
         self.key, self.value, self.allowed = key, value, allowed
         shown = repr(without_secrets(value, key))
-        super().__init__(text_without_secrets(f"{key}={CONSTANTS.get(shown, shown)}: must be {allowed}"))
+        text = text_without_secrets(f"{printable(key)}={CONSTANTS.get(shown, shown)}: must be {allowed}")
+        super().__init__(text)
+
+
+def printable(key: str) -> str:
+    """A key, which may come from a stranger's file, without what would steer a terminal."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in key)
 
 
 class Incompatible(ValueError):

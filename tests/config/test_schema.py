@@ -233,3 +233,8 @@ class Everything:
 def test_types_are_reported_in_words(name: str, words: str) -> None:
     with pytest.raises(BadInput, match=rf"a\.{name}='!': must be {words}$"):
         build_as(Everything, {name: "!"}, "a")
+
+
+def test_a_key_of_a_stranger_s_file_steers_no_terminal() -> None:
+    error = BadInput("model.\u202egnp\x1b]0;x\x07\n", 1, "removed")
+    assert str(error) == r"model.\u202egnp\x1b]0;x\x07\n=1: must be removed"

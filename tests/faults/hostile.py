@@ -290,7 +290,7 @@ def list_anew(folder: Path) -> None:
         for name in found["files"]:
             data = (folder / name).read_bytes()
             found["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    except (ValueError, OSError, KeyError):
+    except (ValueError, OSError, KeyError, RecursionError):
         return
     path.write_text(json.dumps(found))
 
