@@ -31,7 +31,7 @@ from lowvram.core.device import choose_device
 from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import IGNORE, Method, Part, Rig, Task
+from lowvram.core.rig import IGNORE, Method, Part, Rig, Task, named_tensors
 from lowvram.core.shared_memory import copied
 from lowvram.core.step import step
 from lowvram.core.values import Fill
@@ -40,9 +40,9 @@ from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
+from lowvram.models.outputs import all_outputs, logits_of
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
-from lowvram.models.third_party import all_outputs, logits_of
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
 from lowvram.planning.trace.tracer import trace
@@ -110,12 +110,14 @@ class ModuleTask(Task):
     def find_blocks(self) -> FoundBlocks:
         if not self.found_blocks:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
-            call = lambda model, inputs: logits_of(self.call(model, inputs))  # noqa: E731
-            self.found_blocks.append(find_blocks(self.make(), call, inputs, self.blocks_class))
+            self.found_blocks.append(find_blocks(self.make(), self.call, inputs, self.blocks_class))
         return self.found_blocks[0]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.find_blocks().blocks]
+
+    def last_weights(self, model: nn.Module) -> set[Tensor]:
+        return named_tensors(model, self.find_blocks().last)
 
     def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
         inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)

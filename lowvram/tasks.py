@@ -19,15 +19,15 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
 from lowvram.config.settings import Settings
 from lowvram.core.criterion import UserCriterion
-from lowvram.core.rig import IGNORE, Method, Part, Tail, Task
+from lowvram.core.rig import IGNORE, Method, Part, Tail, Task, named_tensors
 from lowvram.core.torch_losses import sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.source import Data
 from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
+from lowvram.models.outputs import all_outputs
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
-from lowvram.models.third_party import all_outputs
 
 
 class ModelConfig(Protocol):
@@ -50,6 +50,8 @@ class ModelConfig(Protocol):
     def blocks_of(self, model: nn.Module, spec: DataSpec) -> list[nn.Module]: ...
 
     def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None: ...
+
+    def last_of(self, model: nn.Module, spec: DataSpec) -> list[str]: ...
 
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool: ...
 
@@ -104,6 +106,9 @@ class Problem(Task):
 
     def head(self, model: nn.Module) -> nn.Linear | None:
         return self.model.head_of(model, self.spec)
+
+    def last_weights(self, model: nn.Module) -> set[Tensor]:
+        return super().last_weights(model) | named_tensors(model, self.model.last_of(model, self.spec))
 
     def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
         key = f"{self.description} {names}"

@@ -149,7 +149,7 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.BRANCHES] = "not known of this model: leave depth=none"
     if Fact.NORMS in asked and not (layer_norms(model) or rms_norms(model)):
         absent[Fact.NORMS] = "this model has none: leave norms=input"
-    if not (linears := inner_linears(model, task.head(model))):
+    if not (linears := inner_linears(model, task.last_weights(model))):
         absent[Fact.INNER_LINEARS] = "this model has none: leave qat=none (qat=int8 takes convolutions too)"
     if not linears and not convolutions(model):
         absent[Fact.INNER_PRODUCTS] = "this model has none: leave qat=none"

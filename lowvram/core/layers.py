@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -22,11 +24,15 @@ def owns_weight(layer: nn.Module) -> bool:
     return any(name == "weight" for name, _ in layer.named_parameters(recurse=False))
 
 
-def inner_linears(model: nn.Module, head: nn.Module | None) -> list[nn.Linear]:
+def inner_linears(model: nn.Module, last: Collection[Tensor]) -> list[nn.Linear]:
     """Its linear layers, without the last one, without those whose weight is computed, and without classes derived from
-    PyTorch's, whose forward pass may be another one."""
-    linears = (module for module in model.modules() if type(module) is nn.Linear and module is not head)
-    return [linear for linear in linears if owns_weight(linear)]
+    PyTorch's, whose forward pass may be another one.
+
+    Args:
+        last: the weights of the last layers (`Task.last_weights`).
+    """
+    linears = (module for module in model.modules() if type(module) is nn.Linear and owns_weight(module))
+    return [linear for linear in linears if all(linear.weight is not weight for weight in last)]
 
 
 def convolutions(model: nn.Module) -> list[nn.Conv2d]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
@@ -209,6 +209,11 @@ class Task(ABC):
         del model
         return None
 
+    def last_weights(self, model: nn.Module) -> set[Tensor]:
+        """The weights of the layers that make the outputs, whatever the criterion; empty if they aren't known."""
+        head = self.head(model)
+        return set() if head is None else {head.weight}
+
     def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
         """The MLPs of the blocks: what maps tensors (samples, tokens, ..., width) to one such tensor, each token by
         itself. Empty if they aren't known.
@@ -296,6 +301,12 @@ def loss_of(rig: Rig, part: Part, total: Tensor) -> Tensor:
     was moved, as far as the backward pass needs it."""
     moved = rig.move(part)
     return rig.criterion(rig.forward(moved), moved) / total
+
+
+def named_tensors(model: nn.Module, names: Iterable[str]) -> set[Tensor]:
+    """Those of the model's parameters that have these names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {parameters[name] for name in names if name in parameters}
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -60,7 +60,7 @@ def checked_format(name: ExportFormat, group: int, problem: Problem) -> Format |
     chosen = format_of(name, group)
     if chosen is not None:
         model = bare_model(problem)
-        chosen.check(model, problem.head(model))
+        chosen.check(model, problem.last_weights(model))
     return chosen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -33,7 +33,7 @@ class Format(ABC):
     may_run_code: ClassVar[bool] = False  # when a file that somebody crafted is loaded
 
     @abstractmethod
-    def check(self, model: nn.Module, head: nn.Module | None) -> None:
+    def check(self, model: nn.Module, last: Collection[Tensor]) -> None:
         """Raises BadInput if a library is missing, or if such a model can't be written so. The model may be without
         memory."""
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, final
 
@@ -27,7 +27,7 @@ class TorchExport(Graph):
     name = "torch_export"
     may_run_code = True  # torch.export.load falls back to unpickling
 
-    def check(self, model: nn.Module, head: nn.Module | None) -> None:
+    def check(self, model: nn.Module, last: Collection[Tensor]) -> None:
         """Raises nothing: only tracing tells whether a model can be traced."""
 
     def write(self, trained: Trained, folder: Path) -> None:

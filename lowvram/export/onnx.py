@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ class Onnx(Graph):
 
     name = "onnx"
 
-    def check(self, model: nn.Module, head: nn.Module | None) -> None:
+    def check(self, model: nn.Module, last: Collection[Tensor]) -> None:
         check_installed()
 
     def write(self, trained: Trained, folder: Path) -> None:

@@ -7,7 +7,7 @@ bits; uncompiled, they are computed in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from lowvram.core.quiet import quiet
@@ -33,7 +33,7 @@ class Pt2e(Graph):
     name = "pt2e"
     may_run_code = True  # torch.export.load falls back to unpickling
 
-    def check(self, model: nn.Module, head: nn.Module | None) -> None:
+    def check(self, model: nn.Module, last: Collection[Tensor]) -> None:
         """Raises nothing: only tracing tells whether a model can be traced."""
 
     def write(self, trained: Trained, folder: Path) -> None:

@@ -8,7 +8,7 @@ codes share one, and loading parts them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -52,20 +52,20 @@ class FewBits(Format):
     pack: Callable[[Tensor], Tensor] = Tensor.contiguous
     unpack: Callable[[Tensor], Tensor] = Tensor.contiguous
 
-    def layers(self, model: nn.Module, head: nn.Module | None) -> list[nn.Linear]:
-        linears = inner_linears(model, head)
+    def layers(self, model: nn.Module, last: Collection[Tensor]) -> list[nn.Linear]:
+        linears = inner_linears(model, last)
         return linears if self.group is None else [layer for layer in linears if divides(self.group, layer)]
 
-    def check(self, model: nn.Module, head: nn.Module | None) -> None:
+    def check(self, model: nn.Module, last: Collection[Tensor]) -> None:
         rows = "" if self.group is None else f" whose rows can be divided into groups of {self.group} weights"
         others = "safetensors, torch_export, onnx or pt2e"
         allowed = f"{others}: the model has no linear layer{rows}, besides the last, which stays as it is"
-        require(bool(self.layers(model, head)), "export.format", self.name, allowed)
+        require(bool(self.layers(model, last)), "export.format", self.name, allowed)
 
     def write(self, trained: Trained, folder: Path) -> None:
         model = deepcopy(trained.model)
         with quiet():
-            quantize(model, self.config(), self.layers(model, trained.problem.head(model)))
+            quantize(model, self.config(), self.layers(model, trained.problem.last_weights(model)))
             tensors, about = flattened(distinct(model))
         packed = {name: self.pack(each) if name.endswith(CODES) else each for name, each in tensors.items()}
         save_file(packed, folder / WEIGHTS, {"format": "pt", **about})

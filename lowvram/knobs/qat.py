@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import convolutions, inner_linears
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
@@ -59,6 +60,8 @@ class NoQat(Knob):
 class FakeQuantized(Knob):
     """Layers of the model round their weights in each forward pass."""
 
+    name: ClassVar[str]  # as it is typed
+
     stage = Stage.BUILD
     exactness = Exactness.LOSSY
     libraries = ("torchao.quantization", "torchao.quantization.qat")
@@ -72,6 +75,7 @@ class FakeQuantized(Knob):
 class Int8(FakeQuantized):
     """Weights of 8 bits, with one scale for each row of a linear layer or output channel of a convolution."""
 
+    name = "qat=int8"
     group: ClassVar[int] = GROUP  # of an export in 4 bits
 
     layers: Layers = Layers.auto
@@ -82,7 +86,7 @@ class Int8(FakeQuantized):
         return frozenset({Fact.INNER_LINEARS if self.layers is Layers.linear else Fact.INNER_PRODUCTS})
 
     def apply(self, rig: Rig) -> Rig:
-        linears = inner_linears(rig.model, rig.task.head(rig.model))
+        linears = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
         has_convolutions = self.layers is Layers.all or (self.layers is Layers.auto and not linears)
         round_linears(rig.model, int8_weights(), linears)
         round_convolutions(rig.model, convolutions(rig.model) if has_convolutions else [])
@@ -97,6 +101,7 @@ class Int4(FakeQuantized):
 
     group: int = GROUP
 
+    name = "qat=int4"
     band = 7e-1  # weights are off by a tenth
 
     def __post_init__(self) -> None:
@@ -106,7 +111,7 @@ class Int4(FakeQuantized):
         return frozenset({Fact.INNER_LINEARS})
 
     def apply(self, rig: Rig) -> Rig:
-        linears = inner_linears(rig.model, rig.task.head(rig.model))
+        linears = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
         divided = [layer for layer in linears if divides(self.group, layer)]
         allowed = "another option: the rows of no linear layer but the last can be divided into groups (qat.group)"
         require(bool(divided), "qat", "int4", allowed)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.models.fake_pass import fake_pass
+from lowvram.models.last_layer import last_weights
+from lowvram.models.outputs import logits_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
 AS_MUCH = 0.9  # classes that save at least this share of what the class with the most saves count as equal to it
@@ -28,6 +30,7 @@ class FoundBlocks(NamedTuple):
     blocks: tuple[str, ...]  # in the order in which the forward pass first meets them
     head: str | None  # the linear layer whose outputs are the model's
     has_plain_blocks: bool  # blocks take only tensors, as positional arguments, and return one tensor
+    last: tuple[str, ...] = ()  # the weights of the layers that make the outputs, by all of their names; empty: unknown
 
 
 def find_blocks(
@@ -37,7 +40,7 @@ def find_blocks(
     tensors, only the blocks are found, and only if `named` names their class.
 
     Args:
-        call: calls the model on inputs and returns its outputs.
+        call: calls the model on inputs and returns its outputs, or those that the criterion reads.
         inputs: of two samples or more, on the CPU.
         named: the class name of the blocks, if the user gave it.
     """
@@ -49,9 +52,12 @@ def find_blocks(
     kinds = [named] if named is not None else classes_of_blocks(record)
     blocks = {module for kind in kinds for module in outermost(record.model, kind)}
     order = [module for module in record.order if module in blocks]
-    heads = (record.names[module] for module, output in record.linear.items() if output is outputs)
+    heads = (record.names[module] for module, output in record.linear.items() if output is logits_of(outputs))
     is_plain = all(record.is_plain[module] for module in order)
-    return FoundBlocks(tuple(record.names[module] for module in order), next(heads, None), is_plain)
+    last = {id(weight) for weight in last_weights(outputs)}
+    named_weights = record.model.named_parameters(remove_duplicate=False)
+    names = tuple(name for name, weight in named_weights if id(weight) in last)
+    return FoundBlocks(tuple(record.names[module] for module in order), next(heads, None), is_plain, names)
 
 
 def recorded(call: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> tuple[ForwardRecord, Any]:

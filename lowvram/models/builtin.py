@@ -175,6 +175,9 @@ class OwnModel(Remade):
     def head_of(self, model: Any, spec: DataSpec) -> nn.Linear | None:
         return model.head
 
+    def last_of(self, model: Any, spec: DataSpec) -> list[str]:
+        return [name for name, weight in model.named_parameters() if weight is model.head.weight]
+
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
         return True
 

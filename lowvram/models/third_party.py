@@ -18,6 +18,7 @@ from lowvram.core.rig import Tail, has_dropout
 from lowvram.core.shared_memory import copied
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
+from lowvram.models.outputs import all_outputs, logits_of
 
 FOUND_BLOCKS: dict[str, FoundBlocks] = {}  # by the descriptions of model and data
 Fill = Callable[[str, Tensor], None]
@@ -83,6 +84,9 @@ class ForeignModel(ABC):
         module = None if name is None else model.get_submodule(name)
         return module if isinstance(module, nn.Linear) and owns_weight(module) else None
 
+    def last_of(self, model: nn.Module, spec: DataSpec) -> list[str]:
+        return [*self.find_blocks(model, spec).last]
+
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool:
         return self.find_blocks(model, spec).has_plain_blocks
 
@@ -129,15 +133,3 @@ def without_values(build: Callable[[], nn.Module]) -> nn.Module:
     with without_dispatch_modes(), same_draws_afterwards(), torch.device("cpu"):
         model = build()
     return copied(model, "meta")
-
-
-def all_outputs(model: nn.Module, inputs: Any) -> Any:
-    """What the model returns. A dictionary of inputs is passed as keyword arguments."""
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-
-
-def logits_of(outputs: Any) -> Any:
-    """The logits among a model's outputs: the entry "logits", else the first output; a tensor itself."""
-    if isinstance(outputs, Mapping):
-        return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
-    return outputs[0] if isinstance(outputs, tuple | list) else outputs

@@ -34,7 +34,7 @@ def test_torchao_is_imported_without_a_word() -> None:
     program = (
         "from torch import nn, ones; from lowvram.knobs.optimizer import AdamW8bit;"
         "AdamW8bit().make([nn.Parameter(ones(2))]);"
-        "from lowvram.knobs.precision.fp8 import convert; convert(nn.Sequential(nn.Linear(16, 16)), None)"
+        "from lowvram.knobs.precision.fp8 import convert; convert(nn.Sequential(nn.Linear(16, 16)), ())"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

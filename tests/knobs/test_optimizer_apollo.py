@@ -25,7 +25,7 @@ def trained(knob: MatrixKnob, weight: nn.Parameter, gradients: list[Tensor]) -> 
     """A copy of the weight after an update with each gradient."""
     module = nn.Linear(1, 1, bias=False) if weight.ndim == 2 else nn.Conv2d(1, 1, 1, bias=False)
     module.weight = nn.Parameter(weight.detach().clone(memory_format=torch.preserve_format))
-    optimizer = knob.make([module.weight], roles_of(module, None, knob.layers))
+    optimizer = knob.make([module.weight], roles_of(module, (), knob.layers))
     for gradient in gradients:
         module.weight.grad = gradient.clone()
         optimizer.step()
@@ -111,7 +111,7 @@ def bytes_of_states(option: str, model: str) -> list[tuple[int, int, int]]:
     rig = assemble(PROBLEMS[model], knobs_of(optimizer=option), CPU)
     step(rig, next(batches(PROBLEMS[model].spec, [4])))
     states = rig.stepper.optimizer.state  # pyright: ignore[reportAttributeAccessIssue]
-    roles, found = roles_of(rig.model, rig.task.head(rig.model), Apollo.layers), []
+    roles, found = roles_of(rig.model, rig.task.last_weights(rig.model), Apollo.layers), []
     for parameter in rig.trainable:
         num_bytes = sum(value.nbytes for value in states[parameter].values() if isinstance(value, Tensor))
         if roles[parameter].is_matrix:

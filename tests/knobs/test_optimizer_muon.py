@@ -31,7 +31,7 @@ LEARNED = Auto().pose(replace(TRANSFORMER, positions=Positions.learned, tied_emb
 @pytest.mark.parametrize("problem", [PROBLEMS["transformer"], LEARNED], ids=["tied", "untied"])
 def test_hidden_matrices_are_muons_and_the_rest_adamws(problem: Problem) -> None:
     rig = assemble(problem, knobs_of(optimizer="muon"), CPU)
-    roles = roles_of(rig.model, rig.task.head(rig.model), Muon.layers)
+    roles = roles_of(rig.model, rig.task.last_weights(rig.model), Muon.layers)
     hidden = {name for name, parameter in rig.model.named_parameters() if roles[parameter].is_matrix}
     layers = ("attention.qkv", "attention.merge", "mlp.up", "mlp.down")
     assert hidden == {f"blocks.{block}.{layer}.weight" for block in range(3) for layer in layers}
@@ -39,7 +39,7 @@ def test_hidden_matrices_are_muons_and_the_rest_adamws(problem: Problem) -> None
 
 def test_a_resnet_has_none() -> None:
     rig = assemble(PROBLEMS["resnet"], knobs_of(optimizer="muon"), CPU)
-    roles = roles_of(rig.model, rig.task.head(rig.model), Muon.layers)
+    roles = roles_of(rig.model, rig.task.last_weights(rig.model), Muon.layers)
     assert not any(role.is_matrix for role in roles.values())
 
 
@@ -49,7 +49,7 @@ def test_updates_are_torchs() -> None:
     model, head = nn.Sequential(*layers), layers[-1]
     assert isinstance(head, nn.Linear)
     knob = Muon(lr=0.01, momentum=0.9, iterations=3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
-    ours = [knob.make(list(model.parameters()), roles_of(model, head, Muon.layers))]
+    ours = [knob.make(list(model.parameters()), roles_of(model, {head.weight}, Muon.layers))]
     hidden, *_, last = [p for layer in others for p in layer.parameters() if p.ndim == 2]
     rest = [p for layer in others for p in layer.parameters() if p.ndim == 1]
     theirs = [
@@ -75,7 +75,7 @@ def steps(model: nn.Module, x: Tensor, optimizers: list[torch.optim.Optimizer]) 
 def test_copies_are_updated_as_what_they_stand_for() -> None:
     """As fp32 masters in host memory are."""
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    roles, weight = roles_of(model, None, Muon.layers), model[0].weight
+    roles, weight = roles_of(model, (), Muon.layers), model[0].weight
     assert isinstance(weight, nn.Parameter)
     copy = nn.Parameter(weight.detach().clone())
     with pytest.raises(KeyError):
@@ -105,7 +105,7 @@ def one_update(is_shared: bool, dtype: torch.dtype) -> Tensor:
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         gradient = distribute_tensor(gradient, mesh, [Shard(0)])
     optimizer = Muon(weight_decay=0.0).make(
-        list(model.parameters()), roles_of(model, None, Muon.layers), RoundingPolicy(Stochastic())
+        list(model.parameters()), roles_of(model, (), Muon.layers), RoundingPolicy(Stochastic())
     )
     model.weight.grad = gradient
     optimizer.step()

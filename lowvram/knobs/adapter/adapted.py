@@ -55,6 +55,9 @@ class Adapted(Task):
     def head(self, model: nn.Module) -> nn.Linear | None:
         return self.plain.head(model)
 
+    def last_weights(self, model: nn.Module) -> set[Tensor]:
+        return self.plain.last_weights(model)
+
     def mlps(self, model: nn.Module, names: Sequence[str] | None = None) -> list[Method]:
         return self.plain.mlps(model, names)
 

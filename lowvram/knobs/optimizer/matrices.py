@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, final
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob
+from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import is_transposed
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.adam import AdamKnob
@@ -51,7 +52,7 @@ class MatrixKnob(AdamKnob, ABC):
         return self
 
     def apply(self, rig: Rig) -> Rig:
-        roles = roles_of(rig.model, rig.task.head(rig.model), self.layers)
+        roles = roles_of(rig.model, known_last_weights(rig.task, rig.model, f"optimizer={self.rule}"), self.layers)
         return replace(rig, make_optimizer=partial(self.make, roles=roles, policy=RoundingPolicy(rig.rounding)))
 
     def make(self, parameters: list[nn.Parameter], roles: Roles, policy: RoundingPolicy | None = None) -> Optimizer:
@@ -83,12 +84,12 @@ class MatrixKnob(AdamKnob, ABC):
         """The optimizer of the matrices, each of which has the number of its role."""
 
 
-def roles_of(model: nn.Module, head: nn.Linear | None, layers: tuple[type[nn.Module], ...]) -> Roles:
+def roles_of(model: nn.Module, last: Collection[Tensor], layers: tuple[type[nn.Module], ...]) -> Roles:
     """The roles of a model's parameters. Matrices are the weights of `layers`, and of linear layers of other libraries,
-    except that of the head and those shared with an embedding."""
+    except those of the last layers and those shared with an embedding."""
     modules: list[Any] = list(model.modules())
     matrices = {module.weight for module in modules if isinstance(module, layers) or is_transposed(module)}
-    matrices -= {module.weight for module in modules if isinstance(module, nn.Embedding) or module is head}
+    matrices -= {*last, *(module.weight for module in modules if isinstance(module, nn.Embedding))}
     return WeakIdKeyDictionary(
         {parameter: Role(number, parameter in matrices) for number, parameter in enumerate(model.parameters())}
     )

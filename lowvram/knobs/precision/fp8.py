@@ -6,16 +6,17 @@ computed anew for each product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.last_layer import known_last_weights
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 
@@ -39,7 +40,7 @@ class Fp8(Knob):
         return frozenset({Fact.OWN_FORMAT})
 
     def apply(self, rig: Rig) -> Rig:
-        convert(rig.model, rig.task.head(rig.model))
+        convert(rig.model, known_last_weights(rig.task, rig.model, "precision=fp8"))
         rig.model.forward = under_autocast(rig.model.forward, rig.device.type)
         return rig
 
@@ -55,18 +56,19 @@ def under_autocast(forward: Callable[..., Any], device_type: str) -> Callable[..
     return autocast_forward
 
 
-def convert(model: nn.Module, head: nn.Linear | None, emulate: bool = False) -> None:
+def convert(model: nn.Module, last: Collection[Tensor], emulate: bool = False) -> None:
     """Replace linear layers by ones that multiply in fp8; parameters and their names stay.
 
     Args:
-        head: stays as it is.
+        last: the weights of layers that stay as they are.
         emulate: round to fp8 but multiply in another format, for devices without fp8.
     """
 
     def is_fit(module: nn.Module, name: str) -> bool:
         del name
         sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
-        return module is not head and all(size % MULTIPLE == 0 for size in sizes)
+        is_last = isinstance(module, nn.Linear) and any(module.weight is weight for weight in last)
+        return not is_last and all(size % MULTIPLE == 0 for size in sizes)
 
     with quiet():
         float8 = import_module("torchao.float8")
