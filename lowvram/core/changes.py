@@ -126,11 +126,15 @@ class Places:
 
 @final
 class Look:
-    """What there is before a forward pass."""
+    """What there is before a forward pass.
 
-    def __init__(self, places: Places) -> None:
+    Args:
+        with_tensors: look at tensors that may be changed in place; else at which ones there are.
+    """
+
+    def __init__(self, places: Places, with_tensors: bool = True) -> None:
         self.places = places
-        self.held = [self.hold(*place) for place in tensors_in(places)]
+        self.held = [self.hold(*place) for place in tensors_in(places)] if with_tensors else []
         self.values = [(module, dict(vars(module))) for module in places.with_values]
         self.contents = [(what, each, contents_of(each)) for what, each in containers_in(places)]
 
@@ -147,7 +151,8 @@ class Look:
             Incompatible: a large tensor was changed in place for the first time, so that there is no copy of it.
         """
         tensors = [change for held in self.held if (change := self.change_of(held)) is not None]
-        values = [change for module, before in self.values for change in changed_values(module, before)]
+        held = {id(each.tensor) for each in self.held}
+        values = [change for module, before in self.values for change in changed_values(module, before, held)]
         contents = [OfContents(*look) for look in self.contents if not are_same(*look[1:])]
         return [*tensors, *values, *contents]
 
@@ -239,12 +244,12 @@ def is_equal(now: Any, before: Any) -> bool:
     return now == before
 
 
-def changed_values(module: nn.Module, before: dict[str, Any]) -> Iterator[Change]:
-    """The attributes of a module that aren't what they were; tensors that are still there are looked at by `Held`."""
+def changed_values(module: nn.Module, before: dict[str, Any], held: set[int]) -> Iterator[Change]:
+    """The attributes of a module that aren't what they were, but for the tensors that `Held` looks at."""
     now = vars(module)
     for name in now.keys() | before.keys():
         was = before.get(name, MISSING)
-        if not is_same(now.get(name, MISSING), was) and not isinstance(was, Tensor):
+        if not is_same(now.get(name, MISSING), was) and id(was) not in held:
             yield OfEntry(f"{type(module).__name__}.{name}", now, name, was)
 
 

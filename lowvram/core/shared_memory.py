@@ -89,7 +89,8 @@ def copied(model: Model, device: str, with_constants: bool = True) -> Model:
     so again.
 
     Args:
-        with_constants: copy tensors that are neither parameters nor buffers; else the copy has the same ones.
+        with_constants: copy tensors that are neither parameters nor buffers as any other; else they keep their values,
+            also under a fake mode.
     """
     # torch itself copies no tensor that autograd has computed, such as the weight of an old `weight_norm`.
     others = [each for module in model.modules() for each in inside(vars(module)) if not isinstance(each, nn.Parameter)]
@@ -99,7 +100,10 @@ def copied(model: Model, device: str, with_constants: bool = True) -> Model:
     def empty(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
-    memo: dict[int, Any] = {} if with_constants else {id(each): each for each in others}
+    memo: dict[int, Any] = {}
+    if not with_constants:
+        with without_dispatch_modes():
+            memo = {id(each): each.detach().clone() for each in others}
     return deepcopy(model, memo | {id(old): new for old, new in laid_out_as(tensors, empty).items()})
 
 

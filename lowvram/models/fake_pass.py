@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import FakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
+from lowvram.core.changes import Look, Places
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.shared_memory import copied
 
@@ -32,12 +33,23 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any)
     misses = {cached: cached.cache_info().misses for cached in caches_of(model)}
     try:
         alone = same_draws_afterwards(model)
-        with without_dispatch_modes(), alone, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with without_dispatch_modes(), alone, FakeTensorMode(allow_non_fake_inputs=True) as mode, unchanged(model):
             return run(without_memory(model), tree_map_only(Tensor, mode.from_tensor, inputs))
     finally:
         for cached, before in misses.items():
             if cached.cache_info().misses > before:  # else it has nothing from this pass
                 cached.cache_clear()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modules hold what they held: a hook of the copy may write into the model itself."""
+    look = Look(Places(model), with_tensors=False)
+    try:
+        yield
+    finally:
+        for change in look.changes():
+            change.undo()
 
 
 def without_memory(model: nn.Module) -> nn.Module:
