@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
@@ -17,8 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.compat.torch_compiler import use_eager_random_numbers
-from lowvram.config.errors import require
+from lowvram.compat.torch_modules import own_buffers
+from lowvram.config.errors import Incompatible, require
+from lowvram.core.changes import Change, OfEntry
+from lowvram.core.generators import OfTorch, global_sources, restore
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.repeat import First, Repeatable
 from lowvram.core.rig import Rig
 
 # Graphs of the same code: kinds of blocks x train and eval x shapes. torch's default of 8 is too low for a ResNet-50.
@@ -163,23 +168,56 @@ class Traced:
 
     def trace(self, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
         """Run the block once to record it. The run changes neither buffers nor the state of random generators. Saved
-        tensor hooks of other knobs are replaced meanwhile, so that they aren't recorded."""
-        device = inputs[0].device
+        tensor hooks of other knobs are replaced meanwhile, so that they aren't recorded.
+
+        Raises:
+            Incompatible: the trace would compute something else than the block.
+        """
+        device, first, saved = inputs[0].device, Repeatable(self.block).passes().first, set[torch.dtype]()
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
-        cards = [device] if device.type == "cuda" else []
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.add(tensor.dtype)
+            return tensor
+
         # Without autocast's cache, as a cached cast of a weight would be recorded as a constant.
         plain = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
         del self.block.forward  # so that the tracer, which calls the block, runs the class's forward
         try:
-            with torch.random.fork_rng(cards), plain, saved_tensors_hooks(itself, itself), warnings.catch_warnings():
+            with plain, saved_tensors_hooks(note, itself), warnings.catch_warnings(), first:
                 warnings.simplefilter("ignore")  # deprecation (`apply` says it); constant shapes (in the key)
-                return torch.jit.trace(self.block, examples, check_trace=False)
+                trace = torch.jit.trace(self.block, examples, check_trace=False)
         finally:
             self.block.forward = self
+            restore(first.drawn)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
+        self.check(first, saved)
+        return trace
+
+    def check(self, first: First, saved: Collection[torch.dtype]) -> None:
+        """Refuse a block that changes more than buffers in place, or draws from other generators than torch's own: its
+        trace would repeat what it recorded. And one with complex numbers: TorchScript's (2.13) gradients of products
+        don't conjugate them."""
+        buffers = [id(own_buffers(module)) for module in self.block.modules()]
+        changed = (each for each in first.changes if not is_in_place(each, buffers))
+        reasons = [f"{each.what} changes in each forward pass" for each in changed]
+        recorded = [source.generator for source in global_sources() if isinstance(source, OfTorch)]
+        drawn = (source for source, _ in first.drawn if getattr(source, "generator", None) not in recorded)
+        reasons += [f"it draws from {source.name}" for source in drawn]
+        reasons += ["it computes with complex numbers"] if any(dtype.is_complex for dtype in saved) else []
+        if reasons:
+            raise Incompatible(
+                f"compile=torchscript can't record {type(self.block).__name__}: {', '.join(reasons)} (choose"
+                " compile=blocks or compile=none)"
+            )
+
+
+def is_in_place(change: Change, owners: Collection[int]) -> bool:
+    """Whether a tensor changed in place that one of these dictionaries, by their ids, holds."""
+    return isinstance(change, OfEntry) and change.is_copied and id(change.owner) in owners
 
 
 def itself(tensor: Tensor) -> Tensor:

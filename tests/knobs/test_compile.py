@@ -20,7 +20,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowvram.config.errors import BadInput
+import lowvram
+from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Fact, Kind, Knob
 from lowvram.core.ledger import ledger
@@ -29,6 +30,7 @@ from lowvram.core.step import step
 from lowvram.knobs.ckpt import CompilerBudget, RecomputeEvery, RecomputeSegments
 from lowvram.knobs.compile import Backend, CompiledBlocks, Mode, TorchScript
 from lowvram.tasks import Auto
+from tests import restless
 from tests.laboratory import (
     COMPILING_DEVICES,
     CPU,
@@ -334,6 +336,35 @@ def test_a_trace_follows_autocast(problem: str, precision: str) -> None:
         for which in ("torchscript", "none")
     )
     assert 1e-4 < traced <= 1.1 * eager
+
+
+class Filter(restless.Mlp):
+    """Multiplies frequencies by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(restless.WIDTH // 2 + 1, dtype=torch.cfloat))
+
+    def between(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weights, n=restless.WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (Filter, "it computes with complex numbers"),
+        (restless.Counter, "Counter.steps changes in each forward pass"),
+        (restless.NestedState, "NestedState.state"),
+        (restless.OwnNorm, "OwnNorm.mean changes"),
+        (restless.NumpyScale, "it draws from numpy's generator"),
+        (restless.PythonNormal, "it draws from Python's generator"),
+    ],
+)
+def test_what_a_trace_would_repeat_as_it_was_recorded_is_refused(block: type[nn.Module], reason: str) -> None:
+    inputs = torch.randn(4, restless.WIDTH)
+    task = lowvram.task(restless.Net(block), inputs, blocks=block.__name__)
+    with pytest.raises(Incompatible, match=f"compile=torchscript can't record {block.__name__}: .*{reason}"):
+        lowvram.step(lowvram.assemble(task, "compile=torchscript", "cpu"), lowvram.Part(inputs, torch.arange(4)))
 
 
 def test_a_traced_model_evaluates_and_says_that_torchscript_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
