@@ -20,10 +20,10 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.config.settings import Settings
 from lowvram.core.criterion import UserCriterion
 from lowvram.core.rig import IGNORE, Method, Part, Tail, Task, named_tensors
-from lowvram.core.torch_losses import sum_and_count
+from lowvram.core.torch_losses import labels_named, sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.source import Data
-from lowvram.data.spec import TEXTS, DataSpec, Modality, num_places, num_real_tokens
+from lowvram.data.spec import TEXTS, DataSpec, Modality, described, num_places, num_real_tokens
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.outputs import all_outputs
 from lowvram.models.sample_finder import find_separate_blocks
@@ -75,6 +75,7 @@ class ModelConfig(Protocol):
         ...
 
 
+BYTES = ", whose images can be made float32 in the data set (image.float() / 255)"
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
 FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
@@ -160,7 +161,8 @@ class Problem(Task):
         # bf16 torch (2.13) makes the copy itself; cross_entropy on bf16 would avoid it, but round probabilities to
         # bf16.
         log_probabilities = F.log_softmax(outputs, -1, dtype=dtype).flatten(0, -2)
-        return F.nll_loss(log_probabilities, part.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        with labels_named(log_probabilities.shape[-1], IGNORE):
+            return F.nll_loss(log_probabilities, part.targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def num_correct(self, outputs: Tensor, part: Part) -> Tensor:
         """For how many targets the largest output is right (0-dim)."""
@@ -194,6 +196,13 @@ class LanguageModel(Problem):
 
 class Classifier(Problem):
     """Each sample has one class."""
+
+    def criterion(self, outputs: Tensor, part: Part) -> Tensor:
+        """As of any problem. Raises BadInput if the model has fewer outputs than there are classes."""
+        num_outputs, num_classes = outputs.shape[-1], self.spec.num_classes
+        allowed = f"a model with an output for each of the data's {num_classes} classes (data.num_classes)"
+        require(num_outputs >= num_classes, "model", f"{num_outputs} outputs", allowed)
+        return super().criterion(outputs, part)
 
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
         return {"accuracy": accuracy}
@@ -317,7 +326,8 @@ class Auto(TaskConfig):
         options = (LanguageModelling(), MaskedLanguageModelling(), Seq2Seq(), Classification())
         fitting = next((option for option in options if spec.modality in option.modalities), None)
         if fitting is None:
-            data = f"data that are {spec.modality.value}"
+            shown = f" ({described(spec.layout)})" if spec.layout else ""
+            data = f"data that are {spec.modality.value}{shown}{BYTES if 'uint8' in shown else ''}"
             allowed = f"external for {data}: name a class with the loss in task.target=package.module.Class"
             raise BadInput("task", "auto", allowed)
         return fitting.pose(model, spec)

@@ -36,3 +36,7 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 class Refused(Exception):
     """A mistake whose text is already the sentence to be shown."""
+
+
+class BadSample(RuntimeError):
+    """A sample can't be used, as was found when it was read. The message is one sentence that says which and why."""

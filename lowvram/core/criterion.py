@@ -14,7 +14,15 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_trees import tree_leaves, tree_map
 from lowvram.config.errors import require
 from lowvram.core.rig import IGNORE
-from lowvram.core.torch_losses import count_elements, sum_and_count
+from lowvram.core.torch_losses import (
+    ClassCount,
+    check_labels,
+    check_shapes,
+    count_elements,
+    labels_named,
+    num_classes,
+    sum_and_count,
+)
 
 PLAIN = (Tensor, int, float, complex, str)
 SAME = 1e-3  # relative difference up to which two losses count as equal
@@ -41,7 +49,11 @@ class UserCriterion:
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         self._prepare(outputs, targets)
-        loss = self.criterion(outputs, targets)
+        if isinstance(self.count, ClassCount):
+            with labels_named(num_classes(outputs), self.count.loss.ignore_index):
+                loss = self.criterion(outputs, targets)
+        else:
+            loss = self.criterion(outputs, targets)
         is_sum = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
         allowed = "one whose criterion returns one number as a tensor, the sum of the losses of all targets"
         require(is_sum, self.key, self.value, allowed)
@@ -50,6 +62,12 @@ class UserCriterion:
     def _check_first(self, outputs: Any, targets: Any) -> None:
         """Called before the first loss is computed from values; a plan has none."""
         leaves = tensors_of((outputs, targets))
+        if isinstance(self.count, ClassCount) and len(leaves) == 2:
+            check_shapes(leaves[0], leaves[1], self.key, self.value)
+        if self.count is count_elements:
+            shapes = [tuple(leaf.shape) for leaf in leaves]
+            allowed = f"another loss, where outputs and targets differ in shape as here: {shapes}"
+            require(len({*shapes}) == 1, self.key, self.value, allowed)
         if any(is_fake(leaf) for leaf in leaves):
             return
         self._prepare = no_check
@@ -57,10 +75,8 @@ class UserCriterion:
             self.criterion.to(leaves[0].device)  # weights of classes, for example
         if self.count is None:
             self._refuse_mean(outputs, targets)
-        elif self.count is count_elements:
-            shapes = [tuple(leaf.shape) for leaf in leaves]
-            allowed = f"another loss, where outputs and targets differ in shape as here: {shapes}"
-            require(len({*shapes}) == 1, self.key, self.value, allowed)
+        elif isinstance(self.count, ClassCount):
+            check_labels(targets, num_classes(outputs), self.count.loss.ignore_index)
 
     def _refuse_mean(self, outputs: Any, targets: Any) -> None:
         """Raise BadInput if the loss of one sample equals that of the same sample twice, as for a mean. Checks nothing

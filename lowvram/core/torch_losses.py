@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, final
@@ -10,6 +11,9 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lowvram.config.errors import BadInput, BadSample
+from lowvram.config.texts import first_line
 
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 ELEMENT_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
@@ -60,6 +64,60 @@ class ClassCount:
         if self.loss.weight is None:
             return counted.sum()
         return self.loss.weight.to(targets.device)[targets.where(counted, 0)].where(counted, 0).sum()
+
+
+def check_shapes(outputs: Tensor, targets: Tensor, key: str, value: object) -> None:
+    """Raises BadInput if torch's losses of classes can't be computed: classes have to be the second dimension of the
+    outputs, (n, k, ...), and targets be (n, ...), or probabilities (n, k, ...).
+
+    Args:
+        key, value: of the loss, for the message.
+    """
+    out, aim = tuple(outputs.shape), tuple(targets.shape)
+    if out == aim or (len(out) > 1 and (out[0], *out[2:]) == aim) or (len(out) == 1 and not aim):
+        return
+    if len(out) > 1 and out[:-1] == aim:
+        allowed = (
+            f"a loss for outputs {out} and targets {aim}, whose classes stand last, as those of language models:"
+            " torch's wants them second; task=auto is this cross-entropy, or move them in a criterion of your own"
+        )
+    else:
+        allowed = f"a loss for outputs {out} and targets {aim}: torch's wants a target for each row of outputs"
+    raise BadInput(key, value, allowed)
+
+
+@contextmanager
+def labels_named(num_classes: int, ignored: int) -> Iterator[None]:
+    """Turns torch's error for a label of no class, which a CPU finds, into one that says what labels may be."""
+    try:
+        yield
+    except IndexError as error:
+        raise BadSample(
+            f"in a sample, {first_line(error).rstrip('.')}: {labels_allowed(num_classes, ignored)}"
+        ) from None
+
+
+def check_labels(targets: Tensor, num_classes: int, ignored: int) -> None:
+    """Raises BadSample for the first sample of a batch with a label of no class; a card would only end the program."""
+    if targets.is_floating_point():
+        return
+    is_outside = (targets != ignored) & ((targets < 0) | (targets >= num_classes))
+    if places := is_outside.nonzero().tolist():
+        label, index = int(targets[tuple(places[0])]), (places[0] or [0])[0]
+        allowed = labels_allowed(num_classes, ignored)
+        raise BadSample(f"sample {index} of the first batch has the label {label}: {allowed}")
+
+
+def labels_allowed(num_classes: int, ignored: int) -> str:
+    return (
+        f"the model has outputs for {num_classes} classes, which start at 0, and {ignored} is ignored (the loss's"
+        " ignore_index)"
+    )
+
+
+def num_classes(outputs: Tensor) -> int:
+    """Of outputs as torch's losses of classes want them."""
+    return outputs.shape[min(1, outputs.dim() - 1)]
 
 
 def count_elements(targets: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from omegaconf import MISSING
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lowvram.config.errors import BadInput, require
+from lowvram.config.errors import BadInput, BadSample, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.config.texts import first_line
 from lowvram.core.rig import IGNORE
 from lowvram.data.iterable import Iterated, in_their_order, is_iterable, kept
 from lowvram.data.randomness import Key, Stream, seeded
@@ -27,6 +28,7 @@ from lowvram.data.spec import (
     Layout,
     Modality,
     TensorLayout,
+    described,
     real_lengths,
     tree_of,
 )
@@ -34,7 +36,9 @@ from lowvram.data.spec import (
 TARGET_NAMES = ("labels", "label", "targets", "target")  # the target's key in a dictionary; the first match counts
 FEW = 1000  # up to this many samples are all read to find the largest label
 # numpy's usual dtypes -> those that models take
-WIDER = {torch.float64: torch.float32, torch.int16: torch.int64, torch.int32: torch.int64}
+NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
+WIDER = {torch.float64: torch.float32, **dict.fromkeys(NARROW, torch.int64)}
+WIDER_TARGETS = WIDER | {torch.uint8: torch.int64}  # classes and masks
 CLASS = TensorLayout((), "int64")
 
 
@@ -72,10 +76,10 @@ class External(Source):
         second = Reader("the samples held out", held_out, Stream.EVAL, seed)
         try:
             layout = layout_of(*first.read(0, 0))
-            spec = self.spec(first, layout)
+            spec = self.spec(UserSamples(first, layout, 0), layout)
             samples = [UserSamples(reader, layout, spec.num_classes) for reader in (first, second)]
             for user_samples in samples:
-                user_samples.checked(0, 0)
+                user_samples.check_known()
         except Unfit as error:
             raise BadInput("data.target", self.target, f"a function whose samples can be used: {error}") from None
         kind = f"{spec.modality.value}, {spec.num_classes} classes" if spec.num_classes else spec.modality.value
@@ -113,7 +117,7 @@ class External(Source):
             raise BadInput("data.eval_samples", None, allowed)
         return self.eval_samples or len(held_out)
 
-    def spec(self, train: Reader, layout: Layout) -> DataSpec:
+    def spec(self, train: UserSamples, layout: Layout) -> DataSpec:
         """What the layout of the first sample says of the data."""
         modality, (_, first) = modality_of(layout), layout.inputs[0]
         if modality is Modality.TOKENS:
@@ -131,7 +135,7 @@ class External(Source):
         inputs = dict(layout.inputs)
         usual = {IDS, MASK} == inputs.keys()
         shape, unusual = inputs[IDS].shape, None if usual else layout
-        return DataSpec(modality, num_classes, shape, self.vocab_size, unusual, is_padded=train.brings_mask())
+        return DataSpec(modality, num_classes, shape, self.vocab_size, unusual, is_padded=train.reader.brings_mask())
 
 
 @final
@@ -183,7 +187,7 @@ class UserSamples(Samples):
         try:
             return self.checked(index, epoch)
         except Unfit as error:
-            raise RuntimeError(str(error)) from None
+            raise BadSample(str(error)) from None
 
     def checked(self, index: int, epoch: int) -> tuple[Any, Any]:
         inputs, targets = self.reader.read(index, epoch)
@@ -191,11 +195,24 @@ class UserSamples(Samples):
         if layout != self.layout:
             raise Unfit(f"{place} has {described(layout)}, where the first has {described(self.layout)}")
         if self.num_classes and isinstance(targets, Tensor) and targets.dtype is torch.int64:
-            outside = targets[(targets != IGNORE) & ((targets < 0) | (targets >= self.num_classes))]
-            if len(outside.flatten()):
-                label = int(outside.flatten()[0])
-                raise Unfit(f"{place} has the label {label}, outside the {self.num_classes} classes that start at 0")
+            outside = targets[self.is_outside(targets)]
+            if len(outside):
+                label, classes = int(outside[0]), f"{self.num_classes} classes that start at 0"
+                raise Unfit(f"{place} has the label {label}, outside the {classes} (data.num_classes)")
         return inputs, targets
+
+    def is_outside(self, targets: Tensor) -> Tensor:
+        """Which labels belong to no class."""
+        return (targets != IGNORE) & ((targets < 0) | (targets >= self.num_classes))
+
+    def check_known(self) -> None:
+        """Raises Unfit for the first sample, or one with a label of no class where the data set shows all labels."""
+        self.checked(0, 0)
+        known = known_targets(self.reader.dataset)
+        if known is not None and self.num_classes and not known.is_floating_point():
+            is_outside = self.is_outside(known).flatten(1).any(1) if known.dim() > 1 else self.is_outside(known)
+            for index in is_outside.nonzero().flatten().tolist():
+                self.checked(index, 0)  # a transform may make another label of it
 
 
 @final
@@ -252,23 +269,31 @@ def num_samples(train: Any) -> str:
         return "samples of unknown number"
 
 
-def num_labels(train: Reader) -> int:
-    """One more than the largest label. Raises BadInput where finding it would read too many samples."""
-    dataset = train.dataset
-    if isinstance(dataset, Iterated):
+def num_labels(train: UserSamples) -> int:
+    """One more than the largest label.
+
+    Raises:
+        BadInput: finding it would read too many samples.
+        Unfit: a sample differs from the first.
+    """
+    if train.is_ordered:
         raise BadInput("data.num_classes", None, "given: the data set can only be read in its own order")
+    targets = known_targets(train.reader.dataset)
+    if targets is not None:
+        return max(int(targets.max()) + 1, 1)
+    allowed = f"given: the dataset has no `targets`, and its {len(train)} samples are too many to read all of them"
+    require(len(train) <= FEW, "data.num_classes", None, allowed)
+    return max(int(train.checked(index, 0)[1].max()) + 1 for index in range(len(train)))
+
+
+def known_targets(dataset: Any) -> Tensor | None:
+    """The targets of all samples, (num_samples, ...), where no sample has to be read for them."""
     if isinstance(dataset, TensorDataset):
-        targets = dataset.tensors[-1]
-    elif (named := getattr(dataset, "targets", None)) is not None:  # as torchvision's have them
-        targets = torch.as_tensor(named)
-    elif len(dataset) <= FEW:
-        targets = torch.stack([train.read(index, 0)[1] for index in range(len(dataset))])
-    else:
-        allowed = (
-            f"given: the dataset has no `targets`, and its {len(dataset)} samples are too many to read all of them"
-        )
-        raise BadInput("data.num_classes", None, allowed)
-    return max(int(targets.max()) + 1, 1)
+        return dataset.tensors[-1]
+    try:
+        return torch.as_tensor(dataset.targets)  # as torchvision's have them
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def modality_of(layout: Layout) -> Modality:
@@ -303,8 +328,8 @@ def as_tensors(sample: Any) -> tuple[Any, Any]:
         )
     targets = as_tree(targets)
     if not isinstance(inputs, Mapping):
-        return as_tensor(inputs), targets
-    tensors = {str(name): as_tensor(value) for name, value in inputs.items()}
+        return as_input(inputs), targets
+    tensors = {str(name): as_input(value, f" under {name!r}") for name, value in inputs.items()}
     if IDS in tensors and MASK not in tensors and isinstance(targets, Tensor) and not targets.dim():
         tensors[MASK] = torch.ones_like(tensors[IDS])
     return tensors, targets
@@ -315,7 +340,10 @@ def as_tree(value: Any) -> Any:
     if isinstance(value, Mapping) and value:
         return {str(name): as_tree(each) for name, each in value.items()}
     is_tuple = isinstance(value, tuple) or (isinstance(value, list) and not all(map(is_plain, value)))
-    return tuple(as_tree(each) for each in value) if is_tuple and value else as_tensor(value)
+    if is_tuple and value:
+        return tuple(as_tree(each) for each in value)
+    tensor = as_tensor(value, WIDER_TARGETS, " as a target")
+    return tensor.long() if tensor.dtype is torch.bool and not tensor.dim() else tensor
 
 
 def is_plain(value: Any) -> bool:
@@ -323,26 +351,28 @@ def is_plain(value: Any) -> bool:
     return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, int | float | np.generic)
 
 
-def as_tensor(value: Any) -> Tensor:
-    """The value as a tensor of a type that models take. Raises Unfit for other values than arrays and numbers."""
+def as_input(value: Any, where: str = "") -> Tensor:
+    """An input as a tensor. Images of bytes stay as they are; rows of bytes are tokens. Raises Unfit like
+    `as_tensor`."""
+    tensor = as_tensor(value, WIDER, where)
+    return tensor.long() if tensor.dtype is torch.uint8 and tensor.dim() <= 1 else tensor
+
+
+def as_tensor(value: Any, wider: Mapping[torch.dtype, torch.dtype], where: str) -> Tensor:
+    """The value as a tensor of a type that models take. Raises Unfit for other values than arrays and numbers.
+
+    Args:
+        where: in the sample the value stands, for the message.
+    """
+    allowed = "tensors, arrays and numbers can be used, so leave it out or turn it into such"
     if not isinstance(value, Tensor | np.ndarray | np.generic | int | float | list):
-        raise Unfit(f"made of a {type(value).__name__}: tensors, arrays and numbers can be used")
-    tensor = torch.as_tensor(value)
-    return tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+        raise Unfit(f"made of a {type(value).__name__}{where}: {allowed}")
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # arrays of texts or objects, lists of several lengths
+        raise Unfit(f"made of a {type(value).__name__}{where} ({first_line(error)}): {allowed}") from None
+    return tensor.to(wider.get(tensor.dtype, tensor.dtype))
 
 
 def layout_of(inputs: Any, targets: Any) -> Layout:
     return Layout(tree_of(inputs if isinstance(inputs, Mapping) else {"": inputs}), tree_of(targets))
-
-
-def described(layout: Layout) -> str:
-    """A layout for messages, such as "float32 (3, 8, 8) with int64 ()"."""
-    return f"{', '.join(described_tree(layout.inputs))} with {', '.join(described_tree(layout.targets))}"
-
-
-def described_tree(tree: Any, name: str = "") -> Iterator[str]:
-    if isinstance(tree, TensorLayout):
-        yield f"{name} {tree.dtype} {tree.shape}".strip()
-        return
-    for key, each in tree:
-        yield from described_tree(each, f"{name}.{key}".strip("."))

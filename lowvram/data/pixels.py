@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from lowvram.config.errors import BadSample
 from lowvram.results.files.regular import read_regular
 
 # Colours of 8 bits, or one channel of floats from 0 to 255: a file with more than 8 bits a pixel keeps its precision.
@@ -24,7 +25,7 @@ CHECKED = "data.check=decode data.skip_unreadable=true looks at all images befor
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-class Undecodable(RuntimeError):
+class Undecodable(BadSample):
     """An image can't be decoded. The message names it."""
 
 

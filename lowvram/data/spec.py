@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -156,6 +156,19 @@ def tree_from(plain: Any) -> Any:
     if isinstance(plain, Mapping):
         return TensorLayout(tuple(plain["shape"]), plain["dtype"])
     return tuple((key, tree_from(each)) for key, each in plain)
+
+
+def described(layout: Layout) -> str:
+    """A layout for messages, such as "float32 (3, 8, 8) with int64 ()"."""
+    return f"{', '.join(described_tree(layout.inputs))} with {', '.join(described_tree(layout.targets))}"
+
+
+def described_tree(tree: Any, name: str = "") -> Iterator[str]:
+    if isinstance(tree, TensorLayout):
+        yield f"{name} {tree.dtype} {tree.shape}".strip()
+        return
+    for key, each in tree:
+        yield from described_tree(each, f"{name}.{key}".strip("."))
 
 
 FEW_SHAPES = 16  # of batches: up to this many, a graph is compiled for each

@@ -25,6 +25,8 @@ from lowvram.loops.noise_scale import Noise, NotMeasured
 from lowvram.loops.schedule import Schedule
 from lowvram.tasks import Problem
 
+NO_TARGET = f"no target counts in this batch, all are {IGNORE}"
+
 
 class Interrupted(BaseException):
     """Somebody asked the point to stop."""
@@ -164,7 +166,7 @@ class Session:
             num_targets: of this rank's slice of the batch (0-dim).
         """
         if not summed(num_targets.to(self.rig.device)):
-            return f"no target counts in this batch, all are {IGNORE}: leave such samples out of the data"
+            return f"{NO_TARGET}: leave such samples out of the data"
         smaller_lr = self.settings.groups["optimizer"].lr / 10
         return f"try a smaller learning rate (optimizer.lr={smaller_lr:g}) or stepping.clip=1.0"
 

@@ -28,7 +28,7 @@ from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_s
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
-from lowvram.loops.session import Interrupted, NonFinite, Session
+from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state
 from lowvram.models.layout import EXPORTED
 from lowvram.results.files.durable import unfinished_name
@@ -56,8 +56,8 @@ class Train:
                 with run.rescuing(), clock.lap("step"):
                     batch = next(batches)
                     with run.compiling.step():
-                        loss, update = session.update(batch, run.num_applied, settings.train.steps)
-                run.count(loss, update, batch)
+                        stepped = run.stepped(batch)
+                run.count(stepped, batch)
                 if is_due(run.step, settings.train.eval_every):
                     with run.rescuing():
                         run.evaluate()
@@ -82,7 +82,8 @@ class TrainingRun:
         self.snapshots = Snapshots(session.folder / SNAPSHOTS, session.settings.snapshot.keep, session.run)
         self.step = self.num_applied = self.saved_step = 0
         self.first_loss = self.last_loss = math.nan
-        self.last_loss_step = 0
+        self.first_loss_step = self.last_loss_step = 0
+        self.has_told_skip = False
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Any] | None = None
         self.owes_evaluation = False  # whether the evaluation after the snapshot's step was due, and has failed
@@ -100,7 +101,8 @@ class TrainingRun:
         nothing may draw random numbers in between."""
         if self.random is not None:
             generators.load(self.random)
-        known = [(1, self.first_loss), (self.last_loss_step, self.last_loss)] if self.last_loss_step else []
+        first, last = (self.first_loss_step, self.first_loss), (self.last_loss_step, self.last_loss)
+        known = [first, last] if self.last_loss_step else []
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
         num_steps, journal = self.session.settings.train.steps, self.journal
         self.session.begin(self.step, num_steps, journal.unconfirmed, rows, journal.marks)
@@ -123,17 +125,30 @@ class TrainingRun:
             whole.rescue(error, self.saved_step, self.save_alone if num_ranks() > 1 else self.save)
             raise
 
-    def count(self, loss: Tensor, update: Update, batch: Part) -> None:
-        """Count one more step, and log it if that is due."""
+    def stepped(self, batch: Part) -> tuple[Tensor, Update] | None:
+        """The loss and the update of one step; None, and no update, for a batch without a target that counts."""
+        self.num_targets = self.session.problem.num_targets(batch)
+        if self.session.agree(bool(self.num_targets)):
+            return self.session.update(batch, self.num_applied, self.session.settings.train.steps)
+        if not self.has_told_skip:
+            self.has_told_skip = True
+            print(f"step {self.step + 1}: {NO_TARGET}: no update; further such batches are skipped without a word")
+        return None
+
+    def count(self, stepped: tuple[Tensor, Update] | None, batch: Part) -> None:
+        """Count one more step, and log it if that is due and it had a loss."""
         settings = self.session.settings.train
         lr = self.session.lr(self.num_applied, settings.steps)
         self.step += 1
-        self.num_applied += update.applied
-        self.num_targets = self.session.problem.num_targets(batch)
         self.token_counts.append(self.session.problem.token_counts(batch))
+        if stepped is None:
+            return
+        loss, update = stepped
+        self.num_applied += update.applied
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
             self.last_loss, self.last_loss_step = loss.item(), self.step
-            self.first_loss = self.last_loss if self.step == 1 else self.first_loss
+            if math.isnan(self.first_loss):
+                self.first_loss, self.first_loss_step = self.last_loss, self.step
             values = {"loss/train": self.last_loss, "grad_norm": float(update.grad_norm), "lr": lr}
             self.log(values | self.session.noise.metrics())
 
@@ -216,6 +231,7 @@ class TrainingRun:
             "step": self.step,
             "num_applied": self.num_applied,
             "first_loss": self.first_loss,
+            "first_loss_step": self.first_loss_step,
             "last_loss": self.last_loss,
             "last_loss_step": self.last_loss_step,
             "owes_evaluation": is_due(self.step, self.session.settings.train.eval_every) and not self.is_evaluated,
@@ -242,6 +258,7 @@ class TrainingRun:
         self.step = self.saved_step = self.logged_step = state["step"]
         self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+        self.first_loss_step = state.get("first_loss_step", 1)  # the same as below
         self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
         self.owes_evaluation = state.get("owes_evaluation", False)  # the same
         self.journal.restore(state)
@@ -260,6 +277,8 @@ class TrainingRun:
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         num_samples = sum(self.session.sizes.at(batches.first_step + index) for index in timed)
         self.save()  # first, so that interrupting the evaluation loses nothing
+        if self.step and not self.last_loss_step:
+            raise NonFinite(f"no step had a loss: {NO_TARGET}")
         evaluation = self.evaluate()
         peaks, malloc_bytes = run_peaks(self.session), allocated_bytes()
         exported = self.export()

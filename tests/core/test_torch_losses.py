@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowvram
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, BadSample
+from lowvram.core.criterion import UserCriterion
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(6, 4, generator=GENERATOR)
@@ -103,3 +105,39 @@ def test_a_plan_of_weighted_classes() -> None:
     task = lowvram.task(made(nn.Linear, 4, 3), INPUTS, nn.CrossEntropyLoss(WEIGHTS))
     for device in ("cpu", "rtx3060"):
         assert lowvram.plan(task, CLASSES, batch_size=4, device=device)["allocated_bytes"] > 0
+
+
+def test_outputs_and_labels_that_a_class_loss_cannot_take_are_one_sentence() -> None:
+    def called(outputs: Tensor, targets: Tensor, loss: Any = None) -> None:
+        UserCriterion(loss or nn.CrossEntropyLoss(), "task.target", "the loss")(outputs, targets)
+
+    called(torch.zeros(4, 3), torch.tensor([0, 2, -100, 1]))
+    called(torch.zeros(4, 3, 5), torch.zeros(4, 5, dtype=torch.long))
+    called(torch.zeros(4, 3, 5), torch.zeros(4, 3, 5))
+    with pytest.raises(
+        BadInput, match=r"outputs \(2, 8, 16\) and targets \(2, 8\), whose classes stand last, .*task=auto"
+    ):
+        called(torch.zeros(2, 8, 16), torch.zeros(2, 8, dtype=torch.long))
+    with pytest.raises(BadInput, match=r"outputs \(2, 16\) and targets \(2, 8\): torch's wants a target for each row"):
+        called(torch.zeros(2, 16), torch.zeros(2, 8, dtype=torch.long))
+    for label, ignored in ((3, -100), (255, -100), (-1, -100), (-100, 255)):
+        loss = nn.CrossEntropyLoss(ignore_index=ignored)
+        with pytest.raises(
+            BadSample, match=rf"sample 1 of the first batch has the label {label}: .* 3 classes, .*{ignored} is"
+        ):
+            called(torch.zeros(2, 3, 4), torch.tensor([[0, 1, 2, 0], [0, 1, 2, label]]), loss)
+    criterion = UserCriterion(nn.CrossEntropyLoss(), "task.target", "the loss")
+    criterion(torch.zeros(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(
+        BadSample, match=r"^in a sample, Target 3 is out of bounds: the model has outputs for 3 classes"
+    ):
+        criterion(torch.zeros(2, 3), torch.tensor([0, 3]))
+
+
+def test_a_plan_refuses_what_the_loss_cannot_take() -> None:
+    with FakeTensorMode():
+        outputs, targets = torch.zeros(2, 8, 16), torch.zeros(2, 8, dtype=torch.long)
+        with pytest.raises(BadInput, match="whose classes stand last"):
+            UserCriterion(nn.CrossEntropyLoss(), "task.target", "the loss")(outputs, targets)
+        with pytest.raises(BadInput, match="outputs and targets differ in shape"):
+            UserCriterion(nn.MSELoss(), "task.target", "the loss")(outputs, targets.float())

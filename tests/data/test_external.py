@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, BadSample
 from lowvram.core.rig import Part
 from lowvram.data.batch_sizes import SameSize
 from lowvram.data.external import External
@@ -193,3 +194,45 @@ def test_a_name_without_anything_behind_it(target: str, said: str) -> None:
 def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(BadInput, match=r"data\.args=\{'size': 3\}: must be what tests\.yours\.curve takes \(got an"):
         External("tests.yours.curve", {"size": 3}).open(seed=0)
+
+
+def test_integers_of_few_bits_become_those_that_losses_take() -> None:
+    image = np.zeros((3, 4, 4), np.float32)
+    for kind in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.int64):
+        mask = np.ones((4, 4), kind)
+        assert opened([(image, mask)] * 3).train.sample(0, 0)[1].dtype is torch.int64, kind
+        assert opened([(image, kind(2))] * 3).spec.num_classes == 3, kind
+        tokens = opened([(np.array([1, 2], kind), np.array([2, 3], kind))] * 3)
+        assert tokens.spec == DataSpec(Modality.TOKENS, 4, (2,)), kind
+    assert opened([(image, True), (image, False)] * 3).spec == DataSpec(Modality.IMAGES, 2, (3, 4, 4))
+    bytes_of_image = np.full((3, 4, 4), 200, np.uint8)
+    assert opened([(bytes_of_image, 1)] * 3).train.sample(0, 0)[0].dtype is torch.uint8  # the model's own affair
+
+
+def test_what_is_no_tensor_is_named_with_its_key() -> None:
+    for value in ("a/b.png", None, ["x", "y"], np.array(["x"]), [[1], [1, 2]], {"a": 1}):
+        with pytest.raises(
+            BadInput, match=r"number 0 of the samples to train on is made of a \w+ under 'name'.*leave it"
+        ):
+            opened([{"x": [1.0], "name": value, "label": 1}] * 3)
+    with pytest.raises(BadInput, match=r"made of a str as a target: tensors, arrays and numbers can be used"):
+        opened([([1.0], "cat")] * 3)
+
+
+def test_samples_of_several_shapes_are_one_sentence() -> None:
+    samples = [([1, 2], [2, 3]), ([1, 2, 3], [2, 3, 4]), ([1, 2], [2, 3])]
+    with pytest.raises(
+        BadInput, match=r"number 1 of the samples to train on has int64 \(3,\) .* the first has int64 \(2,"
+    ):
+        opened(samples)
+    with pytest.raises(BadSample, match=r"^number 1 of the samples to train on has"):
+        opened(samples, num_classes=9).train.sample(1, 0)
+
+
+def test_a_label_of_no_class_is_found_before_the_first_step_where_labels_are_known() -> None:
+    inputs, labels = torch.zeros(9, 2), torch.tensor([0, 1, 2, 0, 1, 7, 2, -100, 1])
+    sets = TensorDataset(inputs, labels), TensorDataset(inputs[:2], labels[:2])
+    with pytest.raises(BadInput, match=r"number 5 of the samples to train on has the label 7, outside the 3 classes"):
+        made_by(lambda: sets, num_classes=3)
+    assert made_by(lambda: sets).spec.num_classes == 8
+    assert made_by(lambda: sets, num_classes=8).spec.num_classes == 8

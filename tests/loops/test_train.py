@@ -263,3 +263,34 @@ def test_an_update_that_no_scale_can_mend_ends_the_run(make_session: MakeSession
     session.rig.stepper.update = lambda: hopeless
     with pytest.raises(NonFinite, match="the gradients are not finite any more"):
         session.update(batch, 0, 6)
+
+
+def test_batches_without_a_target_change_nothing(make_session: MakeSession, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the first one, and the last; the run is resumed as if it had not been stopped."""
+
+    def with_dead(dead: set[int], **options: Any) -> Session:
+        session = make_session(**options)
+        data: Any = session.data.train
+        batches = session.batches(0)
+        for step in range(6):
+            batch = next(batches)
+            if step in dead:
+                is_of_batch = (data.batch.inputs[:, None] == batch.inputs[None]).flatten(2).all(2).any(1)
+                data.batch.targets[is_of_batch] = IGNORE
+        batches.close()
+        return session
+
+    for dead, stop_at in (({0, 3}, 5), ({5}, 4)):
+        told, first, second = Told(), Told(stop_at=stop_at), Told()
+        whole = with_dead(dead, told=told)
+        row = Train().run(whole)
+        steps = [step for step, _ in losses(told)]
+        assert steps == [step + 1 for step in range(6) if step not in dead]
+        assert row["loss"]["first"] == losses(told)[0][1]
+        assert capsys.readouterr().out.count("no target counts in this batch, all are -100: no update") == 1
+        folder = whole.folder / f"stopped at {stop_at}"
+        with pytest.raises(Interrupted):
+            Train().run(replace(with_dead(dead, told=first), folder=folder))
+        Train().run(replace(with_dead(dead, told=second, is_resumed=True), folder=folder))
+        assert losses(first) + losses(second) == losses(told)
+        capsys.readouterr()
