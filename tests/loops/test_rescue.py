@@ -161,8 +161,8 @@ def test_a_batch_without_a_target_loses_no_step(make_session: MakeSession, capsy
     session = make_session("transformer", choices={"logits": "chunked"})
     batch = session.data.train.batch  # pyright: ignore[reportAttributeAccessIssue]
     batch.targets[list(first_key(session, 3))] = IGNORE
-    with pytest.raises(ArithmeticError):
-        Train().run(session)
+    Train().run(session)
+    assert "step 4: no target counts in this batch" in capsys.readouterr().out
     assert len(snapshots_in(session.folder / "snapshots")) == 1
 
 
