@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from lowvram.cli import job_process
 from lowvram.cli.errors import sentence, unforeseen
 from lowvram.cli.objective import Objective
-from lowvram.config import identity
+from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
 from lowvram.config.run_names import run_name, sweep_group
@@ -226,17 +226,25 @@ def make_point(config: DictConfig) -> Point:
         choices=chosen(about.runtime.choices),
         sweep=folder.parent.name if is_sweep else None,
         provenance=identity.provenance(values["seed"], command),
-        logged=logged(about, earlier, words, values["logger"]["group"]),
+        logged=logged(about, earlier, words, values),
         launch=launch,
         notes=notes_of(config),
     )
 
 
-def logged(about: Any, earlier: Row, words: Sequence[str], group: str | None) -> Logged:
+def logged(about: Any, earlier: Row, words: Sequence[str], values: Mapping[str, Any]) -> Logged:
     """What the point that Hydra has composed is called at its loggers. All points of a sweep have one group, those that
-    a later call adds as well, unless the user gives one (`group`)."""
+    a later call adds as well, unless the user gives one (logger.group, or WANDB_RUN_GROUP).
+
+    Args:
+        values: the composed configuration.
+    """
     names, before, sweep = about.sweeper, earlier["logged"], output_folder().parent
-    name, group = names.get("run") or before["name"] or run_name(words), group or before["group"]
+    name, given = names.get("run") or before["name"], wandb_environment.name(values)
+    if given and not before["name"]:
+        name = "-".join(filter(None, [given, name]))
+    name = name or run_name(words)
+    group = values["logger"]["group"] or before["group"] or wandb_environment.group(values)
     if about.mode == RunMode.MULTIRUN:
         group = group or rows.group_in(sweep) or sweep_group(sweep, names.get("axes", ()))
     return Logged(name, group)

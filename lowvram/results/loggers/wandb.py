@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from lowvram.config import wandb_environment
 from lowvram.config.secret import text_without_secrets, without_secrets
 from lowvram.config.settings import MODEL
 from lowvram.results.files import manifest
@@ -151,6 +152,8 @@ def _mode() -> str:
     """`online` needs an API key (environment, netrc or settings); lowvram never prompts for one."""
     import wandb
 
+    if wandb_environment.is_disabled():
+        return "disabled"
     chosen = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
     if chosen in ("disabled", "offline", "dryrun"):
         return "disabled" if chosen == "disabled" else "offline"
@@ -167,11 +170,11 @@ def _init(mode: Any, run: LoggedRun, run_id: str, is_resumed: bool) -> wandb.Run
         settings=wandb.Settings(**_wandb_settings(run)),
         dir=str(run.folder),
         entity=settings.entity,
-        project=settings.project,
+        project=settings.project or wandb_environment.project(),
         name=text_without_secrets(run.name),
         group=run.group and text_without_secrets(run.group),
         job_type=run.kind,
-        tags=[text_without_secrets(tag) for tag in settings.tags] or None,
+        tags=[text_without_secrets(tag) for tag in settings.tags or wandb_environment.tags()] or None,
         notes=settings.notes and text_without_secrets(settings.notes),
         id=run_id,
         resume="allow" if is_resumed else None,

@@ -91,6 +91,27 @@ def test_an_offline_run_read_back(without_account: Path, capfd: pytest.CaptureFi
     assert "hunter2" not in inspect(recorder.upload, "--json")
 
 
+def test_variables_of_the_environment_hold_where_nothing_is_typed(
+    without_account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"PROJECT": "theirs", "ENTITY": "team", "TAGS": "a, b", "NOTES": "of theirs"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    logger = WandbRun.start(replace(run_in(without_account), settings=LoggerSettings(wandb=True)))
+    assert logger is not None
+    logger.finish(ended("ok"))
+    about = next(record["run"] for record in records(logger) if record["type"] == "run")
+    assert (about["project"], about["entity"], about["notes"]) == ("theirs", "team", "of theirs")
+    assert sorted(about["tags"]) == ["a", "b"]
+    typed = WandbRun.start(run_in(without_account.parent / "home"))
+    assert typed is not None
+    typed.finish(ended("ok"))
+    about = next(record["run"] for record in records(typed) if record["type"] == "run")
+    assert (about["project"], about["notes"], sorted(about["tags"])) == ("lowvram-tests", "a note", ["first", "thesis"])
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert WandbRun.start(run_in(without_account)) is None
+
+
 def test_an_evaluation_is_a_second_row_of_its_step(without_account: Path):
     recorder = start(without_account)
     rows = [(1, {"loss/train": 4.0}), (2, {"loss/train": 3.0}), (2, {"loss/eval": 3.5}), (3, {"loss/train": 2.0})]
