@@ -70,12 +70,13 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def part_sums(session: Session, rig: Rig, part: Part, metrics: Mapping[str, Metric]) -> Any:
-    """(loss, correct answers, targets, and those of `Rig.eval_means`) of one part, summed: fp64. Updates the user's
-    metrics."""
+    """(loss, correct answers, targets, and those of `Rig.eval_means`) of one part, summed: fp64. Then updates the
+    user's metrics."""
     outputs = rig.forward(part)
-    for metric in metrics.values():
-        metric.update(outputs, part)
     loss, correct = rig.criterion(outputs, part), session.problem.num_correct(outputs, part)
     more = [sum_of(part) for sum_of in rig.eval_means.values()]
     sums = [loss, correct, session.problem.num_targets(part), *more]
-    return torch.stack([each.double() for each in sums])
+    stacked = torch.stack([each.double() for each in sums])
+    for metric in metrics.values():
+        metric.update(outputs, part)
+    return stacked

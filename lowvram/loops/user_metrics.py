@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from lowvram.compat.torch_autocast import same_autocast
+from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import import_object
 from lowvram.core.ranks import num_ranks, summed
@@ -19,14 +22,34 @@ KEY = "eval.metrics"
 
 
 class Metric(ABC):
-    """One score, collected over the parts of an evaluation."""
+    """One score, collected over the parts of an evaluation. The user's code sees copies, and what it switches ends with
+    it, so that it can change neither the loss nor the training."""
 
-    @abstractmethod
-    def update(self, outputs: Any, part: Part) -> None: ...
+    @final
+    def update(self, outputs: Any, part: Part) -> None:
+        with same_autocast():
+            self.add(copied(outputs), copied(part.targets), part.num_samples)
 
-    @abstractmethod
+    @final
     def compute(self) -> float:
         """The score of all parts, on all ranks. A collective: all ranks must call it."""
+        with same_autocast():
+            return self.score()
+
+    @abstractmethod
+    def add(self, outputs: Any, targets: Any, num_samples: int) -> None:
+        """Count the samples of one part."""
+
+    @abstractmethod
+    def score(self) -> float:
+        """The score of all parts, on all ranks."""
+
+
+def copied(tree: Any) -> Any:
+    """The same with tensors of its own; what torch can't take apart is copied whole."""
+    leaves, structure = tree_flatten(tree)
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else deepcopy(leaf) for leaf in leaves]
+    return tree_unflatten(copies, structure)
 
 
 def user_metrics(targets: Sequence[str], device: torch.device) -> dict[str, Metric]:
@@ -63,14 +86,14 @@ class MeanOverSamples(Metric):
         self.function, self.target = function, target
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # of values, of samples
 
-    def update(self, outputs: Any, part: Part) -> None:
-        value = self.function(outputs, part.targets)
+    def add(self, outputs: Any, targets: Any, num_samples: int) -> None:
+        value = self.function(outputs, targets)
         if not isinstance(value, Tensor | float | int):
             raise unusable(self.target, "a function that returns numbers, one for each sample or their mean", value)
         mean = torch.as_tensor(value, dtype=torch.float64, device=self.sums.device).mean()
-        self.sums = self.sums + torch.stack([mean, torch.ones_like(mean)]) * part.num_samples
+        self.sums = self.sums + torch.stack([mean, torch.ones_like(mean)]) * num_samples
 
-    def compute(self) -> float:
+    def score(self) -> float:
         total, num_samples = summed(self.sums).tolist()
         return total / num_samples
 
@@ -88,10 +111,10 @@ class Collected(Metric):
         self.metric: Any = metric.to(device) if isinstance(metric, nn.Module) else metric  # torchmetrics' states
         self.target = target
 
-    def update(self, outputs: Any, part: Part) -> None:
-        self.metric.update(outputs, part.targets)
+    def add(self, outputs: Any, targets: Any, num_samples: int) -> None:
+        self.metric.update(outputs, targets)
 
-    def compute(self) -> float:
+    def score(self) -> float:
         value = self.metric.compute()
         try:
             return float(value)

@@ -6,7 +6,9 @@ neither the training nor its measurements.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, final
@@ -72,9 +74,20 @@ class Callbacks:
 
     def _try(self, target: str, moment: str, action: Callable[..., None], *values: Any) -> None:
         try:
-            action(*values)
+            with switches_kept():
+                action(*values)
         except BaseException as error:  # whatever it is, the run goes on
             self._made.pop(target, None)
             first = (str(error).splitlines() or [""])[0]
             told = text_without_secrets(f"{type(error).__name__}: {first}")
             self._say(f"the callback {target} failed in `{moment}` and is not called again: {told}")
+
+
+def switches_kept() -> AbstractContextManager[None]:
+    """Around a callback: with process=inline the training runs in this process, too, and an autocast that the callback
+    leaves on mustn't go on there."""
+    if "torch" not in sys.modules:
+        return nullcontext()
+    from lowvram.compat.torch_autocast import same_autocast
+
+    return same_autocast()

@@ -107,3 +107,13 @@ def test_mistakes_are_one_sentence(call: Callable[..., Outcome], words: tuple[st
     assert run.code == 3
     assert said in run.err
     assert not run.folders
+
+
+def test_they_change_neither_the_loss_nor_other_scores_nor_the_training(make_session: Callable[..., Session]) -> None:
+    plain = evaluate(make_session(metrics=METRICS))
+    session = make_session(metrics=["tests.yours.spoiling", "tests.yours.Spoiling", *METRICS])
+    spoilt = evaluate(session)
+    assert spoilt.loss == plain.loss
+    assert spoilt.scores == {**plain.scores, "spoiling": 0, "Spoiling": 0}
+    assert evaluate(session).loss == plain.loss
+    assert not torch.is_autocast_enabled("cpu")

@@ -73,3 +73,17 @@ def test_what_is_made_may_exit_without_ending_the_program(monkeypatch: pytest.Mo
     callbacks.end({"status": "ok"})
     assert told == ["the callback tests.yours.Diary failed in `begin` and is not called again: SystemExit: 5"]
     assert not (tmp_path / "diary.txt").exists()
+
+
+def test_an_autocast_that_a_callback_leaves_on_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tests import yours
+
+    class Leaving:
+        def step(self, step: int, values: dict[str, float]) -> None:
+            torch.autocast("cpu").__enter__()
+
+    monkeypatch.setattr(yours, "Leaving", Leaving, raising=False)
+    Callbacks(["tests.yours.Leaving"], print).log(1, {})
+    assert not torch.is_autocast_enabled("cpu")
