@@ -295,7 +295,10 @@ def prepare(native_log: Path) -> None:
     log = os.open(native_log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(log).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(native_log))
-    os.ftruncate(log, 0)
+    try:
+        os.ftruncate(log, 0)
+    except OSError as error:  # which names no file
+        raise OSError(error.errno, error.strerror, str(native_log)) from None
     os.dup2(log, 2)  # for what native code prints when it crashes
     faulthandler.enable(file=log, all_threads=True)
     if is_in_bad_fork():

@@ -112,7 +112,7 @@ def with_cache(lab: Lab, scenario: Scenario, trial: Trial) -> Path:
 
 def readable(trial: Trial, cache: Path) -> list[Path]:
     """Files that the program may read back. Small ones first are as likely as large ones."""
-    around = cache if cache.is_relative_to(trial.folder) else trial.work
+    around = cache if cache.is_relative_to(trial.folder) else trial.work / trial.scenario.folder
     files = (path for path in sorted(around.glob("**/*")) if path.is_file() and not path.is_symlink())
     return [path for path in files if path not in trial.foreign.paths and not UNREAD.search(path.name)]
 

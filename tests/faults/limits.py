@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -43,23 +43,23 @@ class Limit:
     about: str
     prepare: Callable[[], object] = lambda: None  # in the program's process
     environment: dict[str, str] = field(default_factory=dict)
-    words: tuple[str, ...] = ()  # more than the scenario's
     lift: Callable[[], object] = lambda: None
 
 
 def trial(lab: Lab, draw: Draw) -> Told:
     random = draw.random
     scenario = random.choice(draw.among([BY_NAME[name] for name in SCENARIOS]))
-    wanted, *_, used_bytes = lab.undisturbed(scenario)
     is_one_run = scenario.resumes and scenario not in RANKS
     make = random.choice([make for make in LIMITS if is_one_run or make not in OF_MEMORY])
     if make in MOUNTED and not lab.may_mount:
         return Told(f"skipped: mounting isn't allowed here, which {make.__name__} needs")
+    if make in OF_WORKERS and not scenario.words[0].startswith("resume") and random.random() < 0.6:
+        scenario = replace(scenario, name=f"{scenario.name} with workers", words=(*scenario.words, *WITH_WORKERS))
+    wanted, *_, used_bytes = lab.undisturbed(scenario)
     trial = lab.trial(scenario, is_planted=random.random() < 0.5, options=PLENTY if make is full_disk else None)
     limit = make(lab, trial, scenario, used_bytes, random)
     told = Told(f"{scenario.name}: {limit.about}")
-    words = (*scenario.words, *limit.words)
-    ended = lab.run(words, trial.work, prepare=limit.prepare, environment=limit.environment)
+    ended = lab.run(scenario.words, trial.work, prepare=limit.prepare, environment=limit.environment)
     limit.lift()
     told.about += f" -> {ended.code}"
     told.problems += ended.problems
@@ -103,8 +103,7 @@ def full_cache(lab: Lab, trial: Trial, scenario: Scenario, used_bytes: int, rand
 
 def full_temporary(lab: Lab, trial: Trial, scenario: Scenario, used_bytes: int, random: Random) -> Limit:
     folder = small(trial.folder / "full", random)
-    words = WITH_WORKERS if random.random() < 0.5 and not scenario.words[0].startswith("resume") else ()
-    return Limit(f"TMPDIR is full {words}", environment={"TMPDIR": str(folder)}, words=words)
+    return Limit("TMPDIR is full", environment={"TMPDIR": str(folder)})
 
 
 def small(folder: Path, random: Random) -> Path:
@@ -117,8 +116,7 @@ def small(folder: Path, random: Random) -> Path:
 def full_shared_memory(lab: Lab, trial: Trial, scenario: Scenario, used_bytes: int, random: Random) -> Limit:
     """/dev/shm, of one program alone."""
     size = random.choice((4, 16, 64, 512))
-    words = WITH_WORKERS if random.random() < 0.7 and not scenario.words[0].startswith("resume") else ()
-    return Limit(f"/dev/shm of {size} KiB {words}", partial(shrink_shared_memory, lab.shared, size), words=words)
+    return Limit(f"/dev/shm of {size} KiB", partial(shrink_shared_memory, lab.shared, size))
 
 
 def shrink_shared_memory(base: Path, size_kib: int) -> None:
@@ -181,6 +179,7 @@ def limit(which: int, number: int) -> None:
     resource.setrlimit(which, (number, number))
 
 
+OF_WORKERS = (full_temporary, full_shared_memory, descriptors)
 OF_MEMORY = (
     address_space,
     data_segment,

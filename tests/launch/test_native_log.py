@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+import pytest
+
 from lowvram.launch.native_log import KEPT_BYTES, LARGEST_BYTES, NativeLogs
+from lowvram.worker import main
 
 
 def test_what_is_too_long_keeps_beginning_and_end(tmp_path: Path) -> None:
@@ -40,3 +44,14 @@ def test_what_is_no_file_is_let_alone(tmp_path: Path) -> None:
     (tmp_path / "native.2.log").mkdir()
     NativeLogs(tmp_path).cut()
     assert (tmp_path / "elsewhere").stat().st_size == LARGEST_BYTES + 1
+
+
+def test_a_disk_that_cannot_truncate_it_is_told_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def truncate(fd: int, size: int) -> None:
+        os.close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(main, "write_proc", lambda name, text: None)
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with pytest.raises(OSError, match=r"Input/output error: '.*native\.log'"):
+        main.prepare(tmp_path / "native.log")

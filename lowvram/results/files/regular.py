@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 SHORT_BYTES = 2**20  # of a file that describes something in a few lines
+GROWTH_BYTES = 2**16  # by which a file may grow while it is read
 LONG_BYTES = 2**26  # of one with an entry for each file or tensor of a large model
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -54,7 +55,10 @@ def open_regular(path: Path, most_bytes: int | None = None) -> io.BufferedReader
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """The bytes of a file; one that grows meanwhile is read up to `most_bytes`. Raises OSError as `open_regular`."""
     with open_regular(path, most_bytes) as file:
-        return file.read() if most_bytes is None else file.read(most_bytes)
+        if most_bytes is None:
+            return file.read()
+        # Not `most_bytes`: as much memory would be allocated, whatever the file's size.
+        return file.read(min(most_bytes, os.fstat(file.fileno()).st_size + GROWTH_BYTES))
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:

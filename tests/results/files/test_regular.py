@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -95,3 +96,15 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
     assert (theirs / "thesis.txt").read_text() == "all"
     assert [*theirs.iterdir()] == [theirs / "thesis.txt"]
     assert not (tmp_path / "nothing").exists()
+
+
+def test_reading_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
+    path, most_bytes = tmp_path / "small.json", 2**34
+    path.write_text("{}")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + 2**26, limits[1]))
+    try:
+        assert read_regular(path, most_bytes) == b"{}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
