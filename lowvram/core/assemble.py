@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
 from lowvram.core.ranks import num_ranks
+from lowvram.core.real_views import with_real_views
 from lowvram.core.rig import Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
 from lowvram.core.states import with_load_hooks
@@ -60,7 +61,7 @@ def assemble(
             rig = task.with_teacher(rig)
             check_still_shared(rig.model, shared)
         if stage is Stage.OPTIMIZER:
-            rig = replace(rig, make_optimizer=with_load_hooks(rig.make_optimizer))
+            rig = replace(rig, make_optimizer=with_real_views(with_load_hooks(rig.make_optimizer)))
         if stage is Stage.STEPPING:
             rig = rig.over_time(rig, seed)
     return task.with_added_loss(rig)
@@ -122,7 +123,7 @@ def bare_model(task: Task) -> nn.Module:
 BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES})
 TASK_FACTS = BY_TRIAL | {
     *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.INNER_PRODUCTS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES),
-    *(Fact.HARD_TARGETS, Fact.NO_RANDOMNESS, Fact.SEPARATE_MEMORY),
+    *(Fact.HARD_TARGETS, Fact.NO_RANDOMNESS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE),
 }
 
 
@@ -161,11 +162,28 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         )
     if task.has_soft_targets():
         absent[Fact.HARD_TARGETS] = "this task has a teacher, whose predictions count, too: choose logits=chunked"
+    if complex_ones := [name for name, each in model.named_parameters() if each.is_complex()]:
+        absent[Fact.REAL_WEIGHTS] = f"{complex_ones[0]} is: leave that option, or keep it as two real weights"
+    if (why := unshardable(model, task.blocks(model))) is not None:
+        absent[Fact.SHARDABLE] = why
     if shared := names_sharing(model):
         absent[Fact.SEPARATE_MEMORY] = f"{' and '.join(shared[0])} do: make them one parameter, or copy the values"
     if task.is_random(model):
         absent[Fact.NO_RANDOMNESS] = "this model has dropout: set model.dropout=0"
     return absent
+
+
+def unshardable(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
+    """Why FSDP2 can't shard a weight of the model, block by block, and what to do; None if it can."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 0:
+            return f"{name} is a single number: make it a vector of one, as by torch.ones(1)"
+        if weight.numel() == 0:
+            return f"{name} of shape {tuple(weight.shape)} is empty: leave it out"
+        holders = [block for block in blocks if any(weight is each for each in block.parameters())]
+        if len(holders) > 1:
+            return f"{name} is in {len(holders)} blocks: give each a weight of its own, or leave that option"
+    return None
 
 
 def apply_stage(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:

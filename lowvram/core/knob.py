@@ -88,6 +88,8 @@ class Fact(Enum):
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
     SEPARATE_MEMORY = "no two weights share memory"
+    SHARDABLE = "each weight can be sharded"
+    REAL_WEIGHTS = "no weight is complex"
     FULL_LOGITS = "the logits of a part exist whole"
 
 

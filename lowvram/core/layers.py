@@ -19,9 +19,10 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def owns_weight(layer: nn.Module) -> bool:
-    """Whether the layer's weight is a parameter of its own, and not computed from others, as by `weight_norm`, in its
-    forward pass or before it."""
-    return any(name == "weight" for name, _ in layer.named_parameters(recurse=False))
+    """Whether the layer's weight is a parameter of its own, of real numbers, and not computed from others, as by
+    `weight_norm`, in its forward pass or before it."""
+    named = layer.named_parameters(recurse=False)
+    return any(name == "weight" and not weight.is_complex() for name, weight in named)
 
 
 def inner_linears(model: nn.Module, last: Collection[Tensor]) -> list[nn.Linear]:

@@ -110,8 +110,14 @@ def square_sum(tensors: Iterable[Tensor]) -> Tensor:
 
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     """The Euclidean norm of each tensor (0-dim, at least fp32), in few CUDA kernels however many tensors there are."""
+    tensors = [as_real(tensor) for tensor in tensors]
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return norms(tensors, dtype) if tensors else []
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor (...) as the real numbers that it consists of (..., 2); any other itself."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def whole_norms(norms: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
@@ -144,6 +150,7 @@ class SquareSum:
 
     def add(self, values: Tensor, of: Tensor) -> None:
         """Add `values`: this rank's shard, on any device, of a tensor with the layout of `of`."""
+        values = as_real(values)
         norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
         self.add_norm(norm.to(local(of).device), of)
 

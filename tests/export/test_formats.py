@@ -201,7 +201,7 @@ def test_a_model_without_such_layers_is_refused_in_one_sentence(name: str) -> No
     with pytest.raises(
         BadInput, match=rf"^export\.format='{name}': must be safetensors, torch_export, onnx or pt2e: the model has no"
     ):
-        named(name).check(model, problem.head(model))
+        named(name).check(model, problem.last_weights(model))
 
 
 def test_a_check_draws_no_random_number_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         BadInput, match=r"^export\.format='onnx': .* onnxscript installed: pip install 'lowvram\[onnx\]'"
     ):
-        named("onnx").check(nn.Linear(1, 1), None)
+        named("onnx").check(nn.Linear(1, 1), ())
 
 
 def test_a_model_that_can_not_be_traced_is_refused_in_one_sentence() -> None:

@@ -28,7 +28,7 @@ class OverTime(Frozen):
     band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.BLOCKS})
+        return frozenset({Fact.BLOCKS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.SAME_PARAMS})

@@ -41,7 +41,7 @@ class Parameters(Knob):
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.ONE_RANK, Fact.SEPARATE_MEMORY})
+        return frozenset({Fact.ONE_RANK, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})

@@ -85,4 +85,4 @@ def mean_squares(gradient: Tensor, outputs: int) -> Tensor:
         return gradient.square()
     others = [dimension for dimension in range(gradient.ndim) if dimension != outputs]
     norms = torch.linalg.vector_norm(gradient, dim=others, keepdim=True)
-    return norms.square() * (gradient.shape[outputs] / gradient.numel())
+    return norms.square() * (gradient.shape[outputs] / max(1, gradient.numel()))

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 
 from lowvram.config.errors import require
+from lowvram.core.copies import original
 
 
 def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: weight decay for weights of two or more dimensions, none for biases and norms."""
-    decay = [parameter for parameter in parameters if parameter.ndim >= 2]
-    keep = [parameter for parameter in parameters if parameter.ndim < 2]
+    decay = [parameter for parameter in parameters if original(parameter).ndim >= 2]
+    keep = [parameter for parameter in parameters if original(parameter).ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": weight_decay},
         {"params": keep, "weight_decay": 0.0},

@@ -91,7 +91,10 @@ def roles_of(model: nn.Module, last: Collection[Tensor], layers: tuple[type[nn.M
     matrices = {module.weight for module in modules if isinstance(module, layers) or is_transposed(module)}
     matrices -= {*last, *(module.weight for module in modules if isinstance(module, nn.Embedding))}
     return WeakIdKeyDictionary(
-        {parameter: Role(number, parameter in matrices) for number, parameter in enumerate(model.parameters())}
+        {
+            each: Role(number, each in matrices and not each.is_complex())
+            for number, each in enumerate(model.parameters())
+        }
     )
 
 

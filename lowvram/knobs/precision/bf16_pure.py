@@ -36,7 +36,7 @@ class Bf16Weights(Knob, ABC):
 
     def needs(self) -> frozenset[Fact]:
         # One weight at a time is updated in fp32.
-        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY})
+        return frozenset({Fact.BF16, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.FP32_WEIGHTS})

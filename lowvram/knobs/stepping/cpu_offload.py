@@ -48,7 +48,7 @@ class CpuOffload(Knob):
         require(0 <= fraction <= 1, "stepping.offload_fraction", fraction, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY})
+        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})

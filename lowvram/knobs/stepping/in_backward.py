@@ -77,7 +77,7 @@ class InBackward(Knob):
     def needs(self) -> frozenset[Fact]:
         walked_twice = {Fact.RETAINABLE_GRAPH} if self.norm is Norm.two_passes else set()
         compiled = {Fact.KERNEL_COMPILER} if self.sums is not SumsIn.host else set()
-        separate = {Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY}
+        separate = {Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS}
         return frozenset({Fact.PLAIN_BACKWARD, *separate, *walked_twice, *compiled})
 
     def breaks(self) -> frozenset[Fact]:

@@ -50,7 +50,9 @@ class ZerothOrder(Knob):
         require(0 < self.eps < math.inf, "stepping.eps", self.eps, "above 0")
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.WHOLE_PARAMS, Fact.FP32_WEIGHTS})
+        return frozenset(
+            {Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.WHOLE_PARAMS, Fact.FP32_WEIGHTS}
+        )
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.PLAIN_BACKWARD})
