@@ -3,18 +3,20 @@ any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowvram.compat.torch_trees import tree_map_only
+from lowvram.compat.torch_versions import version
 from lowvram.core import host
+from lowvram.core.extra_state import extra_states, give
 from lowvram.core.ranks import rank
 from lowvram.core.resting import ever_trains
-from lowvram.core.shards import is_sharded, placed, whole
+from lowvram.core.shards import is_sharded, local, placed, whole
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
 
@@ -41,10 +43,39 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state_dict without frozen parameters, which get the same values when the model is made again."""
-    frozen = {name for name, _ in frozen_parameters(model)}
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+def trained_state(model: nn.Module, unchanged: Collection[str] | None = None) -> dict[str, Tensor]:
+    """A model's state_dict without parameters that get the same values when the model is made again.
+
+    Args:
+        unchanged: the names of those; None: all frozen ones.
+    """
+    left_out = {name for name, _ in frozen_parameters(model)} if unchanged is None else unchanged
+    return {name: value for name, value in model.state_dict().items() if name not in left_out}
+
+
+@final
+class Frozen:
+    """The parameters that a model has frozen when its run begins. Its code may freeze others later, or thaw these."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, frozen = model, frozen_parameters(model)
+        self._versions = {name: version(local(parameter)) for name, parameter in frozen}
+
+    def unchanged(self) -> set[str]:
+        """The names of those that have always been frozen, and that nobody has changed in place."""
+        now = {name: version(local(parameter)) for name, parameter in frozen_parameters(self._model)}
+        return {name for name, old in self._versions.items() if now.get(name) == old}
+
+    def switched(self) -> dict[str, bool]:
+        """The parameters that are frozen or thawed by now, and whether they train."""
+        now = {name for name, _ in frozen_parameters(self._model)}
+        return {name: name not in now for name in self._versions.keys() ^ now}
+
+    def switch(self, trains: Mapping[str, bool]) -> None:
+        """The inverse of `switched`, in a model that was made again."""
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, does_train in trains.items():
+            named[name].requires_grad_(does_train)
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -71,7 +102,8 @@ def whole_model(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module | 
     values = gathered({name: tensor for tensor, name in names.items()})
     if values is None:
         return None
-    return with_values(make(), {name: values[names[tensor]] for name, tensor in named_tensors(model)})
+    entire = with_values(make(), {name: values[names[tensor]] for name, tensor in named_tensors(model)})
+    return give(entire, extra_states(model))
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -77,6 +77,8 @@ def thread_trouble(error: BaseException) -> str | None:
 def disk_trouble(error: BaseException) -> str | None:
     """Why a file can't be written or read; also if a library has raised another error because of it."""
     causes = chain(error)
+    if isinstance(error, OSError) and error.errno == errno.EFBIG and error.strerror != os.strerror(errno.EFBIG):
+        return error.strerror  # of lowvram's own, about a file that it has not read
     for number in PLAIN_WORDS:
         if any(error_number(cause) == number or os.strerror(number) in message(cause) for cause in causes):
             return DISK_TROUBLES[number]

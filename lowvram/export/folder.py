@@ -22,7 +22,7 @@ from lowvram.export.plain import APART, Allowed, Origin, read_json
 from lowvram.export.pt2e import Pt2e
 from lowvram.export.weights import int4, int8, int8_dynamic
 from lowvram.knobs.qat import GROUP
-from lowvram.models.layout import CONFIG, WEIGHTS, write_json
+from lowvram.models.layout import CONFIG, EXTRA, WEIGHTS, write_json
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import unfinished_folder
 from lowvram.results.files.other_format import ABOUT
@@ -31,7 +31,7 @@ from lowvram.tasks import Problem
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 USUAL = (
-    *(CONFIG, WEIGHTS, APART, ABOUT, "adapter_config.json", "adapter_model.safetensors"),
+    *(CONFIG, WEIGHTS, EXTRA, APART, ABOUT, "adapter_config.json", "adapter_model.safetensors"),
     *("model.pt2", "model.onnx", "model.onnx.data", "model.safetensors.index.json"),
 )
 SHARDS = "model-?????-of-?????.safetensors"  # how many there will be isn't known before the weights are written

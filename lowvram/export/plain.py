@@ -84,7 +84,7 @@ def skeleton(folder: Path, allowed: Allowed) -> nn.Module:
     """The plain model of an export without such weights, on the CPU; its tensors hold any values."""
     described = read_json(folder, CONFIG)
     if "data" in described:
-        return made_from(*described_problem(described, allowed))
+        return layout.with_extra_state(made_from(*described_problem(described, allowed)), folder)
     allowed.check_unused()
     model_class = class_in_transformers(folder, described)
     return model_class(model_class.config_class.from_pretrained(folder, trust_remote_code=False))

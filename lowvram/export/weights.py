@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torchao import flattened, unflattened
 from lowvram.config.errors import BadInput, require
+from lowvram.core.extra_state import hidden
 from lowvram.core.layers import inner_linears
 from lowvram.core.quiet import quiet
 from lowvram.export.format import Format, Trained
@@ -64,7 +65,7 @@ class FewBits(Format):
 
     def write(self, trained: Trained, folder: Path) -> None:
         model = deepcopy(trained.model)
-        with quiet():
+        with quiet(), hidden(model):
             quantize(model, self.config(), self.layers(model, trained.problem.last_weights(model)))
             tensors, about = flattened(distinct(model))
         packed = {name: self.pack(each) if name.endswith(CODES) else each for name, each in tensors.items()}
@@ -76,6 +77,7 @@ class FewBits(Format):
         with quiet():
             import_module("torchao.quantization")
             model = make_plain()
+        with quiet(), hidden(model):
             fill(model, unflattened(unpacked, about))
         return model.eval()
 

@@ -24,6 +24,7 @@ from lowvram.export.folder import export, export_as, file_bytes, format_of, refu
 from lowvram.export.format import Format, Trained
 from lowvram.export.plain import Origin, made_from
 from lowvram.loops.session import Session
+from lowvram.models.layout import with_extra_state
 from lowvram.tasks import Problem
 
 FEW_BATCHES = 4  # whose activations choose the scales of a graph in 8 bits
@@ -56,7 +57,7 @@ def written_as(chosen: Format, session: Session, model: nn.Module, origin: Origi
     with same_draws_afterwards():  # a model's constructor may draw its first weights
         trained = export_as(chosen, folder, model, origin, session.problem, batches)
         with refusing(chosen.name):
-            loaded = chosen.load(folder, lambda: made_from(origin.config, origin.spec))
+            loaded = chosen.load(folder, lambda: with_extra_state(made_from(origin.config, origin.spec), folder))
             fields = fields_of(session, chosen, trained, loaded)
     return fields | {"export": fields["export"] | {"file_bytes": file_bytes(folder)}}
 

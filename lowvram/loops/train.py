@@ -16,7 +16,7 @@ from torch import Tensor
 from lowvram.core import generators
 from lowvram.core.ranks import gather_from_all, num_ranks, rank
 from lowvram.core.rig import Part, Update
-from lowvram.core.states import gathered, load_whole, trained_state, whole_model
+from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
 from lowvram.data.loader import TimedBatches
 from lowvram.export.folder import check_free, checked_format
 from lowvram.loops import fields
@@ -28,6 +28,7 @@ from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_s
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
+from lowvram.loops.savable import Savable
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state
 from lowvram.models.layout import EXPORTED
@@ -69,6 +70,10 @@ class Train:
         return run.finish(batches, clock.laps_ms("step"))
 
 
+def is_power_of_2(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
@@ -84,6 +89,7 @@ class TrainingRun:
         self.first_loss = self.last_loss = math.nan
         self.first_loss_step = self.last_loss_step = 0
         self.has_told_skip = False
+        self.begun_at = 0
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Any] | None = None
         self.owes_evaluation = False  # whether the evaluation after the snapshot's step was due, and has failed
@@ -91,6 +97,8 @@ class TrainingRun:
         self.token_counts: list[Tensor] = []  # `Problem.token_counts` of each step of this process
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
+        self.frozen = Frozen(session.rig.model)
+        self.savable = Savable(self.formed_state())
         check = partial(check_form, self.formed_state())
         state = self.snapshots.load(check) if session.is_resumed else None
         if state is not None:
@@ -143,6 +151,8 @@ class TrainingRun:
         self.token_counts.append(self.session.problem.token_counts(batch))
         if stepped is None:
             return
+        if is_power_of_2(self.step - self.saved_step) and self.saved_step == self.begun_at:
+            self.savable.check(self.formed_state(), self.step)
         loss, update = stepped
         self.num_applied += update.applied
         if self.step in (1, settings.steps) or is_due(self.step, settings.log_every):
@@ -193,6 +203,8 @@ class TrainingRun:
             random: the random state after the step; None: the present one.
         """
         if self.saved_step != self.step:
+            if not self.savable.check(self.formed_state(), self.step):
+                return False
             randoms = gather_from_all(random or generators.saved())
             state = gathered(self.state(randoms))
             if state is not None:
@@ -205,6 +217,8 @@ class TrainingRun:
     def save_alone(self, random: dict[str, Any]) -> bool:
         """The same, of one of several ranks that has failed, as other ranks may have; returns whether it has written
         the snapshot, as the last one."""
+        if not self.savable.check(self.formed_state(), self.step):
+            return False
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
         post = {"random": random, "log": self.journal.state()}
@@ -234,6 +248,7 @@ class TrainingRun:
             "first_loss_step": self.first_loss_step,
             "last_loss": self.last_loss,
             "last_loss_step": self.last_loss_step,
+            "switched": self.frozen.switched(),
             "owes_evaluation": is_due(self.step, self.session.settings.train.eval_every) and not self.is_evaluated,
             "random": randoms,
             "noise": self.session.noise.state(),
@@ -245,7 +260,7 @@ class TrainingRun:
         rig = self.session.rig
         return {
             "chosen": dict(self.session.chosen),
-            "model": trained_state(rig.model),
+            "model": trained_state(rig.model, self.frozen.unchanged()),
             "stepper": rig.stepper.state_dict(),
         }
 
@@ -253,9 +268,10 @@ class TrainingRun:
         """The inverse of `state`; `begin` sets the random state."""
         if changed := differences(self.session.chosen, state.get("chosen", {})):
             print(f"going on with other values: {', '.join(changed)}")
+        self.frozen.switch(state.get("switched", {}))  # an early version of lowvram saved none
         load_whole(self.session.rig.model, state["model"])
         self.session.rig.stepper.load_state_dict(state["stepper"])
-        self.step = self.saved_step = self.logged_step = state["step"]
+        self.step = self.saved_step = self.logged_step = self.begun_at = state["step"]
         self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
         self.first_loss_step = state.get("first_loss_step", 1)  # the same as below
@@ -270,13 +286,23 @@ class TrainingRun:
         model = whole_model(session.rig.model, session.rig.task.make_model)
         return {} if model is None else export_run(session, model, session.folder / EXPORTED)
 
+    @contextmanager
+    def weights_at_least(self) -> Iterator[None]:
+        """Around the last snapshot: if it can't be saved, the weights are exported before the run ends."""
+        try:
+            yield
+        except Exception:
+            self.export()
+            raise
+
     def finish(self, batches: TimedBatches, step_ms: list[float]) -> dict[str, Any]:
         """Make the last snapshot, evaluation and export, then measure with `post_run`, which would disturb them; return
         the row's fields. What the export takes is no part of the run's memory."""
         timed = self.compiling.steady(SETTLING_STEPS)
         waits_s, token_counts = chosen(batches.waits_s, timed), chosen(self.token_counts, timed)
         num_samples = sum(self.session.sizes.at(batches.first_step + index) for index in timed)
-        self.save()  # first, so that interrupting the evaluation loses nothing
+        with self.weights_at_least():
+            self.save()  # first, so that interrupting the evaluation loses nothing
         if self.step and not self.last_loss_step:
             raise NonFinite(f"no step had a loss: {NO_TARGET}")
         evaluation = self.evaluate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -9,23 +10,29 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import Size, Tensor, dtype, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
+from lowvram.core.extra_state import extra_states, give, hidden
 from lowvram.data.spec import DataSpec
 from lowvram.models.wrappers import plain_names, taken_off, tell
 from lowvram.results.files.other_format import check_safetensors
+from lowvram.results.files.regular import read_regular
 
 EXPORTED = "model"  # in the folder of a run: the folder of its exported model
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, EXTRA = "model.safetensors", "config.json", "extra_state.pt"
 
 
 def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
-    """Write `folder`/model.safetensors and `folder`/config.json."""
-    save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
+    """Write `folder`/model.safetensors and `folder`/config.json, and what modules keep besides tensors."""
+    with hidden(model):
+        save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
+    if states := extra_states(model):
+        torch.save(states, folder / EXTRA)
     write_json(folder / CONFIG, {"model": plain(config), "data": plain(spec)})
 
 
@@ -71,6 +78,20 @@ def load(model: nn.Module, path: Path) -> None:
     Raises:
         RuntimeError: they are those of another model.
     """
+    with hidden(model):
+        load_tensors(model, path)
+    with_extra_state(model, path.parent)
+
+
+def with_extra_state(model: nn.Module, folder: Path) -> nn.Module:
+    """The model, with what its modules keep besides tensors, as far as `save` has written that there."""
+    if (folder / EXTRA).is_file():
+        give(model, torch.load(io.BytesIO(read_regular(folder / EXTRA)), map_location="cpu", weights_only=True))
+    return model
+
+
+def load_tensors(model: nn.Module, path: Path) -> None:
+    """As `load`, of tensors alone."""
     renamed = plain_names(names_in([path]), model.state_dict())
     if not renamed:
         load_model(model, str(path))

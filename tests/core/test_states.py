@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,21 @@ class Foreign(nn.Module):
         self.again, self.unused, self.scale = self.blocks[0], nn.Linear(3, 5), nn.Parameter(torch.ones(8))
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.count = {"passes": 0}
         self.hidden: Tensor
         self.register_buffer("hidden", torch.arange(8.0), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) * self.scale + 0.01 * self.hidden
         if self.training:
             self.seen += 1
+            self.count["passes"] += 1
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -52,6 +61,7 @@ def trained_whole(folder: Path | None, sharding: str = "none") -> dict[str, Tens
     assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
     if folder is not None:
         save(model, config, TOKENS, folder)
+    assert model.get_extra_state()["passes"] >= 2
     return {name: each.detach() for name, each in [*model.named_parameters(), *model.named_buffers()]}
 
 

@@ -47,7 +47,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_digit(
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_snapshot_holds_what_trains_alone(make_session: MakeSession, adapter: Knob) -> None:
     session = make_session(choices={"adapter": adapter})
-    state = TrainingRun(session).state()
+    state = TrainingRun(session).state([])
     assert set(state["model"]) >= {name for name, p in session.rig.model.named_parameters() if p.requires_grad}
     assert sum(tensor.numel() for tensor in state["model"].values()) <= sum(
         parameter.numel() * (2 if "token_embedding" in name else 1)  # by both of its names

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import require
+from lowvram.core.extra_state import extra_states, give
 from lowvram.core.knob import Fact, Kind
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
@@ -114,7 +115,7 @@ class Lora(Frozen):
     def merged(self, model: nn.Module, make_plain: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             plain = make_plain()
-        return with_values(plain, plain_values(model))
+        return give(with_values(plain, plain_values(model)), extra_states(model))
 
 
 def full_layers(model: nn.Module) -> dict[str, nn.Module]:

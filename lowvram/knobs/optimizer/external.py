@@ -16,14 +16,20 @@ from torch.optim import Optimizer
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
+from lowvram.config.texts import first_line
 from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
+from lowvram.core.readable import groups_in, unreadable
 from lowvram.core.rig import Rig
 from lowvram.core.untouched import marking
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_rates, decayed
 
 TRIAL_STEPS = 3
+
+
+class Unsavable(TypeError):
+    """An optimizer's state can't be saved, or not loaded again."""
 
 
 class Traits(NamedTuple):
@@ -70,6 +76,8 @@ class External(Knob):
                 if isinstance(error, BadInput):
                     raise
                 allowed = f"an optimizer that updates dense tensors without a closure: {type(error).__name__}: {error}"
+                if isinstance(error, Unsavable):
+                    allowed = f"an optimizer whose state a snapshot can hold: {error}"
                 raise BadInput("optimizer.target", self.target, allowed) from None
         return TRAITS[repr(self)]
 
@@ -118,7 +126,24 @@ def updated(make: Callable[[list[nn.Parameter]], Optimizer], gradients: list[Ten
         for parameter, of_steps in zip(parameters, gradients, strict=True):
             parameter.grad = of_steps[step].clone()
         optimizer.step()
+    check_state(make, optimizer, parameters)
     return [parameter.detach() for parameter in parameters]
+
+
+def check_state(
+    make: Callable[[list[nn.Parameter]], Optimizer], optimizer: Optimizer, like: list[nn.Parameter]
+) -> None:
+    """Raises Unsavable if a snapshot can't hold the optimizer's state, or a new optimizer can't take it over."""
+    state = optimizer.state_dict()
+    if place := unreadable(state):
+        raise Unsavable(f"{place}; keep it as a tensor, a number or a text, or elsewhere")
+    again = make([nn.Parameter(each.detach()) for each in like])
+    if groups_in(again.state_dict()) != groups_in(state):
+        raise Unsavable("it changes its parameter groups while it trains, so that no snapshot could be loaded")
+    try:
+        again.load_state_dict(state)
+    except Exception as error:
+        raise Unsavable(f"a new one can't load it: {type(error).__name__}: {first_line(error)}") from error
 
 
 @contextmanager
