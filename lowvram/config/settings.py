@@ -117,8 +117,11 @@ class SearchSettings:
     groups: list[str] | None
     lossy: bool
     probes: int
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        allowed = "null (no limit) or more than 0 seconds"
+        require(self.max_seconds is None or self.max_seconds > 0, "search.max_seconds", self.max_seconds, allowed)
         for name in self.groups or ():
             require(name in KNOB_GROUPS, "search.groups", name, f"a list of some of {', '.join(KNOB_GROUPS)}")
         require(self.groups != [], "search.groups", "[]", "null (the usual ones) or a list of at least one group")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, final
 
 from hydra import compose
 
-from lowvram.config import identity
+from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import chosen, plain
 from lowvram.config.run_names import sweep_group
 from lowvram.config.secret import words_without_secrets
@@ -63,15 +65,16 @@ class Searches:
         Returns:
             The winner's row, or one that says why there is none; None: a stop was requested before that was known.
         """
-        candidates = self.find(point, {key(word) for word in words})
+        ends = deadline(point)
+        candidates = self.find(point, {key(word) for word in words}, ends)
         if not candidates.ranking:
             return None if self.stop_signals() else self.ended(point, candidates.ending)
         is_real, num_wanted = runs_here(point), point.config["search"]["probes"]
         ranking = measuring_order(candidates.ranking, num_wanted) if is_real else candidates.ranking
         probes = (probe_of(point, words, number, each, is_real) for number, each in enumerate(ranking))
-        measured = self.measure(probes, num_wanted) if is_real else planned_rows(islice(probes, NUM_LISTED))
+        measured = self.measure(probes, num_wanted, ends) if is_real else planned_rows(islice(probes, NUM_LISTED))
         if not measured:
-            return None
+            return None if self.stop_signals() else self.ended(point, too_late(point))
         if candidates.refusal and all(row["status"] == Status.OOM for row in measured):
             ending = {"status": Status.INCOMPATIBLE.value, "reason": candidates.refusal}
             return None if self.stop_signals() else self.ended(point, ending)
@@ -89,8 +92,12 @@ class Searches:
             rows.write(point.folder, row)
         return row
 
-    def find(self, point: Point, typed: set[str]) -> Candidates:
-        """Run the search in a child process; returns its candidates."""
+    def find(self, point: Point, typed: set[str], ends: float) -> Candidates:
+        """Run the search in a child process; returns its candidates.
+
+        Args:
+            ends: by time.monotonic().
+        """
         candidates = Candidates()
 
         def on_event(event: Event) -> None:
@@ -112,11 +119,16 @@ class Searches:
         pinned = [group for group in KNOB_GROUPS if group in typed]
         about = {"config": config, "choices": point.choices, "pinned": pinned, "is_real": runs_here(point)}
         if runs_here(point):
-            self.server.run({"calibrate": about}, on_event, StopConditions(None, self.stop_signals))
+            self.server.run({"calibrate": about}, on_event, self.conditions(ends))
         if candidates.ending.get("status", Status.OK) == Status.OK and not self.stop_signals():
-            self.server.run({"search": about}, on_event, StopConditions(None, self.stop_signals))
+            self.server.run({"search": about}, on_event, self.conditions(ends))
         self.progress.stop()
+        if time.monotonic() >= ends and not candidates.ranking:
+            candidates.ending = too_late(point)
         return candidates
+
+    def conditions(self, ends: float) -> StopConditions:
+        return StopConditions(None if ends == math.inf else max(0.0, ends - time.monotonic()), self.stop_signals)
 
     def ended(self, point: Point, ending: dict[str, Any]) -> Row:
         """The row of a search that found nothing."""
@@ -126,17 +138,18 @@ class Searches:
             rows.write(point.folder, row)
         return row
 
-    def measure(self, probes: Iterable[Point], num_wanted: int) -> list[Row]:
-        """Run candidates one after another until `num_wanted` of them have fitted."""
+    def measure(self, probes: Iterable[Point], num_wanted: int, ends: float) -> list[Row]:
+        """Run candidates one after another until `num_wanted` of them have fitted, or the search's time is up."""
         measured: list[Row] = []
         for probe in probes:
             num_fitting = sum(row["status"] == Status.OK for row in measured)
-            if num_fitting == num_wanted or self.stop_signals():
+            left_s = ends - time.monotonic()
+            if num_fitting == num_wanted or self.stop_signals() or left_s <= 0:
                 break
             earlier = rows.read(probe.folder)
             probe.folder.mkdir(parents=True, exist_ok=True)
             is_known = earlier is not None and rows.is_final(earlier)
-            row = earlier if is_known else self.run(probe)
+            row = earlier if is_known else self.run(within(probe, left_s))
             assert row is not None
             measured.append(row)
             self.progress.say(": ".join(filter(None, [probe.name, row["status"], row["reason"]])))
@@ -144,6 +157,24 @@ class Searches:
 
     def run(self, probe: Point) -> Row:
         return run_point(probe, self.server, self.progress, self.stop_signals, self.plan_again)
+
+
+def deadline(point: Point) -> float:
+    """When the whole search ends, by time.monotonic(); infinity if it has no limit."""
+    seconds = point.config["search"]["max_seconds"]
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
+def within(probe: Point, left_s: float) -> Point:
+    """The probe, with no more time than the search has left."""
+    limit = probe.config["timeout_s"] or math.inf
+    return probe if limit <= left_s else replace(probe, config={**probe.config, "timeout_s": left_s})
+
+
+def too_late(point: Point) -> dict[str, Any]:
+    """The end of a search that has measured nothing in its time."""
+    reason = f"nothing was measured within search.max_seconds={point.config['search']['max_seconds']:g}"
+    return {"status": Status.TIMEOUT.value, "reason": reason}
 
 
 def runs_here(point: Point) -> bool:
@@ -191,7 +222,7 @@ def probe_of(point: Point, words: Sequence[str], number: int, candidate: Candida
 
 def group_of(point: Point) -> str:
     """The group of a search's runs."""
-    return point.config["logger"]["group"] or sweep_group(point.folder, [MODE])
+    return point.config["logger"]["group"] or wandb_environment.group(point.config) or sweep_group(point.folder, [MODE])
 
 
 def planned_rows(probes: Iterable[Point]) -> list[Row]:
