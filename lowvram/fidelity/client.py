@@ -192,7 +192,7 @@ class Reference:
                 return reference["losses"]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             pass
         self.comparison.progress.say(f"{file} is damaged, or another reference's: the reference is run again")
         return None

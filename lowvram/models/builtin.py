@@ -205,7 +205,7 @@ class OwnModel(Remade):
     def values(self, model: Any, spec: DataSpec, seed: int) -> Fill:
         if self.init is None:
             return InitialValues(model, seed)
-        if renamed := plain_names(layout.names_in(self.weight_files()), model.state_dict()):
+        if renamed := plain_names(layout.names_at(self.init, self.weight_files()), model.state_dict()):
             tell(f"model.init={self.init}: {taken_off(renamed)}")
         return SavedValues(self.init)
 

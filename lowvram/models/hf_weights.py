@@ -103,7 +103,7 @@ def check_index(name: str, where: Path) -> list[str]:
         return []
     try:
         named = sorted({*json.loads((where / INDEX).read_bytes())["weight_map"].values()})
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise BadInput("model.name", name, f"a model whose {INDEX} can be read ({first_line(error)})") from None
     for each in named:
         is_plain = isinstance(each, str) and Path(each).name == each and each.endswith(".safetensors")

@@ -25,6 +25,7 @@ from lowvram.results.files.regular import read_regular
 
 EXPORTED = "model"  # in the folder of a run: the folder of its exported model
 WEIGHTS, CONFIG, EXTRA = "model.safetensors", "config.json", "extra_state.pt"
+UNREADABLE = (OSError, SafetensorError)  # files of weights
 
 
 def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
@@ -62,13 +63,25 @@ def read_tensor(folder: str, name: str, shape: Size) -> Tensor:
             there = next((wrapped for wrapped, bare in changed.items() if bare == name), name)
             kept = about.get(there, there)  # tied tensors are saved under one of their names
             saved = file.get_tensor(kept) if kept in file.keys() else None  # noqa: SIM118  # it is no dictionary
-    except (OSError, SafetensorError) as error:
-        raise BadInput("model.init", folder, f"an exported model whose {WEIGHTS} can be read: {error}") from None
+    except UNREADABLE as error:
+        raise unreadable(folder, error) from None
     there = "missing" if saved is None else str(tuple(saved.shape))
     allowed = f"the folder of a model of these sizes: {name} is {there} there, and {tuple(shape)} here"
     if saved is None or saved.shape != shape:
         raise BadInput("model.init", folder, f"{allowed}; its {CONFIG} tells its sizes")
     return saved
+
+
+def names_at(folder: str, paths: Iterable[Path]) -> list[str]:
+    """The names of all tensors of `model.init`. Raises BadInput if they can't be read."""
+    try:
+        return names_in(paths)
+    except UNREADABLE as error:
+        raise unreadable(folder, error) from None
+
+
+def unreadable(folder: str, error: Exception) -> BadInput:
+    return BadInput("model.init", folder, f"an exported model whose {WEIGHTS} can be read: {error}")
 
 
 def load(model: nn.Module, path: Path) -> None:

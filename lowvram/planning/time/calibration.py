@@ -129,7 +129,7 @@ class Calibrations:
         try:
             held = json.loads(read_regular(self.path(key), SHORT_BYTES))
             return from_plain(held["rates"]) if held["key"] == key else None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     def get(self, device: torch.device, allocator: str, measure: Callable[[torch.device], Calibration]) -> Calibration:

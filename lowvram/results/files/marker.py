@@ -17,7 +17,7 @@ def read_marker(text: bytes) -> dict[str, Any]:
     """The fields of a marker; empty if it can't be parsed."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

@@ -26,7 +26,7 @@ def check_safetensors(folder: Path, name: str, typed: str) -> None:
     if not (folder / ABOUT).is_file():
         return
     about: Any = None
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         about = json.loads(read_regular(folder / ABOUT, SHORT_BYTES))
     which = (
         f"export of format {about['format']}"

@@ -12,9 +12,13 @@ import pytest
 
 from lowvram.config.errors import BadInput
 from lowvram.export.folder import load
+from lowvram.models.hf_weights import check_index
+from lowvram.models.layout import names_at
 from lowvram.results import row as rows
 from lowvram.results import table
 from lowvram.results.files import manifest
+from lowvram.results.files.marker import point_of
+from lowvram.results.files.other_format import check_safetensors
 from lowvram.results.files.regular import Irregular, read_regular
 from lowvram.results.files.run_folder import NAMES, Claim, Kind, was_cut_off
 from lowvram.results.loggers.wandb import stored_run_id
@@ -108,3 +112,21 @@ def test_reading_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
         assert read_regular(path, most_bytes) == b"{}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_brackets_without_end_are_damage(tmp_path: Path, text: str) -> None:
+    for name in (".lowvram", "export.json", "reference.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text(text)
+    assert point_of(tmp_path) is None
+    with pytest.raises(BadInput, match="holds an export of another format"):
+        check_safetensors(tmp_path, "model.init", "x")
+    with pytest.raises(BadInput, match=r"model\.safetensors\.index\.json can be read"):
+        check_index("x", tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b""])
+def test_weights_whose_header_lies_are_refused_by_whoever_starts_from_them(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header)
+    with pytest.raises(BadInput, match=r"an exported model whose model\.safetensors can be read"):
+        names_at("x", [tmp_path / "model.safetensors"])
