@@ -39,6 +39,7 @@ from lowvram.export.folder import load as load  # part of the API
 from lowvram.loops.fields import percentiles
 from lowvram.loops.profiling.clock import clock_for, synchronise
 from lowvram.models.block_finder import FoundBlocks, find_blocks
+from lowvram.models.draw_finder import find_draw
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.outputs import all_outputs, logits_of
 from lowvram.models.sample_finder import find_separate_blocks
@@ -139,6 +140,12 @@ class ModuleTask(Task):
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks
+
+    def blocks_trouble(self, model: nn.Module) -> str | None:
+        return self.find_blocks().trouble
+
+    def drawn_by(self, model: nn.Module) -> str | None:
+        return find_draw(model, self.call, self.samples(2))
 
     def without_values(self, targets: Any) -> ModuleTask:
         """The same task over copies whose tensors have no memory."""

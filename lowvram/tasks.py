@@ -24,6 +24,7 @@ from lowvram.core.torch_losses import labels_named, sum_and_count
 from lowvram.core.values import Fill
 from lowvram.data.source import Data
 from lowvram.data.spec import TEXTS, DataSpec, Modality, described, num_places, num_real_tokens
+from lowvram.models.draw_finder import find_draw
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.outputs import all_outputs
 from lowvram.models.sample_finder import find_separate_blocks
@@ -55,11 +56,11 @@ class ModelConfig(Protocol):
 
     def has_plain_blocks(self, model: nn.Module, spec: DataSpec) -> bool: ...
 
+    def blocks_trouble(self, model: nn.Module, spec: DataSpec) -> str | None: ...
+
     def branches_of(self, model: nn.Module) -> list[list[nn.Module]]: ...
 
     def tail_of(self, model: nn.Module) -> Tail | None: ...
-
-    def is_random(self, model: nn.Module) -> bool: ...
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill: ...
 
@@ -79,6 +80,7 @@ BYTES = ", whose images can be made float32 in the data set (image.float() / 255
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
 FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
+FOUND_DRAWS: dict[str, str | None] = {}  # by the description of a problem
 FOUND_MLPS: dict[str, tuple[tuple[str, str], ...]] = {}  # by the description of a problem, and the names sought
 
 
@@ -148,8 +150,13 @@ class Problem(Task):
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.model.has_plain_blocks(model, self.spec)
 
-    def is_random(self, model: nn.Module) -> bool:
-        return self.model.is_random(model)
+    def drawn_by(self, model: nn.Module) -> str | None:
+        if self.description not in FOUND_DRAWS:
+            FOUND_DRAWS[self.description] = find_draw(model, self.call, self.short_inputs(2))
+        return FOUND_DRAWS[self.description]
+
+    def blocks_trouble(self, model: nn.Module) -> str | None:
+        return self.model.blocks_trouble(model, self.spec)
 
     def values(self, model: nn.Module, seed: int) -> Fill:
         return self.model.values(model, self.spec, seed)

@@ -313,8 +313,8 @@ class InDouble(Task):
     def tail(self, model: nn.Module) -> Tail | None:
         return self.problem.tail(model)
 
-    def is_random(self, model: nn.Module) -> bool:
-        return self.problem.is_random(model)
+    def drawn_by(self, model: nn.Module) -> str | None:
+        return self.problem.drawn_by(model)
 
 
 @dataclass(frozen=True)

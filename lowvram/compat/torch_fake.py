@@ -39,6 +39,19 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
             return RESULTS[func](*args, **(kwargs or {}))
 
 
+class GuessingFakeTensorMode(FakeTensorMode):
+    """Such a mode for trials of code whose way depends on values: each number that it reads from a fake tensor is 1.
+
+    torch._subclasses.fake_tensor.FakeTensorMode, since 1.13, as above: its own `allow_scalar_outputs` makes symbols,
+    on which code can't branch. Replaced by a public option, if torch makes one.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without values and memory, as in a plan.
 

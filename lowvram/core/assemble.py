@@ -120,10 +120,10 @@ def bare_model(task: Task) -> nn.Module:
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
 # It takes forward passes to find out about these.
-BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES})
+BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES, Fact.NO_RANDOMNESS})
 TASK_FACTS = BY_TRIAL | {
     *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.INNER_PRODUCTS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES),
-    *(Fact.HARD_TARGETS, Fact.NO_RANDOMNESS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE),
+    *(Fact.HARD_TARGETS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE),
 }
 
 
@@ -137,7 +137,11 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
     if task.head(model) is None:
         absent[Fact.HEAD] = "this task names none: leave logits=full, and list what trains in adapter.train"
     if not task.blocks(model):
-        absent[Fact.BLOCKS] = "none were found: name their class with model.blocks=CLASS"
+        why = task.blocks_trouble(model)
+        told = (
+            "none were found" if why is None else f"none were found, as the model can't be tried without memory ({why})"
+        )
+        absent[Fact.BLOCKS] = f"{told}: name their class with model.blocks=CLASS"
     if Fact.MLPS in asked and not task.mlps(model):
         absent[Fact.MLPS] = "none were found: leave tile=none or, if they have unusual names, list those in tile.names"
     if Fact.SEPARATE_SAMPLES in asked and not task.separate_blocks(model):
@@ -168,8 +172,8 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.SHARDABLE] = why
     if shared := names_sharing(model):
         absent[Fact.SEPARATE_MEMORY] = f"{' and '.join(shared[0])} do: make them one parameter, or copy the values"
-    if task.is_random(model):
-        absent[Fact.NO_RANDOMNESS] = "this model has dropout: set model.dropout=0"
+    if Fact.NO_RANDOMNESS in asked and (who := task.drawn_by(model)):
+        absent[Fact.NO_RANDOMNESS] = who
     return absent
 
 

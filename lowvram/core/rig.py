@@ -256,9 +256,15 @@ class Task(ABC):
         """Whether batches have one shape, or one of a few, apart from the number of samples."""
         return True
 
-    def is_random(self, model: nn.Module) -> bool:
-        """Whether the model draws random numbers while it trains."""
-        return has_dropout(model)
+    def drawn_by(self, model: nn.Module) -> str | None:
+        """What draws random numbers while the model trains, and what the user can do about it; None if nothing does."""
+        drops = (name for name, module in model.named_modules() if isinstance(module, Dropout) and module.p > 0)
+        return next((f"{name} does" for name in drops), None)
+
+    def blocks_trouble(self, model: nn.Module) -> str | None:
+        """Why no blocks were found; None if that isn't known."""
+        del model
+        return None
 
     def has_soft_targets(self) -> bool:
         """Whether the criterion compares with `Part.soft`, too."""
@@ -307,11 +313,6 @@ def named_tensors(model: nn.Module, names: Iterable[str]) -> set[Tensor]:
     """Those of the model's parameters that have these names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {parameters[name] for name in names if name in parameters}
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a module of the model is a dropout that drops something."""
-    return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
 
 Run = Callable[["Rig", list[Part], Tensor], Tensor]  # as `one_after_another`

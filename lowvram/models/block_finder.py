@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowvram.config.texts import first_line
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.last_layer import last_weights
 from lowvram.models.outputs import logits_of
@@ -31,6 +32,7 @@ class FoundBlocks(NamedTuple):
     head: str | None  # the linear layer whose outputs are the model's
     has_plain_blocks: bool  # blocks take only tensors, as positional arguments, and return one tensor
     last: tuple[str, ...] = ()  # the weights of the layers that make the outputs, by all of their names; empty: unknown
+    trouble: str | None = None  # why the model can't run on fake tensors
 
 
 def find_blocks(
@@ -46,9 +48,10 @@ def find_blocks(
     """
     try:
         record, outputs = fake_pass(model, partial(recorded, call), inputs)
-    except Exception:
+    except Exception as error:
         names = {module: name for name, module in model.named_modules()}
-        return FoundBlocks(tuple(names[module] for module in outermost(model, named)), None, False)
+        trouble = f"{type(error).__name__}: {first_line(error)}"
+        return FoundBlocks(tuple(names[module] for module in outermost(model, named)), None, False, trouble=trouble)
     kinds = [named] if named is not None else classes_of_blocks(record)
     blocks = {module for kind in kinds for module in outermost(record.model, kind)}
     order = [module for module in record.order if module in blocks]
@@ -90,6 +93,7 @@ class ForwardRecord:
     running: list[nn.Module] = field(default_factory=list)  # the innermost last
     order: list[nn.Module] = field(default_factory=list)
     kept_bytes: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
+    num_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
     is_plain: dict[nn.Module, bool] = field(default_factory=lambda: defaultdict(lambda: True))
     linear: dict[nn.Linear, Any] = field(default_factory=dict)  # the last output of each
     kept: dict[int, Tensor] = field(default_factory=dict)  # by id of the storage; kept alive so that no id is reused
@@ -109,6 +113,7 @@ class ForwardRecord:
     def begin(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.running.append(module)
         self.is_plain[module] &= not named and all(isinstance(value, Tensor) for value in inputs)
+        self.num_calls[module] += 1
         if module not in self.order:
             self.order.append(module)
 
@@ -144,8 +149,11 @@ def classes_of_blocks(record: ForwardRecord) -> list[str]:
     Of what saves about the same, the fewest classes win, since a block saves as much as its layers, and among these the
     most modules, since a stage saves as much as its blocks."""
     least = WORTH * record.kept_bytes[record.model]
-    made = (make_candidate(record, name) for name in repeated_classes(record.model))
+    made = [make_candidate(record, name) for name in repeated_classes(record.model)]
     candidates = [candidate for candidate in made if candidate.kept_bytes > least]
+    if not candidates:  # one block may be called several times, as in ALBERT
+        made = [make_candidate(record, name) for name in classes_called_again(record)]
+        candidates = [candidate for candidate in made if candidate.kept_bytes > least]
     if not candidates:
         return []
     choices = [with_others(first, candidates) for first in candidates]
@@ -153,6 +161,12 @@ def classes_of_blocks(record: ForwardRecord) -> list[str]:
     equals = [choice for choice in choices if total_bytes(choice) >= AS_MUCH * most_bytes]
     best = min(equals, key=lambda choice: (len(choice), -sum(len(candidate.modules) for candidate in choice)))
     return [candidate.name for candidate in best]
+
+
+def classes_called_again(record: ForwardRecord) -> list[str]:
+    """The classes of modules with children that the forward pass calls more than once."""
+    called = (module for module, count in record.num_calls.items() if count > 1 and is_composed(module))
+    return list(dict.fromkeys(type(module).__name__ for module in called))
 
 
 def with_others(first: Candidate, candidates: list[Candidate]) -> list[Candidate]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
-from lowvram.core.rig import Tail, has_dropout
+from lowvram.core.rig import Tail
 from lowvram.core.seeds import generator_for
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality, TextRules
@@ -187,8 +187,9 @@ class OwnModel(Remade):
     def tail_of(self, model: Any) -> Tail | None:
         return model.tail()
 
-    def is_random(self, model: nn.Module) -> bool:
-        return has_dropout(model)
+    def blocks_trouble(self, model: nn.Module, spec: DataSpec) -> str | None:
+        del model, spec
+        return None
 
     @property
     def base(self) -> str | None:

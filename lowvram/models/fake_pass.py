@@ -1,4 +1,5 @@
-"""A forward pass without memory and without values: on fake tensors, which have shapes alone."""
+"""A forward pass without memory and without values: on fake tensors, which have shapes alone. Code that reads a number
+from one, as `item()` does, is given 1."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lowvram.compat.torch_fake import FakeTensorMode
+from lowvram.compat.torch_fake import GuessingFakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.core.changes import Look, Places
@@ -33,7 +34,12 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any)
     misses = {cached: cached.cache_info().misses for cached in caches_of(model)}
     try:
         alone = same_draws_afterwards(model)
-        with without_dispatch_modes(), alone, FakeTensorMode(allow_non_fake_inputs=True) as mode, unchanged(model):
+        with (
+            without_dispatch_modes(),
+            alone,
+            GuessingFakeTensorMode(allow_non_fake_inputs=True) as mode,
+            unchanged(model),
+        ):
             return run(without_memory(model), tree_map_only(Tensor, mode.from_tensor, inputs))
     finally:
         for cached, before in misses.items():
@@ -53,7 +59,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy in training mode with new, empty tensors. Call it under a FakeTensorMode: they then have no memory."""
+    """A copy in training mode with new, empty tensors. Call it under a fake mode: they then have no memory."""
     return copied(model, "cpu", with_constants=False).train()
 
 

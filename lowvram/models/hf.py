@@ -400,7 +400,3 @@ class HfConfig(ForeignModel, Remade):
     def save_companions(self, folder: Path) -> None:
         """Copy the files that belong to the model and hold no weights, such as the tokenizer's."""
         hf_layout.copy_companions(local_files(self.name, self.revision), folder)
-
-    def is_random(self, model: Any) -> bool:
-        shares = (value for name, value in model.config.to_dict().items() if "drop" in name)
-        return any(isinstance(share, float) and share > 0 for share in shares)

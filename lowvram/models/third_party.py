@@ -14,7 +14,7 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
 from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.layers import owns_weight
-from lowvram.core.rig import Tail, has_dropout
+from lowvram.core.rig import Tail
 from lowvram.core.shared_memory import copied
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
@@ -100,8 +100,8 @@ class ForeignModel(ABC):
         del model
         return None
 
-    def is_random(self, model: nn.Module) -> bool:
-        return has_dropout(model)
+    def blocks_trouble(self, model: nn.Module, spec: DataSpec) -> str | None:
+        return self.find_blocks(model, spec).trouble
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
         """A fill that builds the model once and drops each of its tensors after use, so that little more than one model

@@ -91,3 +91,13 @@ def test_a_fake_tensor_that_is_made_fast_is_like_torchs() -> None:
     assert dispatch_keys(fast).raw_repr() == dispatch_keys(slow).raw_repr()
     with mode:
         assert (fast @ fast.T).shape == (2, 2)
+
+
+@needed("torch._subclasses.fake_tensor.FakeTensorMode", by="trials of models")
+def test_a_number_may_be_guessed() -> None:
+    from lowvram.compat.torch_fake import GuessingFakeTensorMode
+
+    with GuessingFakeTensorMode():
+        assert torch.zeros(3).sum().item() == 1.0
+        assert torch.zeros((), dtype=torch.long).item() == 1
+        assert bool(torch.zeros(3).any()) is True

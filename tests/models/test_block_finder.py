@@ -73,6 +73,37 @@ class Asking(Keywords):
         return super().forward(x) if x.sum().item() > 0 else x
 
 
+class Choosing(Keywords):
+    """Its shapes depend on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x.sum(1).nonzero()[:, 0]])
+
+
+class Cumulative(Layer):
+    """Its norm counts batches by a number that it reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+class Again(nn.Module):
+    """One block four times, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Layer(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.block(x)
+        return self.head(x)
+
+
 def surveyed(model: nn.Module, named: str | None = None) -> FoundBlocks:
     return find_blocks(model, lambda model, inputs: model(inputs), torch.zeros(2, 8), named)
 
@@ -114,9 +145,22 @@ def test_a_class_that_the_user_names_is_taken() -> None:
     assert surveyed(Stages(layers(2), layers(2)), named="Stage").blocks == ("stages.0", "stages.1")
 
 
-def test_a_model_that_looks_at_its_numbers_has_the_blocks_that_are_named() -> None:
-    assert surveyed(Asking()) == FoundBlocks((), None, False)
-    assert surveyed(Asking(), named="Layer").blocks == ("blocks.0", "blocks.1")
+def test_a_model_may_look_at_its_numbers() -> None:
+    assert surveyed(Asking()).blocks == ("blocks.0", "blocks.1")
+    assert surveyed(Stages(layers(2, Cumulative), layers(1, Cumulative))).blocks == tuple(
+        f"stages.{place}" for place in ("0.layers.0", "0.layers.1", "1.layers.0")
+    )
+
+
+def test_a_model_whose_shapes_follow_its_numbers_has_the_blocks_that_are_named() -> None:
+    found = surveyed(Choosing())
+    assert found.blocks == ()
+    assert str(found.trouble).startswith("DynamicOutputShapeException: ")
+    assert surveyed(Choosing(), named="Layer").blocks == ("blocks.0", "blocks.1")
+
+
+def test_one_block_may_be_called_several_times() -> None:
+    assert surveyed(Again()).blocks == ("block",)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(8, 3), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))])

@@ -97,13 +97,6 @@ def test_what_it_has_learnt_can_be_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.head.weight, model.get_parameter("head.weight"))
 
 
-def test_it_is_random_if_a_module_drops_something() -> None:
-    model = BagConfig().make(TOKENS)
-    assert not BagConfig().is_random(model)
-    model.dropout = nn.Dropout(0.1)
-    assert BagConfig().is_random(model)
-
-
 def test_packed_sequences_are_refused_unless_it_says_that_it_keeps_them_apart() -> None:
     texts = documents([3, 4], TOKENS)
     with pytest.raises(BadInput, match=r"^loader='packed': must be bucketed: this model doesn't keep the sequences"):

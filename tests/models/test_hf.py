@@ -91,7 +91,7 @@ def test_the_state_at_the_end_of_a_text_is_what_the_library_takes() -> None:
 
 
 def test_dropout_is_off_unless_asked_for() -> None:
-    assert not problem(HfConfig(tiny("bert"))).is_random(built(HfConfig(tiny("bert"))))
+    assert problem(HfConfig(tiny("bert"))).drawn_by(built(HfConfig(tiny("bert")))) is None
     config = HfConfig(tiny("bert"), dropout=0.2)
     assert built(config).bert.embeddings.dropout.p == 0.2
     assert HfConfig(tiny("bert"), dropout=None).config().hidden_dropout_prob == 0.1

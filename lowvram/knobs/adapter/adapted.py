@@ -24,11 +24,10 @@ class Adapted(Task):
 
     Args:
         adapt: puts adapters into a model of the plain task.
-        is_random: whether adapters draw random numbers.
     """
 
-    def __init__(self, plain: Task, adapt: Adapt, is_random: bool) -> None:
-        self.plain, self.adapt, self.adds_randomness = plain, adapt, is_random
+    def __init__(self, plain: Task, adapt: Adapt) -> None:
+        self.plain, self.adapt = plain, adapt
 
     def make_model(self) -> nn.Module:
         model = self.plain.make_model()
@@ -76,8 +75,11 @@ class Adapted(Task):
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.plain.has_plain_blocks(model)
 
-    def is_random(self, model: nn.Module) -> bool:
-        return self.adds_randomness or self.plain.is_random(model)
+    def drawn_by(self, model: nn.Module) -> str | None:
+        return self.plain.drawn_by(model)
+
+    def blocks_trouble(self, model: nn.Module) -> str | None:
+        return self.plain.blocks_trouble(model)
 
 
 @final

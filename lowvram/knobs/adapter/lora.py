@@ -67,7 +67,7 @@ class Lora(Frozen):
 
     def apply(self, rig: Rig) -> Rig:
         self.adapt(rig.task, rig.model)
-        return replace(rig, task=Adapted(rig.task, self.adapt, is_random=self.dropout > 0))
+        return replace(rig, task=Adapted(rig.task, self.adapt))
 
     def adapt(self, task: Task, model: nn.Module) -> None:
         """Put the adapters into a model of the task."""

@@ -1,0 +1,73 @@
+"""Finds out by trial whether a model draws random numbers while it trains, and which of its modules does first.
+
+One forward pass on fake tensors: torch's operators that draw are seen as they run, and draws from the generators of
+numpy, of Python and of the model's own are seen by the states of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lowvram.compat.torch_modes import TorchDispatchMode
+from lowvram.compat.torch_ops import schema_of
+from lowvram.config.texts import first_line
+from lowvram.core.generators import global_sources, moved, sources_of, states_of
+from lowvram.models.fake_pass import fake_pass
+
+DRAWS = torch.Tag.nondeterministic_seeded
+MEND = "turn that off (dropout: model.dropout=0), or choose another option"
+
+
+def find_draw(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> str | None:
+    """What draws, with what the user can do about it; None if nothing does. The model may be on any device and isn't
+    changed.
+
+    Args:
+        call: calls the model on inputs and returns its outputs.
+        inputs: of two samples or more, on the CPU.
+    """
+
+    def watched(copy: nn.Module, fake: Any) -> str | None:
+        drawing = Drawing(copy)
+        before = states_of([*global_sources(), *sources_of(copy)])
+        with drawing:
+            call(copy, fake)
+        other = next((source.name for source, _ in moved(before)), None)
+        return drawing.first or (other and f"the model, from {other},")
+
+    try:
+        who = fake_pass(model, watched, inputs)
+    except Exception as error:
+        return f"this model can't be tried without memory ({first_line(error)}): choose another option"
+    return None if who is None else f"{who} does: {MEND}"
+
+
+@final
+class Drawing(TorchDispatchMode):
+    """Notes the innermost module in which an operator first draws."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.running: list[nn.Module] = []
+        self.first: str | None = None
+        for module in self.names:
+            module.register_forward_pre_hook(lambda module, _: self.running.append(module))
+            module.register_forward_hook(lambda *_: self.running.pop() and None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.first is None and DRAWS in func.tags and share_dropped(func, args, kwargs or {}):
+            module = self.running[-1] if self.running else None
+            name = self.names[module] if module is not None else ""
+            self.first = f"{name} ({type(module).__name__})" if name else "the model itself"
+        return func(*args, **(kwargs or {}))
+
+
+def share_dropped(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The probability of dropout with which an operator is called; 1 if it draws for something else."""
+    names = [argument.name for argument in schema_of(operator).arguments]
+    return {"dropout_p": 1.0, **dict(zip(names, args, strict=False)), **kwargs}["dropout_p"]

@@ -1,0 +1,60 @@
+"""Who draws, found by trial: in which module, from which generator."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lowvram.core.generators import seed_all
+from lowvram.models.draw_finder import find_draw
+from tests import restless
+from tests.restless import DRAWING, WIDTH, Net
+
+INPUTS = torch.zeros(2, WIDTH)
+STEADY = [nn.Dropout(0.0), nn.MultiheadAttention(WIDTH, 2), nn.BatchNorm1d(WIDTH, momentum=None)]
+WHO = {
+    "FunctionalDropout": r"blocks\.0 \(FunctionalDropout\)",
+    "RandomRelu": r"blocks\.0\.relu \(RReLU\)",
+    "NumpyScale": "from numpy's generator",
+    "PythonNormal": "from Python's generator",
+    "OwnNumpy": "from numpy's generator",
+    "SometimesDrops": r"blocks\.1 \(SometimesDrops\)",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWING if name != "OwnGenerator"])
+def test_whoever_draws_is_named(name: str) -> None:
+    seed_all(0)
+    made = [DRAWING[name]() for _ in range(4)]
+    if name == "SometimesDrops":
+        vars(made[1])["num_calls"] = 1
+    told = find_draw(Net(lambda: made.pop(0)), lambda model, x: model(x), INPUTS)
+    assert told is not None
+    assert re.search(WHO.get(name, " does: turn that off"), told)
+
+
+@pytest.mark.parametrize("module", STEADY, ids=lambda module: type(module).__name__)
+def test_what_draws_nothing_may_be_used(module: nn.Module) -> None:
+    def call(model: nn.Module, x: torch.Tensor) -> object:
+        return model(x, x, x) if isinstance(model, nn.MultiheadAttention) else model(x)
+
+    assert find_draw(module, call, INPUTS) is None
+
+
+def test_a_model_that_cannot_be_tried_is_told() -> None:
+    class Deciding(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x.nonzero()[:, 0]]
+
+    told = find_draw(Deciding(), lambda model, x: model(x), INPUTS)
+    assert str(told).startswith("this model can't be tried without memory (")
+
+
+def test_the_trial_moves_no_generator() -> None:
+    seed_all(0)
+    wanted = restless.GLOBAL_RANDOM.bit_generator.state
+    find_draw(Net(restless.GlobalNumpy), lambda model, x: model(x), INPUTS)
+    assert restless.GLOBAL_RANDOM.bit_generator.state == wanted
