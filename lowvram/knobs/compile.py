@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,8 @@ class Traced:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.traces: dict[Any, Any] = {}
+        self.changes_buffers = False
+        self.last: Callable[[], Pass | None] = lambda: None  # whose graph is alive
 
     def __call__(self, *inputs: Tensor) -> Any:
         autocast = number_format(inputs[0].device.type)
@@ -164,7 +167,24 @@ class Traced:
         key = (training, torch.is_grad_enabled(), autocast, shapes)
         if key not in self.traces:
             self.traces[key] = self.trace(inputs, autocast)
+        if self.changes_buffers and torch.is_grad_enabled() and self.block.training:
+            return self.once(self.traces[key], inputs)
         return self.traces[key](*inputs)
+
+    def once(self, trace: Any, inputs: tuple[Tensor, ...]) -> Any:
+        """Call a trace that changes buffers. TorchScript (2.13) keeps them for the backward pass, so a second call
+        before that would make it fail. Raises Incompatible for such a call."""
+        last = self.last()
+        if last is not None and not last.is_over:
+            raise Incompatible(
+                f"compile=torchscript can't run {type(self.block).__name__} twice before its backward pass, as it"
+                " changes buffers (choose compile=blocks or compile=none)"
+            )
+        outputs, this = trace(*inputs), Pass()
+        if outputs.grad_fn is not None:
+            outputs.grad_fn.register_hook(this.end)  # which keeps `this` as long as the graph
+            self.last = ref(this)
+        return outputs
 
     def trace(self, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
         """Run the block once to record it. The run changes neither buffers nor the state of random generators. Saved
@@ -191,6 +211,7 @@ class Traced:
         finally:
             self.block.forward = self
             restore(first.drawn)
+            self.changes_buffers |= any(not torch.equal(buffer, value) for buffer, value in buffers)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -213,6 +234,15 @@ class Traced:
                 f"compile=torchscript can't record {type(self.block).__name__}: {', '.join(reasons)} (choose"
                 " compile=blocks or compile=none)"
             )
+
+
+class Pass:
+    """One call of a block, until its backward pass."""
+
+    is_over = False
+
+    def end(self, *gradients: Any) -> None:
+        self.is_over = True
 
 
 def is_in_place(change: Change, owners: Collection[int]) -> bool:

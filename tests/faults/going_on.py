@@ -11,7 +11,7 @@ MOST_CALLS = 4  # of the command, until it is done
 def goes_on(scenario: Scenario, words: tuple[str, ...], trial: Trial) -> tuple[str, ...]:
     """The words to go on with: a sweep's are the same, and so are those of a run that has left nothing yet."""
     run = trial.work / scenario.folder
-    if words[0].startswith("resume=") or not scenario.resumes:
+    if scenario.words[0].startswith("resume=") or not scenario.resumes:
         return words
     has_row = (run / "result.json").exists()
     if any(run.glob("snapshots/step_0*.pt")):

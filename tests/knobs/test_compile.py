@@ -367,6 +367,37 @@ def test_what_a_trace_would_repeat_as_it_was_recorded_is_refused(block: type[nn.
         lowvram.step(lowvram.assemble(task, "compile=torchscript", "cpu"), lowvram.Part(inputs, torch.arange(4)))
 
 
+class Recurring(nn.Module):
+    """A block with statistics, called as often as told, with a layer behind it."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 3)
+        self.num_calls = num_calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_calls):
+            x = x + self.block(x)
+        return self.head(x)
+
+
+def test_a_trace_with_statistics_runs_once_before_its_backward_pass() -> None:
+    inputs, targets = torch.randn(8, 6), torch.randint(3, (8,))
+
+    def rig(num_calls: int, words: str) -> Any:
+        task = lowvram.task(Recurring(num_calls), inputs, blocks="Sequential")
+        return lowvram.assemble(task, words, "cpu")
+
+    with pytest.raises(Incompatible, match="torchscript can't run Sequential twice before its backward pass"):
+        lowvram.step(rig(2, "compile=torchscript"), lowvram.Part(inputs, targets))
+    once = rig(1, "compile=torchscript accum=x2")
+    kept = [lowvram.step(once, lowvram.Part(inputs, targets)) for _ in range(3)]  # losses that are held on to
+    for _ in range(2):
+        once.model(inputs)  # without a backward pass
+    assert len(kept) == 3
+    lowvram.step(once, lowvram.Part(inputs, targets))
+
+
 def test_a_traced_model_evaluates_and_says_that_torchscript_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
     task, batch = PROBLEMS["transformer_dropout"], make_batch(PROBLEMS["transformer"].spec, 4)
     rig, plain = (assemble(task, knobs_of(compile=which), CPU) for which in ("torchscript", "none"))
