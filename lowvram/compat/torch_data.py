@@ -18,3 +18,12 @@ def end_workers(batches: Iterator[Any]) -> None:
     """
     end: Any = batches
     end._shutdown_workers()
+
+
+def says_timed_out(error: RuntimeError) -> bool:
+    """Whether a DataLoader says that no batch has come within its `timeout`; its next batch may be asked for again.
+
+    The message "DataLoader timed out after ..." of torch.utils.data.dataloader, since before 1.13. Replaced by an error
+    of its own class, if torch raises one.
+    """
+    return str(error).startswith("DataLoader timed out after")

@@ -40,3 +40,7 @@ class Refused(Exception):
 
 class BadSample(RuntimeError):
     """A sample can't be used, as was found when it was read. The message is one sentence that says which and why."""
+
+
+class Shortage(RuntimeError):
+    """The machine lacks what a run needs. The message is one sentence that says what, and what to do."""

@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, features
 
 from lowvram.config.cache_folder import cache_folder
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, Shortage
 from lowvram.core.free_memory import free_host_bytes
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.data.imagefolder import Images
@@ -49,21 +49,30 @@ class Tally:
     """Counts in memory that a rank shares with its workers, which are forked later."""
 
     def __init__(self) -> None:
-        self.counts = multiprocessing.get_context("fork").Array("q", len(Counts._fields))
+        self.numbers = np.frombuffer(shared_memory(8 * len(Counts._fields)), np.int64)
+        try:
+            self.lock = multiprocessing.get_context("fork").Lock()
+        except OSError as error:
+            where = "/dev/shm, in which processes share locks, is full"
+            raise Shortage(f"loader.cache can't be used ({error}): {where}; loader.cache=none needs none") from None
+
+    def counts(self) -> Counts:
+        """So far."""
+        return Counts(*self.numbers.tolist())
 
     def add(self, more: Counts, limit: int | None = None) -> int | None:
         """Add to the counts; returns the bytes that were held before. None, without adding anything, if more than
         `limit` bytes would be held, or if another process has died while it counted."""
-        if not self.counts.get_lock().acquire(timeout=LOCK_S):
+        if not self.lock.acquire(timeout=LOCK_S):
             return None
         try:
-            before = Counts(*self.counts.get_obj())
+            before = self.counts()
             if limit is not None and before.held_bytes + more.held_bytes > limit:
                 return None
-            self.counts.get_obj()[:] = [one + other for one, other in zip(before, more, strict=True)]
+            self.numbers += np.array(more, np.int64)
             return before.held_bytes
         finally:
-            self.counts.get_lock().release()
+            self.lock.release()
 
 
 class ImageCache(ABC):
@@ -84,7 +93,7 @@ class ImageCache(ABC):
 
     def counts(self) -> Counts:
         """So far."""
-        return Counts(*self.tally.counts.get_obj())
+        return self.tally.counts()
 
 
 @final

@@ -5,11 +5,9 @@ So a loader gives the same batches with any number of workers, and resuming take
 
 from __future__ import annotations
 
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -17,15 +15,14 @@ from itertools import count, islice
 from typing import Any, ClassVar, TypeVar, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from lowvram.compat.torch_data import end_workers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.config.errors import require
 from lowvram.config.settings import parse_bytes
 from lowvram.core import host
 from lowvram.core.ranks import num_ranks, rank
 from lowvram.core.rig import Part
+from lowvram.data.ahead import make_batches_ahead
 from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.randomness import Key
 from lowvram.data.source import Data, FollowedModel, Samples
@@ -192,41 +189,6 @@ def make_batches_now(
         yield make(key).map(lambda tensor: host.pinned(tensor, device))
 
 
-def make_batches_ahead(
-    keys: Iterator[Any], make: Callable[[Any], Part], num_workers: int, prefetch: int, device: torch.device
-) -> Generator[Part, None, None]:
-    """The same in worker processes, each of which keeps `prefetch` batches ready."""
-    loader = DataLoader(
-        BatchDataset(make),
-        batch_size=None,  # a key of the dataset is already a whole batch
-        sampler=keys,  # pyright: ignore[reportArgumentType]
-        num_workers=num_workers,
-        prefetch_factor=prefetch,
-        pin_memory=device.type == "cuda",
-        multiprocessing_context="fork",
-        generator=torch.Generator(),  # else DataLoader draws from the global one, which would change dropout
-    )
-    with interrupts_blocked():
-        workers = iter(loader)
-    try:
-        yield from workers
-    except ConnectionError as error:  # a worker died while it sent a batch
-        raise RuntimeError("DataLoader worker exited unexpectedly") from error
-    finally:
-        end_workers(workers)
-
-
-@final
-class BatchDataset(Dataset[Part]):
-    """A torch dataset whose items are batches."""
-
-    def __init__(self, make: Callable[[Any], Part]) -> None:
-        self.make = make
-
-    def __getitem__(self, key: Any) -> Part:
-        return self.make(key)
-
-
 @final
 class TimedBatches(Iterator[Part]):
     """Batches from step `first_step` on; records the size of each and how long the training loop waited for it."""
@@ -304,14 +266,3 @@ def slice_of(keys: list[Item], index: int, num_slices: int) -> list[Item]:
     length, num_longer = divmod(len(keys), num_slices)
     start = index * length + min(index, num_longer)
     return keys[start : start + length + (index < num_longer)]
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, which a terminal sends to all of its processes: their parent ends them.
-    The parent gets a Ctrl-C pressed meanwhile when the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

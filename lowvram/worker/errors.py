@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowvram.config.errors import BadInput, BadSample, Incompatible
+from lowvram.config.errors import BadInput, BadSample, Incompatible, Shortage
 from lowvram.config.secret import text_without_secrets
 from lowvram.config.texts import LONGEST_REASON, message, shortened
 from lowvram.core.troubles import chain, disk_trouble, is_out_of_memory, thread_trouble
@@ -47,6 +47,8 @@ def full_ending(error: BaseException) -> dict[str, Any]:
         return {"status": "interrupted", "reason": text or f"stopped in {phase(error.__traceback__)}"}
     if isinstance(error, NonFinite):
         return {"status": "nonfinite", "reason": text}
+    if isinstance(error, BadSample | Shortage):
+        return {"status": "error", "reason": (in_a_worker(text) or text).removeprefix(f"{type(error).__name__}: ")}
     if is_out_of_memory(error):
         return {"status": "oom", "reason": f"out of memory in {phase(error.__traceback__)}{asked(text)}"}
     if trouble := thread_trouble(error):
@@ -58,8 +60,6 @@ def full_ending(error: BaseException) -> dict[str, Any]:
     if trouble := disk_trouble(error):
         where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
         return {"status": "error", "reason": f"{trouble}, in {phase(error.__traceback__)}{where}"}
-    if isinstance(error, BadSample):
-        return {"status": "error", "reason": (in_a_worker(text) or text).removeprefix(f"{type(error).__name__}: ")}
     return {"status": "error", "reason": in_a_worker(text) or f"{type(error).__name__}: {first_line(text)}"}
 
 
@@ -78,9 +78,9 @@ def in_a_worker(text: str) -> str | None:
 
 
 def says_all(error: BaseException, folder: str) -> bool:
-    """Whether the reason says enough without a traceback: a sample can't be used, or a file of the run itself, in
-    `folder`, can't be written."""
-    if isinstance(error, InTheWay | BadSample):
+    """Whether the reason says enough without a traceback: a sample can't be used, the machine lacks something, or a
+    file of the run itself, in `folder`, can't be written."""
+    if isinstance(error, InTheWay | BadSample | Shortage):
         return True
     name = error.filename if isinstance(error, OSError) else None
     is_ours = isinstance(name, str) and Path(name).is_relative_to(folder)

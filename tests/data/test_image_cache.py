@@ -218,7 +218,7 @@ def test_a_process_that_died_while_it_counted_stops_no_other(images: Path, monke
     monkeypatch.setattr(image_cache, "LOCK_S", 0.001)
     data = opened(images, Inline(cache=CacheKind.memory))
     assert isinstance(data.cache, Memory)
-    data.cache.tally.counts.get_lock().acquire()
+    data.cache.tally.lock.acquire()
     assert torch.equal(read_all(data), read_all(opened(images, Inline())))
 
 
