@@ -124,7 +124,7 @@ class Working(threading.Thread):
     def __init__(self, base: Path, jobs: queue.SimpleQueue[tuple[str, int]], what: Wanted, told: Any) -> None:
         super().__init__(daemon=True)
         self._base, self._jobs, self._what, self._told = base, jobs, what, told
-        self._workers = [Worker(base)]
+        self._workers, self._is_over = [Worker(base)], False
         self.start()
 
     def run(self) -> None:
@@ -132,11 +132,15 @@ class Working(threading.Thread):
             while len(self._workers) <= MOST_DEATHS:
                 one = self._workers[-1].make(*self._jobs.get_nowait(), self._what)
                 self._told.put(one)
+                if self._is_over:
+                    break
                 if "died" in one:
                     self._workers.append(Worker(self._base.with_name(f"{self._base.name}.{len(self._workers)}")))
         self._told.put(None)
 
     def stop(self) -> None:
+        """End the worker, and start no other one."""
+        self._is_over = True
         for worker in self._workers:
             worker.stop()
 
