@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from lowvram.launch.process_tree import children
 from tests.faults.going_on import finish, goes_on
-from tests.faults.kills import MOST_KILLS, signals
+from tests.faults.kills import MOST_KILLS, Send, signals
 from tests.faults.lab import Lab
 from tests.faults.results import differences
 from tests.faults.scenarios import RANKS
@@ -50,7 +50,7 @@ def trial(lab: Lab, draw: Draw) -> Told:
     for _ in range(random.randint(1, MOST_KILLS)):
         name, how = random.choice(list(VICTIMS)), random.choice(SIGNALS)
         after_s = random.uniform(EARLIEST, 1) * took_s
-        acts = signals(lambda programs, number, name=name: send(VICTIMS[name](programs), number), how, after_s, random)
+        acts = signals(to(VICTIMS[name]), how, after_s, random)
         ended = lab.run(words, trial.work, acts=acts, num_programs=scenario.num_programs)
         told.about += f"; {how.name} to {name} after {after_s:.2f} s: {ended.code}"
         told.problems += ended.problems
@@ -62,7 +62,14 @@ def trial(lab: Lab, draw: Draw) -> Told:
     return told
 
 
-def send(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def to(victims: Callable[[Sequence[Program]], list[int]]) -> Send:
+    """Sends signals to those who are the victims at the first of them: whoever was stopped is to go on."""
+    chosen: list[int] = []
+
+    def send(programs: Sequence[Program], number: signal.Signals) -> None:
+        chosen.extend(() if chosen else victims(programs))
+        for pid in chosen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    return send
