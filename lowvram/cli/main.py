@@ -24,6 +24,7 @@ from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from lowvram.config.texts import message
+from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
@@ -42,6 +43,7 @@ def main() -> None:
     call = Call(launch)
     with terminal_restored(), aside(launch) as folder:
         stop_signals.listen()
+        last_resort.begin()
         code = run_call(call, sys.argv[1:], folder, wants_traceback)
         if code and folder is not None:
             linger()

@@ -14,8 +14,9 @@ from lowvram.config.version import __version__
 
 def main() -> None:
     """`python train.py …` and `lowvram …`."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end_at_once)  # until cli/main.py installs its own handlers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+            signal.signal(number, end_at_once)  # until cli/main.py installs its own handlers
     protect_streams()
     if "--version" in sys.argv[1:]:
         print(f"lowvram {__version__}")

@@ -164,9 +164,9 @@ def check_shared(part: Part, num_batches: int) -> None:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, which a terminal sends to all of its processes: their parent ends them.
-    The parent gets a Ctrl-C pressed meanwhile when the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Processes started inside ignore Ctrl-C and hang-ups, which a terminal sends to all of its processes: their
+    parent ends them. The parent gets a signal sent meanwhile when the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

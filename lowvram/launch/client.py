@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lowvram.launch.last_resort import last_resort
 from lowvram.launch.process_tree import is_stopped, kill_all
 from lowvram.launch.protocol import Event, EventReaders, Listener
 from lowvram.launch.supervisor import ACKNOWLEDGED, KILL, ORPHAN_GRACE_S, STOPS
@@ -54,6 +55,7 @@ class Server:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        last_resort.server_pid = self._process.pid
         theirs.close()
         self._socket, self._is_ready = ours, False
 
@@ -69,7 +71,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 kill_all(self._process.pid)
                 self._process.wait()
-        self._process = self._socket = None
+        self._process = self._socket = last_resort.server_pid = None
 
     def wait_until_ready(self, order: Callable[[], bytes | None]) -> None:
         """Wait until the server has imported torch, so that this doesn't count for a point's time; or until there is an

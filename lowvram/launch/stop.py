@@ -28,7 +28,8 @@ class SignalCount:
             signal.signal(number, self.add)
 
     def add(self, number: int, frame: Any = None) -> None:
-        self.num += 1
+        if number != signal.SIGHUP or not self.num:  # a shell repeats what the terminal has told: it is one request
+            self.num += 1
 
     def __call__(self) -> int:
         try:  # not the sum: a signal to the whole process group arrives both ways
@@ -49,6 +50,11 @@ class StopConditions:
         self._timeout_s, self._stop_signals = timeout_s, stop_signals
         self._began = time.monotonic()
         self._given: set[bytes] = set()
+
+    @property
+    def late_s(self) -> float | None:
+        """When the time is up, as time.monotonic() tells it; None: never."""
+        return None if self._timeout_s is None else self._began + self._timeout_s
 
     @property
     def is_stopped(self) -> bool:

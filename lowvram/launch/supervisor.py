@@ -29,7 +29,9 @@ WORKER = "lowvram.worker.main"  # started by its name: nothing here imports torc
 TERM, KILL = b"term", b"kill"
 ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
 MOST_FDS = 64  # with one message
-STOPS = (signal.SIGINT, signal.SIGTERM)
+# A closed terminal asks to stop, too; not after nohup, which has it ignored in all processes that it starts.
+HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+STOPS = (signal.SIGINT, signal.SIGTERM, *HANG_UP)
 ORPHAN_GRACE_S = 10.0  # from SIGTERM to SIGKILL when the parent is gone: time to save a last snapshot
 LOOK_S, SAVING_GRACE_S = 0.2, 60.0  # how often a rank that saves is looked at, and for how long
 RANK_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the other ranks when one has failed

@@ -263,6 +263,12 @@ class Recording:
         if advice := data_wait_advice(self.row["time"]["data_wait_frac"], choices):
             self.progress.say(advice)
 
+    def abandon(self, status: str, reason: str) -> None:
+        """Write the row of a point whose program ends at once, called by another thread."""
+        row = rows.merge(self.row, {"status": status, "reason": reason})
+        if self._earlier is None or not self._earlier.stays(row):
+            rows.write(self.point.folder, row)
+
     def unwritable(self, error: OSError) -> Row:
         """The row of a point whose results can't be written: the row says so, and the sweep goes on."""
         self.progress.stop()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lowvram.fidelity.client import Comparison
 from lowvram.launch.client import Server
 from lowvram.launch.in_process import Inline
+from lowvram.launch.last_resort import last_resort
 from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, num_oom_kills
 from lowvram.launch.point import Point
@@ -26,6 +27,7 @@ class ServerPoll:
     logs: NativeLogs
 
     def __call__(self) -> bytes | None:
+        last_resort.hear()
         self.logs.look()
         return self.stop_conditions()
 
@@ -52,7 +54,8 @@ def run_point(
                 recording.plan_anew(plan_again)
             around = Circumstances(point.folder, stop_conditions, num_oom_kills(), point.config["vram"])
             watch = ServerPoll(stop_conditions, NativeLogs(point.folder))
-            ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
+            with last_resort.guarding(stop_conditions.late_s, recording.abandon):
+                ended = server.run(recording.point.request(), recording.on_event, watch, point.locks)
             watch.logs.cut()
             recording.conclude(ended, around)
             if not (recording.begins_again(stop_conditions) or recording.measures_again(stop_conditions)):

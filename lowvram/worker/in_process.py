@@ -53,7 +53,8 @@ class InProcessStop(StopSignals):
         first = self.heard(number)
         if callable(earlier := self._earlier[number]):
             earlier(number, frame)
-        if self._has_ended or (first and self._patient):
+        is_repeated = not first and number == signal.SIGHUP  # by the shell
+        if self._has_ended or is_repeated or (first and self._patient):
             return
         raise Interrupted("" if first else SECOND_SIGNAL)
 

@@ -1,0 +1,88 @@
+"""A program that its own code blocks hears a third signal and its time limit; a closed terminal is a signal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowvram.launch.stop import SignalCount
+from tests.calls import TINY, Outcome, Running, goes_on
+
+Start = Callable[..., Running]
+Call = Callable[..., Outcome]
+BLOCKING = """
+import ctypes, time
+
+class InPython:
+    def step(self, step, values):
+        time.sleep(999)
+
+class InC:
+    def step(self, step, values):
+        for _ in range(9):
+            ctypes.CDLL(None).sleep(999)
+"""
+
+
+def blocked(start: Start, folder: Path, name: str, *words: str) -> Running:
+    (folder / "blocking.py").write_text(BLOCKING)
+    call = start(*TINY, "device=cpu", "plan.skip=true", f"callbacks=[blocking.{name}]", *words)
+    call.wait_for("started")
+    return call
+
+
+@pytest.mark.parametrize("name", ["InC", pytest.param("InPython", marks=pytest.mark.slow)])
+def test_a_third_signal_ends_a_program_whose_callback_blocks_it(start: Start, tmp_path: Path, name: str) -> None:
+    call = blocked(start, tmp_path, name)
+    time.sleep(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        call.process.send_signal(number)
+        time.sleep(0.1)
+    outcome = call.end(20)
+    assert outcome.code == 75, outcome.said()
+    assert outcome.row["status"] == "interrupted"
+    assert outcome.row["reason"] == "ended by a third signal before it could save"
+    call.wait_until_gone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["InC", "InPython"])
+def test_the_time_limit_holds_while_a_callback_blocks(start: Start, tmp_path: Path, name: str) -> None:
+    call = blocked(start, tmp_path, name, "timeout_s=3")
+    outcome = call.end(40)
+    assert outcome.code == 1, outcome.said()
+    assert outcome.row["status"] == "timeout"
+    assert "a callback, blocked it" in outcome.row["reason"]
+    call.wait_until_gone()
+
+
+def test_a_closed_terminal_is_one_request_to_stop(start: Start, call: Call) -> None:
+    """Though the shell repeats it, and all processes get it."""
+    running = start(*TINY, "device=cpu", "plan.skip=true", "loader=workers", "train.steps=900", "name=slow")
+    running.wait_for("started")
+    for _ in range(2):
+        running.signal_group(signal.SIGHUP)
+        time.sleep(0.05)
+    goes_on(running.end(), call)
+    running.wait_until_gone()
+
+
+def test_signals_are_counted_once_from_the_terminal() -> None:
+    count = SignalCount()
+    for number, wanted in ((signal.SIGHUP, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2), (signal.SIGHUP, 2)):
+        count.add(number)
+        assert count() == wanted
+
+
+def test_nohup_holds() -> None:
+    """A hang-up that is ignored stays ignored."""
+    code = "from lowvram.launch.supervisor import STOPS; import signal; print(signal.SIGHUP in STOPS)"
+    for words, wanted in (([], "True"), (["nohup"], "False")):
+        found = subprocess.run([*words, sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == wanted
