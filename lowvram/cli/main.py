@@ -20,6 +20,7 @@ from lowvram.cli.initial import with_initial, with_transformed
 from lowvram.cli.job import hydra_job
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
+from lowvram.cli.sweep import with_fields_of_swept
 from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
@@ -101,7 +102,7 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
     words = with_initial(with_transformed(with_resumed(with_presets(words))))
     if aside is not None:
         words = moved(words, aside)
-    typed, sys.argv = sys.argv, [sys.argv[0], *sorted_words(words)]
+    typed, sys.argv = sys.argv, [sys.argv[0], *with_fields_of_swept(sorted_words(words))]
     # From 1.4 on Hydra requires a list of what it may instantiate.
     trust = (
         {"execution_whitelist": ["lowvram.*"]}

@@ -20,7 +20,7 @@ from lowvram.worker.rendezvous import PeerLost
 
 IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
 COMPILERS_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
-SAVING = ("saving a snapshot", "saving the weights")
+SAVING = ("saving a snapshot", "saving the weights", "saving what the teacher says")
 PHASES = {  # by function name: the innermost of these functions of lowvram on the stack gives the phase
     "update": "the update",
     "backward": "the backward pass",
@@ -28,6 +28,8 @@ PHASES = {  # by function name: the innermost of these functions of lowvram on t
     "evaluate": "the evaluation",
     "save": SAVING[0],
     "export": SAVING[1],
+    "write_shard": SAVING[2],
+    "write_index": SAVING[2],
     "materialise": "building the model",
 }
 

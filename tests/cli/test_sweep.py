@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lowvram.cli.sweep import axes_of, grid, names_of, swept_keys, with_points
+from lowvram.cli.sweep import axes_of, grid, names_of, swept_keys, with_fields_of_swept, with_points
 from lowvram.config.errors import BadInput
 
 POINTS = {"baseline": "", "parts": "accum=x4", "both": "accum=x4 ckpt=every1"}
@@ -34,6 +34,18 @@ def test_the_last_word_for_a_key_holds_in_the_place_of_the_first() -> None:
 def test_a_sweep_without_values_is_a_mistake() -> None:
     with pytest.raises(BadInput, match=r"lr='interval\(0,1\)': must be a list of values, such as lr=1,2"):
         listed(["lr=interval(0,1)"])
+
+
+def test_fields_of_a_swept_group_are_set_in_its_points_alone() -> None:
+    """`adapter=none`, the default, has no rank."""
+    words = ["-m", "adapter=lora,qlora", "adapter.rank=8", "adapter.targets=[a,b]", "train.steps=3", "ckpt.every=2,3"]
+    changed = ["adapter.rank=choice(8)", "adapter.targets=choice([a,b])"]
+    assert with_fields_of_swept(words) == [*words[:2], *changed, *words[4:]]
+    assert listed(with_fields_of_swept(words)[1:4]) == [
+        [f"adapter={option} adapter.rank=8 adapter.targets=[a,b]" for option in ("lora", "qlora")]
+    ]
+    for others in (words[1:], ["-m", "adapter=lora", "adapter.rank=8"], ["-m", "a=1,2", "b.c=3", "x={y", "~a.b"]):
+        assert with_fields_of_swept(others) == others
 
 
 def test_each_point_of_a_list_has_its_words_and_its_name() -> None:

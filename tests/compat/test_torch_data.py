@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.compat.sentences import needed
 
@@ -23,3 +24,26 @@ def test_workers_end_when_they_are_told_to() -> None:
     assert len(workers) == 2
     end_workers(batches)
     assert not any(worker.is_alive() for worker in workers)
+
+
+@needed("the message of torch.utils.data.DataLoader's timeout", by="a loader that waits for slow batches")
+def test_a_batch_that_is_late_is_told_apart_and_still_comes() -> None:
+    from lowvram.compat.torch_data import says_timed_out
+
+    class Slow(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.5)
+            return index
+
+        def __len__(self) -> int:
+            return 2
+
+    batches = iter(DataLoader(Slow(), batch_size=None, num_workers=1, timeout=0.1, multiprocessing_context="fork"))
+    found, num_late = [], 0
+    while len(found) < 2:
+        try:
+            found.append(next(batches))
+        except RuntimeError as error:
+            num_late += says_timed_out(error)
+    assert (found, num_late > 0) == ([0, 1], True)
+    assert not says_timed_out(RuntimeError("another"))

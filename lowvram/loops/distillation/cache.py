@@ -117,10 +117,10 @@ class Writer:
         self.num_targets += len(rows[0])
         self.num_bytes += sum(array.nbytes for array in rows)
         if self.num_bytes >= SHARD_BYTES:
-            self.flush()
+            self.write_shard()
         return place
 
-    def flush(self) -> None:
+    def write_shard(self) -> None:
         """Write the present shard, and begin the next one."""
         for name, arrays in zip(ARRAYS, zip(*self.rows, strict=True), strict=False):
             np.save(shard_file(self.folder, name, self.shard), np.concatenate(arrays))
@@ -128,11 +128,11 @@ class Writer:
 
     def finish(self, about: About) -> About:
         if self.rows:
-            self.flush()
+            self.write_shard()
         lines = np.array(self.lines, LINE)
         lines = lines[np.lexsort((lines["index"], lines["epoch"]))]
         about = About(**{**asdict(about), "key": about.key_for(lines)})
-        np.save(self.folder / INDEX, lines)
+        write_index(self.folder, lines)
         (self.folder / ABOUT).write_text(json.dumps(asdict(about), indent=2) + "\n")
         return about
 
@@ -161,6 +161,10 @@ def cache_folder(name: str) -> Path:
     return next((each for each in (folder / FOLDER, folder) if (each / ABOUT).is_file()), folder)
 
 
+def write_index(folder: Path, lines: np.ndarray) -> None:
+    np.save(folder / INDEX, lines)
+
+
 @final
 class Cache:
     """An opened cache.
@@ -177,7 +181,7 @@ class Cache:
         except OSError:
             allowed = f"the folder of a run with mode=teach: it holds no {FOLDER}/ with {ABOUT} and {INDEX} to read"
             raise BadInput(KEY, name, allowed) from None
-        except (ValueError, TypeError):
+        except Exception:  # numpy's reader raises errors of any class for a damaged header
             allowed = f"as it was written: {ABOUT} or {INDEX} in it is damaged; run mode=teach again"
             raise BadInput(KEY, name, allowed) from None
         if self.lines.dtype != LINE or self.about.key != self.about.key_for(self.lines):

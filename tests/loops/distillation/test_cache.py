@@ -203,6 +203,21 @@ def test_a_cache_of_something_else_is_refused(change: object, what: str, tmp_pat
         batch_of(samples, tmp_path, seed)
 
 
+def test_any_flipped_bit_of_the_index_is_a_refusal(tmp_path: Path) -> None:
+    """numpy parses the header of the file."""
+    folder = written(tmp_path, distilled("transformer", top=3))
+    index = folder / "cache" / INDEX if (folder / "cache").is_dir() else folder / INDEX
+    whole = index.read_bytes()
+    for place in range(8 * min(len(whole), 136)):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        index.write_bytes(content)
+        with pytest.raises(BadInput, match=r"^task\.cache="):
+            Cache(str(folder))
+    index.write_bytes(whole)
+    Cache(str(folder))
+
+
 def test_a_run_that_reads_more_than_was_taught_is_refused(tmp_path: Path) -> None:
     samples = Drawn(TOKENS, NUM_SAMPLES)
     cache = Cache(str(written(tmp_path, distilled("transformer", top=3), samples, steps=2)))
