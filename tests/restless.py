@@ -101,7 +101,7 @@ class NumpyScale(Mlp):
 
 class NumpyMask(Mlp):
     def between(self, x: Tensor) -> Tensor:
-        return x * torch.from_numpy((np.random.rand(*x.shape) < 0.7).astype(np.float64)).to(x.dtype)
+        return x * torch.from_numpy((np.random.rand(*x.shape) < 0.7).astype(np.float64)).to(x)
 
 
 class PythonScale(Mlp):

@@ -20,6 +20,7 @@ import lowvram
 from lowvram.config.errors import Incompatible
 from lowvram.core.generators import seed_all
 from tests import restless
+from tests.laboratory import CPU, needs_gpu, needs_real_gpu
 from tests.restless import BLOCKS, CHANGING, CLASSES, DRAWING, WIDTH, Net
 from tests.tiers import first_of
 
@@ -66,11 +67,12 @@ def made(block: Callable[[], nn.Module]) -> Net:
     return Net(block)
 
 
-def plain(block: Callable[[], nn.Module], num_parts: int) -> tuple[nn.Module, list[float]]:
+def plain(block: Callable[[], nn.Module], num_parts: int, device: torch.device) -> tuple[nn.Module, list[float]]:
     """A plain loop."""
-    model, losses = made(block), list[float]()
+    model, losses = made(block).to(device), list[float]()
     for step, (x, y) in enumerate(batches()):
         seed_all(step)
+        x, y = x.to(device), y.to(device)
         model.zero_grad()
         of_parts = list[float]()
         for xs, ys in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
@@ -79,7 +81,7 @@ def plain(block: Callable[[], nn.Module], num_parts: int) -> tuple[nn.Module, li
             of_parts.append(loss.item())
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= LR * (torch.zeros(()) if parameter.grad is None else parameter.grad)
+                parameter -= LR * (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         losses.append(sum(of_parts))
     return model, losses
 
@@ -88,18 +90,18 @@ def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
-def assembled(model: Net, knobs: str) -> lowvram.Rig:
+def assembled(model: Net, knobs: str, device: torch.device = CPU) -> lowvram.Rig:
     name = type(model.blocks[0]).__name__
-    return lowvram.assemble(lowvram.task(model, batches()[0][0], sum_of_losses, blocks=name), f"{SGD} {knobs}", "cpu")
+    return lowvram.assemble(lowvram.task(model, batches()[0][0], sum_of_losses, blocks=name), f"{SGD} {knobs}", device)
 
 
-def trained(block: Callable[[], nn.Module], knobs: str) -> tuple[nn.Module, list[float]]:
+def trained(block: Callable[[], nn.Module], knobs: str, device: torch.device = CPU) -> tuple[nn.Module, list[float]]:
     """The same by lowvram's step."""
-    model, losses = made(block), list[float]()
-    rig = assembled(model, knobs)
+    model, losses = made(block).to(device), list[float]()
+    rig = assembled(model, knobs, device)
     for step, (x, y) in enumerate(batches()):
         seed_all(step)
-        losses.append(lowvram.step(rig, lowvram.Part(x, y))[0].item())
+        losses.append(lowvram.step(rig, lowvram.Part(x, y).to(device))[0].item())
     return model, losses
 
 
@@ -113,14 +115,22 @@ def values_in(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_same(name: str, knobs: str) -> None:
+def check_same(name: str, knobs: str, device: torch.device = CPU) -> None:
     num_parts = 2 if "accum=x2" in knobs else 1
-    (wanted, wanted_losses), (found, losses) = plain(BLOCKS[name], num_parts), trained(BLOCKS[name], knobs)
+    wanted, wanted_losses = plain(BLOCKS[name], num_parts, device)
+    found, losses = trained(BLOCKS[name], knobs, device)
     assert losses == pytest.approx(wanted_losses, rel=1e-12)
     assert values_in(found) == values_in(wanted)
     state = found.state_dict()
     for key, value in wanted.state_dict().items():
         assert torch.allclose(state[key].to(torch.float64), value.to(torch.float64), rtol=1e-9, atol=1e-12), key
+
+
+@pytest.mark.parametrize("knobs", ["ckpt=every1", "ckpt=selective", "ckpt=sqrt"])
+@pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=[*needs_gpu, needs_real_gpu])])
+def test_a_step_on_a_card_is_that_of_a_plain_loop(knobs: str, device: torch.device) -> None:
+    for name in BLOCKS.keys() - {"OwnGenerator"}:  # the CPU's
+        check_same(name, knobs, device)
 
 
 CASES = [(knobs, name) for knobs in SAME for name in BLOCKS]

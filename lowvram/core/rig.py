@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.compat.torch_modules import Dropout
 from lowvram.compat.torch_trees import tree_leaves, tree_map, tree_map_only
+from lowvram.config.errors import Incompatible
 from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.rounding import Rounding
 from lowvram.core.values import Fill
 
+TOO_FEW = "Expected more than 1 value per channel"  # torch's words
 IGNORE = -100  # targets with this value aren't counted, as in torch's losses
 
 
@@ -295,11 +297,26 @@ def one_after_another(rig: Rig, parts: list[Part], total: Tensor) -> Tensor:
     """
     losses = []
     for index, part in enumerate(parts):
-        with rig.sync(index == len(parts) - 1):
+        with rig.sync(index == len(parts) - 1), enough_samples(part, len(parts)):
             loss = loss_of(rig, part, total)
             rig.stepper.backward(loss)
         losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+@contextmanager
+def enough_samples(part: Part, num_parts: int) -> Iterator[None]:
+    """Around the computation of a part. Raises Incompatible if BatchNorm can't take its mean over one sample."""
+    try:
+        yield
+    except ValueError as error:
+        if part.num_samples > 1 or TOO_FEW not in str(error):
+            raise
+        parts = f"in {num_parts} parts (accum)" if num_parts > 1 else "of the batch"
+        raise Incompatible(
+            f"BatchNorm takes the mean over several samples, and {parts} there is one: choose fewer parts, or a larger"
+            " train.batch_size"
+        ) from None
 
 
 def loss_of(rig: Rig, part: Part, total: Tensor) -> Tensor:
