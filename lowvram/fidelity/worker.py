@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lowvram.core.copies import original
+from lowvram.core.generators import global_sources, restore, sources_of, states_of
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.ranks import rank
 from lowvram.core.rig import Rig, Update
@@ -121,11 +122,14 @@ def save_whole(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def first_step(session: Session, num_steps: int, batch: Any) -> tuple[Tensor, Update]:
-    """One step on the first batch, repeated until it is applied: with too large a loss scale it changed no weight."""
+    """One step on the first batch, repeated until it is applied: with too large a loss scale it changed no weight. Each
+    time it draws what the reference's only one draws."""
+    before = states_of([*global_sources(), *sources_of(session.rig.model)])
     while True:
         loss, update = session.update(batch, 0, num_steps)
         if update.applied:
             return loss, update
+        restore(before)
 
 
 def named_gradients(session: Session, watch: KeepGradients, update: Update) -> dict[str, Tensor]:

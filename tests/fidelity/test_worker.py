@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowvram.core.knob import Knob
+from lowvram.core.rig import Update
 from lowvram.fidelity import worker as fidelity
-from lowvram.fidelity.worker import Fidelity, compared
+from lowvram.fidelity.worker import Fidelity, compared, first_step
 from lowvram.knobs.precision import Fp16
 from lowvram.knobs.stepping import AfterBackward, CpuOffload, InBackward, Norm
 from lowvram.results.files.durable import remove_leftovers
@@ -120,3 +124,15 @@ def test_gradients_of_a_process_that_was_killed_leave_nothing_that_nobody_knows(
     assert list(tmp_path.iterdir()) != []
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_made_again_draws_the_same() -> None:
+    draws: list[tuple[float, float, float]] = []
+
+    def update(*_: Any) -> tuple[Tensor, Update]:
+        draws.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+        return torch.zeros(()), Update(torch.zeros(()), applied=len(draws) == 3)
+
+    session: Any = SimpleNamespace(update=update, rig=SimpleNamespace(model=nn.Linear(1, 1)))
+    first_step(session, 1, None)
+    assert draws == [draws[0]] * 3
