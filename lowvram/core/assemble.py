@@ -16,6 +16,7 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
+from lowvram.core.misfits import with_reasons
 from lowvram.core.ranks import num_ranks
 from lowvram.core.real_views import with_real_views
 from lowvram.core.rig import Part, Rig, Task
@@ -64,7 +65,8 @@ def assemble(
             rig = replace(rig, make_optimizer=with_real_views(with_load_hooks(rig.make_optimizer)))
         if stage is Stage.STEPPING:
             rig = rig.over_time(rig, seed)
-    return task.with_added_loss(rig)
+    rig = task.with_added_loss(rig)
+    return replace(rig, run=with_reasons(rig.run, knobs))
 
 
 def check_still_shared(model: nn.Module, shared: list[list[str]]) -> None:

@@ -131,6 +131,9 @@ class Knob(ABC):
     # the group. False where they decide what is learnt, or where no plan knows their time or memory.
     searched: ClassVar[bool] = True
     chosen_by_user: ClassVar[bool] = False  # it is another way to learn, which no search tries
+    # Errors of torch in a step that this knob causes where a model's code doesn't fit it: a pattern of the text -> what
+    # the knob needs, and what the user can do, as in `conflicts`.
+    misfits: ClassVar[Mapping[str, str]] = {}
 
     def needs(self) -> frozenset[Fact]:
         """The facts without which this knob can't work."""

@@ -3,7 +3,7 @@ surroundings in which they ran first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, final
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_autograd import version_of
-from lowvram.compat.torch_trees import tree_leaves
+from lowvram.compat.torch_trees import tree_leaves, tree_map
 from lowvram.config.errors import Incompatible
 
+Forward = Callable[..., Any]
 _IS_RECOMPUTED = ContextVar("is_recomputed", default=False)  # of the thread: a card's backward pass has its own
 
 
@@ -56,6 +57,27 @@ def has_backward(module: nn.Module, inputs: Any) -> bool:
     nothing to recompute, and torch.compile may fail on it."""
     tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *module.parameters()))
+
+
+def as_first_called(forward: Forward, inputs: tuple[Any, ...], named: dict[str, Any]) -> Forward:
+    """`forward` for a call with these arguments, and for its recomputations. These get lists and dictionaries as they
+    were when the first call began: between the two, the model may add to them what the block returned."""
+    if not any(isinstance(value, list | dict | tuple) for value in (*inputs, *named.values())):
+        return forward
+    kept, is_first = tree_map(itself, (inputs, named)), [True]
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        if is_first:
+            is_first.clear()
+            return forward(*inputs, **named)
+        inputs, named = tree_map(itself, kept)  # other lists each time: the block may change them
+        return forward(*inputs, **named)
+
+    return call
+
+
+def itself(leaf: Any) -> Any:
+    return leaf
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, final
+from typing import Any, ClassVar, final
 from weakref import ref
 
 import torch
@@ -132,6 +132,9 @@ class TorchScript(Knob):
     exactness = Exactness.ROUNDING
     band = 1e-5
     extra_memory = True
+    misfits: ClassVar[Mapping[str, str]] = {
+        "TorchScript": "TorchScript can run the model's blocks: choose compile=blocks or compile=none",
+    }
 
     def needs(self) -> frozenset[Fact]:
         # A trace keeps the parameters, control flow and shapes of the run that was recorded; torch.jit (2.13) fails in

@@ -86,10 +86,13 @@ class Int8(FakeQuantized):
         return frozenset({Fact.INNER_LINEARS if self.layers is Layers.linear else Fact.INNER_PRODUCTS})
 
     def apply(self, rig: Rig) -> Rig:
-        linears = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
+        inner = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
+        linears = [layer for layer in inner if layer.in_features > 1]  # a row of one number needs no scale
         has_convolutions = self.layers is Layers.all or (self.layers is Layers.auto and not linears)
         round_linears(rig.model, int8_weights(), linears)
-        round_convolutions(rig.model, convolutions(rig.model) if has_convolutions else [])
+        found = convolutions(rig.model) if has_convolutions else []
+        require(bool(linears or found), "qat", "int8", "another option: no inner layer has more than one input")
+        round_convolutions(rig.model, found)
         return rig
 
 

@@ -8,8 +8,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import lowvram
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
@@ -190,6 +191,42 @@ def test_what_is_outside_the_blocks_belongs_to_what_follows_it() -> None:
         ["head.weight", "head.bias"],
     ]
     assert units.sizes == [15, 12, 9, 20]
+
+
+class AllBlocks(nn.Module):
+    """Nothing is outside the blocks, the second has no parameters, and the third is left out every second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Part(), Part(False), Part()])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](x) if self.calls % 2 else x
+
+
+class Part(nn.Module):
+    def __init__(self, has_layer: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4) if has_layer else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+@pytest.mark.parametrize("stepping", ["after_backward", "in_backward", "cpu_offload"])
+@pytest.mark.parametrize("adapter", ["badam adapter.every=1", "lisa adapter.every=1", "progressive"])
+def test_a_turn_without_parameters_is_the_next_one_s(adapter: str, stepping: str) -> None:
+    x, targets = torch.randn(3, 4), torch.zeros(3, 4)
+    model = AllBlocks()
+    task = lowvram.task(model, x, lambda outputs, targets: (outputs - targets).square().sum(), blocks="Part")
+    rig = lowvram.assemble(task, f"adapter={adapter} stepping={stepping}", "cpu")
+    first = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(12):
+        assert lowvram.step(rig, lowvram.Part(x, targets))[0].isfinite()
+    assert not any(map(torch.equal, first, model.parameters()))
 
 
 def test_batch_norm_of_blocks_that_rest_keeps_its_statistics() -> None:

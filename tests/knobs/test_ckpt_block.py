@@ -6,10 +6,13 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import lowvram
 from lowvram.core.assemble import assemble
 from lowvram.core.changes import StatisticsFrozen
+from lowvram.core.knob import Knob
+from lowvram.knobs.ckpt import KeepAll, RecomputeEvery, RecomputeSegments, Selective
 from lowvram.knobs.ckpt.block import recompute
 from tests.laboratory import (
     CPU,
@@ -62,3 +65,39 @@ def test_evaluation_works_too() -> None:
     plain.model.eval()
     with torch.no_grad():
         assert torch.equal(rig.forward(batch), plain.forward(batch))
+
+
+class Gathering(nn.Module):
+    """Takes the mean of all that came before: a list, to which the model adds what this block returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        return torch.tanh(self.layer(torch.stack(features).mean(0)))
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gathering() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for block in self.blocks:
+            features.append(block(features))
+        return features[-1]
+
+
+@pytest.mark.parametrize("knob", [RecomputeEvery(), Selective(), RecomputeSegments(2)], ids=str)
+def test_a_list_that_grows_afterwards_is_the_one_of_the_forward_pass(knob: Knob) -> None:
+    gradients = []
+    for option in (KeepAll(), knob):
+        torch.manual_seed(0)
+        model, x = Dense(), torch.randn(3, 4)
+        task = lowvram.task(model, x, lambda outputs, targets: (outputs - targets).square().sum(), blocks="Gathering")
+        rig = lowvram.assemble(task, [option, "optimizer=sgd optimizer.lr=1.0 optimizer.momentum=0"], "cpu")
+        lowvram.step(rig, lowvram.Part(x, torch.zeros(3, 4)))
+        gradients.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))

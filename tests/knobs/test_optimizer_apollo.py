@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowvram
 from lowvram.core.assemble import assemble
 from lowvram.core.step import step
 from lowvram.knobs.optimizer import Apollo, ApolloMini, apollo
@@ -37,6 +38,16 @@ def drawn(shape: tuple[int, ...]) -> tuple[nn.Parameter, list[Tensor]]:
     draw = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(5))
     return nn.Parameter(weight), gradients
+
+
+@pytest.mark.parametrize("option", ["apollo", "galore", "sinkgd", "muon"])
+def test_weights_that_are_computed_are_not_asked_for(option: str) -> None:
+    """Asking for the weight of a layer with spectral norm changes the norm's buffers."""
+    norm, x = nn.utils.parametrizations.spectral_norm, torch.randn(3, 4)
+    model = nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh(), norm(nn.Linear(4, 2)))
+    before = [buffer.clone() for buffer in model.buffers()]
+    lowvram.assemble(lowvram.task(model, x), f"optimizer={option}", "cpu")
+    assert all(map(torch.equal, before, model.buffers()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowvram
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble, skeleton
 from lowvram.core.knob import Knob
@@ -46,6 +47,16 @@ IN_FILES = {"int8": (Int8(), int8()), "int4": (Int4(), int4(32)), "int4 in group
 def test_linear_layers_are_exchanged_but_for_the_last(qat: str) -> None:
     model = skeleton(WIDE, knobs_of(qat=qat))
     assert exchanged(model) == {f"blocks.{block}.{layer}" for block in range(3) for layer in LAYERS}
+
+
+def test_rows_of_one_number_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    x, targets = torch.randn(3, 1), torch.tensor([0, 1, 1])
+    loss, _ = lowvram.step(lowvram.assemble(lowvram.task(model, x), "qat=int8", "cpu"), lowvram.Part(x, targets))
+    assert loss.isfinite()
+    assert exchanged(model) == {"1"}
+    with pytest.raises(BadInput, match="no inner layer has more than one input"):
+        lowvram.assemble(lowvram.task(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2)), x), "qat=int8", "cpu")
 
 
 def test_rows_that_groups_do_not_divide_stay_as_they_are() -> None:

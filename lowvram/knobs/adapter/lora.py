@@ -22,6 +22,7 @@ from torch import nn
 from lowvram.config.errors import require
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.knob import Fact, Kind
+from lowvram.core.misfits import ONCE
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
 from lowvram.core.states import with_values
@@ -141,6 +142,7 @@ class QLora(Lora):
 
     # Weights are off by a tenth, and in most models gradients are too; norms over few values and ReLUs amplify that.
     band = 7e-1
+    misfits = ONCE
     saves = Kind.PARAMETERS
 
     def quantize(self, model: nn.Module, layers: Collection[nn.Module]) -> None:

@@ -48,8 +48,13 @@ class OverTime(Frozen):
     def switched(self, rig: Rig, seed: int) -> Rig:
         """The rig whose stepper switches between units."""
         units = Units(rig.model, rig.task.blocks(rig.model))
-        stepper = SwitchingStepper(rig.stepper, units, partial(self.active, num_blocks=len(units.sizes) - 2, seed=seed))
-        heaviest = tuple(partial(stepper.hold, active) for active in self.heaviest(units.sizes))
+        sizes = units.sizes
+
+        def active_at(step: int) -> Active:
+            return or_next(self.active(step, len(sizes) - 2, seed), sizes)
+
+        stepper = SwitchingStepper(rig.stepper, units, active_at)
+        heaviest = tuple(partial(stepper.hold, or_next(active, sizes)) for active in self.heaviest(sizes))
         return replace(rig, stepper=stepper, heaviest=heaviest)
 
     @abstractmethod
@@ -87,6 +92,10 @@ class SwitchingStepper(StepperAround):
             self.active = active
         self.inner.begin(num_parts, divisor)
 
+    def backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:  # else nothing that trains took part: the model may leave blocks out
+            self.inner.backward(loss)
+
     def update(self) -> Update:
         update = self.inner.update()
         self.step += 1  # afterwards: an update that fails is no step
@@ -102,6 +111,15 @@ class SwitchingStepper(StepperAround):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
         self.step, self.active = state["step"], None
+
+
+def or_next(active: Active, sizes: Sequence[int]) -> Active:
+    """These units, if any of them has parameters; else the next one that has, after the last the first."""
+    if any(sizes[unit] for unit in active):
+        return active
+    start = max(active, default=0)
+    later = ((start + shift) % len(sizes) for shift in range(1, len(sizes) + 1))
+    return frozenset(unit for unit in [next((unit for unit in later if sizes[unit]), None)] if unit is not None)
 
 
 def check_period(blocks: int, every: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowvram.core.recomputed import has_backward, inputs_kept
+from lowvram.core.recomputed import as_first_called, has_backward, inputs_kept
 from lowvram.core.repeat import Repeatable
 
 
@@ -23,6 +23,6 @@ def recompute(block: nn.Module) -> None:
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": repeatable.passes}
         with inputs_kept(block, (inputs, named)):
-            return checkpoint(forward, *inputs, **keywords, **named)
+            return checkpoint(as_first_called(forward, inputs, named), *inputs, **keywords, **named)
 
     block.forward = recomputed

@@ -16,7 +16,7 @@ from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.fused import COSTLY
 from lowvram.core.knob import Fact, Kind, Knob, Stage
-from lowvram.core.recomputed import has_backward, inputs_kept, is_recomputed_later
+from lowvram.core.recomputed import as_first_called, has_backward, inputs_kept, is_recomputed_later
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
 from lowvram.knobs.ckpt.kept import Keeping, Kept, Using
@@ -72,7 +72,7 @@ def keep_products(block: nn.Module) -> None:
         context_fn = partial(contexts, repeatable)
         keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
         with inputs_kept(block, (inputs, named)):
-            return checkpoint(forward, *inputs, **keywords, **named)
+            return checkpoint(as_first_called(forward, inputs, named), *inputs, **keywords, **named)
 
     block.forward = recomputed
 

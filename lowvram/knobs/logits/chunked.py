@@ -29,6 +29,7 @@ from lowvram.core.gradient_sink import GradientSink, SinkOf, no_sink
 from lowvram.core.host_weights import visiting
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.lookup import Handover
+from lowvram.core.misfits import ONCE
 from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.soft_targets import SoftTargets
 from lowvram.knobs.logits.streamed import StreamedCrossEntropy
@@ -59,6 +60,7 @@ class ChunkedLogits(Knob):
     sums_weights: ClassVar[bool] = True  # whether the weight's gradient is summed over chunks
     stage = Stage.LOGITS
     band = 2e-6
+    misfits = ONCE
     saves = Kind.ACTIVATIONS
 
     def __post_init__(self) -> None:

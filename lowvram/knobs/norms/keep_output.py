@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.layers import layer_norms, rms_norms
+from lowvram.core.misfits import ONCE
 from lowvram.core.rig import Rig, Stepper, StepperAround
 from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
 
@@ -45,6 +46,7 @@ class KeepOutput(Knob):
 
     stage = Stage.NUMERICS
     band = 2e-6
+    misfits = ONCE
     saves = Kind.ACTIVATIONS
 
     def needs(self) -> frozenset[Fact]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from lowvram.compat.torch_fake import without_fake_mode
 from lowvram.core import host
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import ONCE
 from lowvram.core.quiet import accept_views
 from lowvram.core.rig import Rig
 from lowvram.core.shards import local, make_contiguous
@@ -37,6 +38,11 @@ class Parameters(Knob):
 
     stage = Stage.SHARD
     moves_to_host = True
+    misfits: ClassVar[Mapping[str, str]] = {
+        **ONCE,
+        "setStorage|invalid for input of size": "weights are read in forward passes of their modules alone, as"
+        " derivatives in the model's forward pass aren't: choose offload=none",
+    }
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowvram.core.copies import original
 from lowvram.core.knob import Knob
 from lowvram.core.last_layer import known_last_weights
-from lowvram.core.layers import is_transposed
+from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.rig import Rig
 from lowvram.knobs.optimizer.adam import AdamKnob
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, keep_formats, with_fp32_compute
@@ -87,7 +87,7 @@ class MatrixKnob(AdamKnob, ABC):
 def roles_of(model: nn.Module, last: Collection[Tensor], layers: tuple[type[nn.Module], ...]) -> Roles:
     """The roles of a model's parameters. Matrices are the weights of `layers`, and of linear layers of other libraries,
     except those of the last layers and those shared with an embedding."""
-    modules: list[Any] = list(model.modules())
+    modules: list[Any] = [module for module in model.modules() if owns_weight(module)]
     matrices = {module.weight for module in modules if isinstance(module, layers) or is_transposed(module)}
     matrices -= {*last, *(module.weight for module in modules if isinstance(module, nn.Embedding))}
     return WeakIdKeyDictionary(

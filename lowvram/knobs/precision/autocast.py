@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
 
 SMALLEST_SCALE = 2.0**-14  # of the loss: if gradients overflow even here, no scale can help
+UNDER_AUTOCAST = "the model's own code and this device compute under torch.autocast: choose precision=fp32"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Bf16(Knob):
     exactness = Exactness.ROUNDING
     band = 2e-2
     saves = Kind.ACTIVATIONS
+    misfits: ClassVar[Mapping[str, str]] = {"BFloat16|primitive descriptor": UNDER_AUTOCAST}
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16})
@@ -58,6 +60,7 @@ class Fp16(Knob):
     exactness = Exactness.ROUNDING
     band = 5e-3
     saves = Kind.ACTIVATIONS
+    misfits: ClassVar[Mapping[str, str]] = {"Half|primitive descriptor": UNDER_AUTOCAST}
 
     def __post_init__(self) -> None:
         allowed = f"between {SMALLEST_SCALE} and 2**31"

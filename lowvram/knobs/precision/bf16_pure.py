@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ class Bf16Weights(Knob, ABC):
     exactness = Exactness.LOSSY
     band = 2e-2
     saves = Kind.PARAMETERS
+    misfits: ClassVar[Mapping[str, str]] = {
+        "BFloat16": "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
+    }
 
     def needs(self) -> frozenset[Fact]:
         # One weight at a time is updated in fp32.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import ONCE
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig, is_per_sample
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
@@ -31,6 +32,7 @@ class TiledBlocks(Knob):
 
     stage = Stage.CHECKPOINT
     band = 2e-6
+    misfits = ONCE
     saves = Kind.ACTIVATIONS
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import ONCE
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig, token_dim
 from lowvram.knobs.tile.chunks import Chunks, Inner, in_chunks
@@ -30,6 +31,7 @@ class TiledMLP(Knob):
 
     stage = Stage.CHECKPOINT
     band = 2e-6
+    misfits = ONCE
     saves = Kind.ACTIVATIONS
 
     def __post_init__(self) -> None:
