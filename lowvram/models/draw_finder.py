@@ -68,6 +68,9 @@ class Drawing(TorchDispatchMode):
 
 
 def share_dropped(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The probability of dropout with which an operator is called; 1 if it draws for something else."""
-    names = [argument.name for argument in schema_of(operator).arguments]
-    return {"dropout_p": 1.0, **dict(zip(names, args, strict=False)), **kwargs}["dropout_p"]
+    """The probability of dropout with which an operator is called; 1 if it draws for something else. torch leaves out
+    arguments that have their default."""
+    arguments = schema_of(operator).arguments
+    defaults = {each.name: each.default_value for each in arguments if each.name == "dropout_p"}
+    given = dict(zip([each.name for each in arguments], args, strict=False))
+    return {"dropout_p": 1.0, **defaults, **given, **kwargs}["dropout_p"]

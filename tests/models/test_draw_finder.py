@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lowvram.core.generators import seed_all
@@ -14,7 +15,17 @@ from tests import restless
 from tests.restless import DRAWING, WIDTH, Net
 
 INPUTS = torch.zeros(2, WIDTH)
-STEADY = [nn.Dropout(0.0), nn.MultiheadAttention(WIDTH, 2), nn.BatchNorm1d(WIDTH, momentum=None)]
+
+
+class Masked(nn.Module):
+    """Attention without dropout, by the kernel that takes a mask."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(2, 1, 4, -1).clone().requires_grad_()
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4))
+
+
+STEADY = [Masked(), nn.Dropout(0.0), nn.MultiheadAttention(WIDTH, 2), nn.BatchNorm1d(WIDTH, momentum=None)]
 WHO = {
     "FunctionalDropout": r"blocks\.0 \(FunctionalDropout\)",
     "RandomRelu": r"blocks\.0\.relu \(RReLU\)",
