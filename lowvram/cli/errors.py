@@ -8,7 +8,9 @@ import re
 import shlex
 import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import hydra
 from hydra.errors import OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -119,6 +121,9 @@ def unknown_option(match: re.Match[str]) -> str:
     group = f"hydra/{group}" if path != match[1] else group
     if hint := hint_for_option(group, option):
         return f"{group}={option}: {hint}"
+    if group.startswith("hydra/") and option in ("default", "basic"):  # which Hydra's own files choose
+        where = Path(hydra.__file__).parent
+        return f"{group}={option}: Hydra can't find it: are all files below {where} there, and readable to this user?"
     known = f"must be one of {', '.join(options)}" if options else f"the group {group} has no such option"
     return f"{group}={option}: {known}{closest(option, options)}"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import inspect
+import io
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import hydra
@@ -24,6 +27,7 @@ from lowvram.cli.sweep import with_fields_of_swept
 from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from lowvram.config.secret import learn, text_without_secrets
 from lowvram.config.texts import message
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
@@ -31,6 +35,7 @@ from lowvram.launch.torchrun import aside, launch_from
 from lowvram.results.terminal import progress_for, tell, terminal_restored
 from lowvram.runs.folders import end_runs
 
+PRINTING = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints and runs nothing
 LINGER_S = 10.0  # see `linger`
 DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -56,6 +61,7 @@ def main() -> None:
 
 def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: bool) -> int:
     """From the words to the exit code."""
+    learn({})  # the secrets of the environment, which a refused word may hold
     job_process.begin(progress_for(sys.stdout))
     try:
         through_hydra(call, words, aside)
@@ -68,7 +74,7 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
             raise
         tell(sentence(error), sys.stderr)
         return EXIT_REFUSED
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         return failed(error)
     finally:
         job_process.end()
@@ -77,16 +83,31 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
             call.sweep.release()
 
 
-def failed(error: OSError | RuntimeError) -> int:
+def failed(error: Exception) -> int:
     """Tell what the machine refused, and return the exit code. Raises other errors again."""
-    if thread_limits.says_so(message(error)):
+    if isinstance(error, OSError | RuntimeError) and thread_limits.says_so(message(error)):
         tell(f"{thread_limits.limits()}: nothing was run", sys.stderr)
         return EXIT_FAILED
-    if not isinstance(error, OSError):
+    refused = error if isinstance(error, OSError) else error.__context__  # Hydra makes other errors of some
+    if not isinstance(refused, OSError):
         raise error
-    # Writing results: the disk is full, there is no permission or no such folder.
-    tell(f"{error.filename or 'the results'}: can't be written ({error.strerror})", sys.stderr)
-    return EXIT_FAILED if error.errno in DISK_TROUBLE else EXIT_REFUSED
+    tell(told(refused), sys.stderr)
+    return EXIT_FAILED if refused.errno in DISK_TROUBLE else EXIT_REFUSED
+
+
+def told(error: OSError) -> str:
+    """What can't be read or written, and why: the disk is full, there is no permission or no such folder."""
+    name = error.filename
+    if name is None and error.errno == errno.ENOENT:
+        return "the folder in which this was started is gone: change into another one"
+    if isinstance(name, str) and is_unreadable_code(name):
+        return f"{name}: can't be read ({error.strerror}): this user needs the right to read all packages"
+    return f"{name or 'the results'}: can't be written ({error.strerror})"
+
+
+def is_unreadable_code(name: str) -> bool:
+    """Whether a file is one of a package's that this user may not read."""
+    return name.endswith((".py", ".pyc", ".so", ".yaml")) and not os.access(name, os.R_OK)
 
 
 def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
@@ -111,7 +132,8 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
     )
     hydra_hooks.listeners[:] = [call]
     try:
-        hydra.main(version_base="1.3", config_path=config_path(), config_name="config", **trust)(hydra_job)()
+        with secrets_hidden(words):
+            hydra.main(version_base="1.3", config_path=config_path(), config_name="config", **trust)(hydra_job)()
     except hydra_hooks.NotBegun as ended:
         raise ended.mistake from None
     finally:
@@ -120,6 +142,20 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
         sys.argv = typed  # what is printed as a command starts with it
     if call.refusal is not None:
         raise call.refusal
+
+
+@contextmanager
+def secrets_hidden(words: list[str]) -> Iterator[None]:
+    """Inside, what Hydra itself prints of a configuration (--cfg, --info) is printed without secrets, at the end."""
+    if set(words).isdisjoint(PRINTING):
+        yield
+        return
+    text = io.StringIO()
+    try:
+        with redirect_stdout(text):
+            yield
+    finally:
+        print(text_without_secrets(text.getvalue(), is_config=True), end="")
 
 
 def linger() -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from lowvram.cli.streams import STDERR, protect_streams
-from lowvram.config.exit_codes import EXIT_INTERRUPTED
+from lowvram.config.exit_codes import EXIT_INTERRUPTED, EXIT_REFUSED
 from lowvram.config.version import __version__
 
 
@@ -21,8 +21,13 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(f"lowvram {__version__}")
         return
-    from lowvram.cli.main import main as command_line  # a third of a second
-
+    try:
+        from lowvram.cli.main import main as command_line  # a third of a second
+    except (ImportError, PermissionError) as error:
+        name = error.filename if isinstance(error, PermissionError) else error.path or error.name
+        why = "are all packages installed, and readable to this user?"
+        print(f"{name or 'a package'}: can't be imported ({error}): {why}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
     command_line()
 
 

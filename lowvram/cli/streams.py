@@ -14,7 +14,22 @@ STDERR = 2
 
 def protect_streams() -> None:
     """Replace stdout and stderr by streams that discard their output after a closed pipe or a full disk."""
+    fill_descriptors()
     sys.stdout, sys.stderr = protected(sys.stdout), protected(sys.stderr)
+
+
+def fill_descriptors() -> None:
+    """Open those of stdin, stdout and stderr that are closed, as after `>&-`: else the next file or socket would get
+    their numbers, and be written to as if it were a terminal."""
+    for fd in range(STDERR + 1):
+        try:
+            os.fstat(fd)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != fd:
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+            os.set_inheritable(fd, True)
 
 
 def protected(stream: TextIO | None) -> TextIO:

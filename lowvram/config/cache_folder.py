@@ -4,6 +4,7 @@ what tells this user's runs from others'."""
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,12 @@ CACHE_VARIABLE = "LOWVRAM_CACHE"  # an environment variable
 def cache_folder() -> Path:
     """The folder of everything that lowvram caches on this machine."""
     named = os.environ.get(CACHE_VARIABLE)
-    return expanded(named) if named else Path.home() / ".cache" / "lowvram"
+    if named:
+        return expanded(named)
+    try:
+        return Path.home() / ".cache" / "lowvram"
+    except RuntimeError:  # no HOME, and no entry among the system's users, as in some containers
+        return Path(tempfile.gettempdir()) / f"lowvram-{os.getuid()}"
 
 
 def expanded(name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -15,6 +16,7 @@ from torch import Tensor
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
 from lowvram.config.secret import REFUSED
 from lowvram.core.ranks import rank, rank_0_first
+from lowvram.core.troubles import is_out_of_memory
 from lowvram.results.files.durable import made_folders, remove_leftovers, settle, unfinished
 from lowvram.results.files.marker import MARKER
 from lowvram.results.files.run_folder import SNAPSHOT_NAME, snapshots_in
@@ -27,6 +29,10 @@ FORMED_BY = {  # for each part of a snapshot, the groups that determine the name
 # run what only its last steps did.
 KEPT = ("sparsity",)
 Check = Callable[[dict[str, Any]], None]
+
+
+FORGED = "no snapshot of lowvram's, whatever its hash says"
+STRANGE = (KeyError, TypeError, AttributeError, IndexError, ValueError, EOFError)  # of what is none
 
 
 @final
@@ -85,9 +91,18 @@ class Snapshots:
             )
         unusable: dict[Path, str] = {}  # and what is wrong with each
         for path in paths:
-            state = torch.load(path, map_location="cpu", weights_only=True) if is_sound(path) else None
+            state = read_state(path) if is_sound(path) else None
+            if state is not None and not isinstance(state, dict):
+                unusable[path] = FORGED
+                continue
             if state is not None and self._is_ours(state):
-                check(state)
+                try:
+                    check(state)
+                except STRANGE as error:
+                    if isinstance(error, BadInput | Incompatible):
+                        raise
+                    unusable[path] = FORGED
+                    continue
                 put_aside(unusable)
                 print(f"continuing from {path}")
                 return state
@@ -110,6 +125,11 @@ class Snapshots:
             )
             allowed += f" {MARKER} beside them says, and the others damaged; remove that file if you put them here"
             return BadInput("resume", str(self.folder.parent), f"{allowed}, or {mend}")
+        if num_forged := wrong.count(FORGED):
+            allowed = (
+                f"a run with a sound snapshot: {num_forged} of {len(wrong)} here are none of lowvram's, and the others"
+            )
+            return BadInput("resume", str(self.folder.parent), f"{allowed} damaged; {mend}")
         return BadInput("resume", str(self.folder.parent), f"{allowed} their hashes; {mend}")
 
 
@@ -123,6 +143,17 @@ def put_aside(paths: dict[Path, str]) -> None:
         aside = path.with_suffix(".damaged")
         path.rename(aside)
         print(f"{path} is {wrong}, now {aside.name}: going back to the one before")
+
+
+def read_state(path: Path) -> Any:
+    """What a snapshot holds, on the CPU; an empty tuple if torch can't read it. No code in it is run."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (*STRANGE, pickle.UnpicklingError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        return ()
+    return () if state is None else state
 
 
 def is_sound(path: Path) -> bool:

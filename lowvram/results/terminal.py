@@ -154,7 +154,7 @@ def tell(line: str, stream: TextIO | None = None) -> None:
 
 def restore_terminal(stream: TextIO) -> None:
     """Gives a terminal its cursor and colours back, after a process died while it was drawing."""
-    if stream.isatty():
+    if stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown"):
         stream.write(_SHOW_CURSOR_AND_RESET_COLORS)
         stream.flush()
 

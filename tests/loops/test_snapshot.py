@@ -295,5 +295,26 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
     """Even where the hash is right."""
     snapshots = Snapshots(tmp_path, keep=2)
     snapshots.save(1, {"trap": Trap()})
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+    with pytest.raises(BadInput, match="1 of 1 here are none of lowvram's"):
         snapshots.load()
+
+
+def test_forged_contents_with_the_right_hash_are_no_snapshots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one before is used; no code of theirs is run, and none ends in a traceback."""
+    kept = Snapshots(tmp_path, 99).save(1, {"step": 1})
+
+    def check(state: Any) -> None:
+        assert state["step"] + 0 == state["step"]
+
+    for step, value in enumerate([[1], None, {}, {"step": "2"}, 5, "text", torch.zeros(2)], start=2):
+        file = tmp_path / "forged"
+        torch.save(value, file)
+        file.rename(tmp_path / f"step_{step:08d}.{fingerprint(file)}.pt")
+    for step, text in ((10, b""), (11, b"x" * 99), (12, pickle.dumps(print, 2))):
+        (tmp_path / "forged").write_bytes(text)
+        (tmp_path / "forged").rename(tmp_path / f"step_{step:08d}.{fingerprint(tmp_path / 'forged')}.pt")
+    assert Snapshots(tmp_path, 99).load(check) == {"step": 1, "run": None}
+    assert capsys.readouterr().out.count("is no snapshot of lowvram's, whatever its hash says") == 10
+    assert snapshots_in(tmp_path) == [kept]
