@@ -20,13 +20,17 @@ Model = TypeVar("Model", bound=nn.Module)
 def sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Those of the tensors that have at least one number in common with another, in groups of those in one memory.
     Parts of one memory that don't overlap, as the weights of an LSTM on a card, aren't such."""
+    return [overlapping for group in in_one_memory(tensors) if (overlapping := overlaps(group))]
+
+
+def in_one_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of the tensors that lie in the memory of another, in groups, whether they overlap or not."""
     of_memory: dict[int, tuple[torch.UntypedStorage, list[Tensor]]] = {}
     for tensor in dict.fromkeys(tensors):
         if not isinstance(tensor, DTensor) and not is_lazy(tensor) and tensor.numel():
             storage = tensor.untyped_storage()  # kept, so that its id isn't used again
             of_memory.setdefault(id(storage), (storage, []))[1].append(tensor)
-    groups = (group for _, group in of_memory.values() if len(group) > 1)
-    return [overlapping for group in groups if (overlapping := overlaps(group))]
+    return [group for _, group in of_memory.values() if len(group) > 1]
 
 
 def overlaps(group: list[Tensor]) -> list[Tensor]:

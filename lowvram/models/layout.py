@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_model, save_file, save_model
 from torch import Size, Tensor, dtype, nn
 
 from lowvram.config.errors import BadInput
 from lowvram.config.secret import without_secrets
 from lowvram.core.extra_state import extra_states, give, hidden
+from lowvram.core.shared_memory import in_one_memory
 from lowvram.data.spec import DataSpec
 from lowvram.models.wrappers import plain_names, taken_off, tell
 from lowvram.results.files.other_format import check_safetensors
@@ -31,10 +32,23 @@ UNREADABLE = (OSError, SafetensorError)  # files of weights
 def save(model: nn.Module, config: Any, spec: DataSpec, folder: Path) -> None:
     """Write `folder`/model.safetensors and `folder`/config.json, and what modules keep besides tensors."""
     with hidden(model):
-        save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
+        if in_one_memory([*model.parameters(), *model.buffers()]):
+            save_each(model, folder / WEIGHTS)
+        else:
+            save_model(model, str(folder / WEIGHTS), metadata={"format": "pt"})
     if states := extra_states(model):
         torch.save(states, folder / EXTRA)
     write_json(folder / CONFIG, {"model": plain(config), "data": plain(spec)})
+
+
+def save_each(model: nn.Module, path: Path) -> None:
+    """Write weights of which some lie in one memory without being one tensor, each by itself: safetensors' own function
+    refuses those that don't fill their memory. Tied ones are written once, as there."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    kept = {name: first.setdefault(id(tensor), name) for name, tensor in sorted(state.items())}
+    tensors = {name: state[name].detach().clone().contiguous() for name in first.values()}
+    save_file(tensors, str(path), {"format": "pt", **{name: other for name, other in kept.items() if name != other}})
 
 
 def weights_in(folder: str) -> Path:
@@ -106,10 +120,11 @@ def with_extra_state(model: nn.Module, folder: Path) -> nn.Module:
 def load_tensors(model: nn.Module, path: Path) -> None:
     """As `load`, of tensors alone."""
     renamed = plain_names(names_in([path]), model.state_dict())
-    if not renamed:
+    if not renamed and not in_one_memory([*model.parameters(), *model.buffers()]):
         load_model(model, str(path))
         return
-    tell(f"{path}: {taken_off(renamed)}")
+    if renamed:
+        tell(f"{path}: {taken_off(renamed)}")
     given, state = tensors_in([path], renamed), model.state_dict(keep_vars=True)
     loaded = {id(state[name]) for name in given if name in state}
     tied = {name: tensor for name, tensor in state.items() if name not in given and id(tensor) in loaded}

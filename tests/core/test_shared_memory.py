@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lowvram.core.rig import Part
 from lowvram.core.shared_memory import copied, names_sharing
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
+from lowvram.models import layout
 from lowvram.models.external import ExternalConfig
 from lowvram.tasks import Auto
 from tests.laboratory import CPU, knobs_of, make_batch
@@ -107,6 +109,16 @@ def test_a_tie_that_would_be_lost_is_refused() -> None:
     task = Auto().pose(ExternalConfig(f"{__name__}.Tied"), WORDS)
     with pytest.raises(Incompatible, match=r"dec.weight and enc.weight share memory .* they would come apart"):
         assemble(task, knobs_of(qat="int8"), CPU)
+
+
+@pytest.mark.parametrize("kind", [Tied, Sliced, Apart])
+def test_what_shares_memory_is_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
+    config = ExternalConfig(f"{__name__}.{kind.__name__}")
+    saved, loaded = config.build(WORDS), config.build(WORDS)
+    config.save(saved, WORDS, tmp_path)
+    layout.load(loaded, tmp_path / layout.WEIGHTS)
+    assert names_sharing(loaded) == names_sharing(saved)
+    assert all(torch.equal(saved.state_dict()[name], each) for name, each in loaded.state_dict().items())
 
 
 # Copies
