@@ -163,6 +163,7 @@ class Problem(Task):
 
     def criterion(self, outputs: Tensor, part: Part) -> Tensor:
         """Sum of the cross-entropies in nats. outputs (..., classes); targets (...), `IGNORE` where nothing counts."""
+        check_rows(outputs, part.targets)
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         # Not cross_entropy on an fp32 copy: on CUDA, log_softmax reads fp16 logits and writes fp32 without one. For
         # bf16 torch (2.13) makes the copy itself; cross_entropy on bf16 would avoid it, but round probabilities to
@@ -192,6 +193,13 @@ class Problem(Task):
     @abstractmethod
     def scores(self, loss: float, accuracy: float) -> dict[str, float]:
         """The scores of an evaluation besides its mean loss, by name."""
+
+
+def check_rows(outputs: Any, targets: Tensor) -> None:
+    """Raises BadInput unless logits (..., classes) have a row for each target (...)."""
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    allowed = f"one whose logits have a row for each target: they are {shape}, and the targets {tuple(targets.shape)}"
+    require(isinstance(outputs, Tensor) and outputs.shape[:-1] == targets.shape, "model", "logits", allowed)
 
 
 class LanguageModel(Problem):

@@ -22,6 +22,7 @@ from lowvram.core.real_views import with_real_views
 from lowvram.core.rig import Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
 from lowvram.core.states import with_load_hooks
+from lowvram.core.trainable import check_something_trains, check_trainable
 from lowvram.core.values import materialise
 
 
@@ -46,6 +47,7 @@ def assemble(
             weight has memory.
     """
     rig = bare_rig(task, device)
+    check_trainable(rig.model)
     model, shared = rig.model, names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
     absent = absent_facts(device, num_ranks()) if absent is None else absent
@@ -56,6 +58,8 @@ def assemble(
         raise Incompatible("; ".join(reasons))
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
+        if stage is Stage.BUILD:
+            check_something_trains(rig.model)
         if stage is Stage.SHARD:
             materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
             rig.model.train()  # as the model overrides it: its constructor may have left any mode

@@ -32,7 +32,7 @@ from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.quiet import accept_views
 from lowvram.core.ranks import num_ranks, rank, summed
 from lowvram.core.rig import Part, Rig
-from lowvram.core.shards import make_contiguous
+from lowvram.core.shards import as_real, make_contiguous
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,8 @@ def average_statistics(model: nn.Module) -> None:
 def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one part. For the last part of a step, sums the gradients over all ranks, mostly
     during the backward pass; when the block ends they are summed. Does nothing for other parts, since gradients
-    accumulate over all parts and are sent once. Nor does it without autograd, which then computes none.
-
-    Raises:
-        RuntimeError: a parameter has no gradient, while other ranks may wait for it.
+    accumulate over all parts and are sent once. Nor does it without autograd, which then computes none. A parameter
+    that the forward passes of this rank haven't used counts as one with a gradient of 0, which a line says once.
     """
     if not is_last or not torch.is_grad_enabled():
         yield
@@ -202,6 +200,12 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     gradients.finish()
+    if gradients.unused and not TOLD:
+        TOLD.update(name for name, parameter in model.named_parameters() if parameter in gradients.unused)
+        print(f"rank {rank()}: no gradient of {', '.join(sorted(TOLD))}: counted as 0", flush=True)
+
+
+TOLD: set[str] = set()  # names of parameters without a gradient, once a line has named them
 
 
 class GradientSum:
@@ -210,6 +214,7 @@ class GradientSum:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.waiting_for = parameters  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
+        self.unused: set[Tensor] = set()
         self.sent: list[dist.Work] = []
 
     def arrived(self, parameter: Tensor) -> None:
@@ -218,9 +223,10 @@ class GradientSum:
             self.send(self.waiting_for.pop())
 
     def send(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            raise RuntimeError(f"a parameter of shape {list(parameter.shape)} has no gradient: other ranks wait for it")
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+            self.unused.add(parameter)
+        gradient = as_real(parameter.grad)
         # Gradients have their parameter's layout, without gaps and the same on all ranks, so a flat view will do.
         flat = gradient.as_strided((gradient.numel(),), (1,))
         work = dist.all_reduce(flat, async_op=True)

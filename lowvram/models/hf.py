@@ -290,7 +290,8 @@ class HfConfig(ForeignModel, Remade):
             allowed = f"a model whose weights fit its configuration: {what}; model.missing=allow starts such at random"
             raise BadInput("model.name", self.name, allowed)
         if at_random:
-            tell(f"model.name={self.name}: starts at random: {few(at_random)}")
+            trains = "with adapter=lora or qlora such layers train and are saved only if adapter.train names them"
+            tell(f"model.name={self.name}: starts at random: {few(at_random)}; {trains}")
         if differences.unread:
             tell(f"model.name={self.name}: not in this model, so not read: {few(differences.unread)}")
 

@@ -285,7 +285,7 @@ def test_a_new_head_starts_at_random_and_says_so(capsys: pytest.CaptureFixture[s
     built(config)
     new = "bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight"
     out = capsys.readouterr().out
-    assert f"starts at random: {new}\n" in out
+    assert f"starts at random: {new}; with adapter=lora" in out
     assert "not in this model, so not read: cls.predictions.bias" in out
 
 

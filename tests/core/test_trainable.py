@@ -1,0 +1,126 @@
+"""Models that can't be trained, or not as they are: one sentence, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowvram
+from lowvram.config.errors import BadInput, Incompatible
+from lowvram.core import trainable
+from lowvram.core.assemble import assemble
+from lowvram.core.rig import Part
+from lowvram.core.step import step
+from lowvram.models.external import ExternalConfig
+from lowvram.tasks import Auto
+from tests.laboratory import CPU, knobs_of, make_batch
+from tests.models.test_external import WORDS
+
+
+def words(vocab_size: int = 11, **options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(vocab_size, 8, **options), nn.Linear(8, 8), nn.Linear(8, vocab_size))
+
+
+def sparse(vocab_size: int) -> nn.Module:
+    return words(vocab_size, sparse=True)
+
+
+def lazy(vocab_size: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.LazyLinear(8), nn.Linear(8, vocab_size))
+
+
+def frozen(vocab_size: int) -> nn.Module:
+    return words(vocab_size).requires_grad_(False)
+
+
+def scripted(vocab_size: int) -> nn.Module:
+    model = words(vocab_size)
+    model[1] = torch.jit.script(nn.Linear(8, 8))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (sparse, r"^0 \(Embedding\) makes sparse gradients"),
+        (lazy, r"^1 \(LazyLinear\) has no shapes before its first input"),
+        (frozen, r"^no weight of the model trains: requires_grad is false for all of its 5 parameters"),
+        (scripted, r"^1 \(RecursiveScriptModule\) is compiled by TorchScript"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named(make: Any, told: str) -> None:
+    external = Auto().pose(ExternalConfig(f"{__name__}.{make.__name__}", {"vocab_size": 11}), WORDS)
+    for task in (external, lowvram.task(make(11), make_batch(WORDS, 2).inputs)):
+        with pytest.raises(Incompatible, match=told):
+            assemble(task, knobs_of(), CPU)
+
+
+def test_weights_in_fp16_that_train_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainable, "TOLD", set())
+    lowvram.assemble(lowvram.task(words().half(), make_batch(WORDS, 2).inputs), device="cpu")
+    assert "5 of the weights that train are in fp16, such as 0.weight" in capsys.readouterr().out
+
+
+# What the model is called with, and what it returns
+
+
+class LastPosition(nn.Module):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.inner = words(vocab_size)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)[:, [-1]], None
+
+
+class WithTargets(LastPosition):
+    def forward(self, x: Tensor, targets: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.inner(x), targets
+
+
+class Broken(LastPosition):
+    def forward(self, x: Tensor) -> Any:
+        return len(3)  # pyright: ignore[reportArgumentType]
+
+
+class Force(nn.Module):
+    """Its outputs are a derivative."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embed, self.energy = nn.Embedding(vocab_size, vocab_size), nn.Linear(vocab_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x).detach().requires_grad_()
+        (force,) = torch.autograd.grad(torch.tanh(self.energy(hidden)).sum(), hidden, create_graph=True)
+        return force
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "told"),
+    [
+        (LastPosition, BadInput, r"logits have a row for each target: they are \(4, 1, 11\), and the targets \(4, 8\)"),
+        (WithTargets, BadInput, r"takes the inputs alone \(one positional argument\).*missing .* 'targets'"),
+        (Broken, TypeError, "object of type 'int' has no len"),
+    ],
+)
+def test_how_a_model_is_called_is_told(kind: Any, error: Any, told: str) -> None:
+    task = Auto().pose(ExternalConfig(f"{__name__}.{kind.__name__}", {"vocab_size": 11}), WORDS)
+    with pytest.raises(error, match=told):
+        step(assemble(task, knobs_of(), CPU), make_batch(WORDS, 4))
+
+
+def test_a_model_that_computes_gradients_is_evaluated() -> None:
+    task, batch = Auto().pose(ExternalConfig(f"{__name__}.Force", {"vocab_size": 11}), WORDS), make_batch(WORDS, 4)
+    rig = assemble(task, knobs_of(), CPU)
+    step(rig, batch)
+    with torch.no_grad():
+        outputs = rig.forward(Part(batch.inputs, batch.targets))
+    assert not outputs.requires_grad
+    assert rig.criterion(outputs, batch).isfinite()
