@@ -11,7 +11,7 @@ from typing import Any, final
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 
 from lowvram.cli import job, job_process, launchers
 from lowvram.cli.errors import unforeseen
@@ -53,6 +53,11 @@ class Call:
 
     def begin_run(self, config: DictConfig) -> None:
         HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may refer to it
+        folder = Path(config.hydra.run.dir)
+        if ".." in folder.parts:  # of a path through a link, Hydra would make one folder and name another
+            with read_write(config.hydra):
+                config.hydra.run.dir = str(folder.resolve())
+            HydraConfig.instance().set_config(config)
         job.begin_run(config)
 
     def begin_sweep(self, config: DictConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from lowvram.cli.call import Call
 from lowvram.cli.initial import words_to_train_on
@@ -15,6 +17,7 @@ from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import Launch
 from lowvram.results import row as rows
 from lowvram.results import table
+from lowvram.results.files.run_folder import is_running
 from lowvram.results.loggers import wandb_sweep
 from lowvram.results.loggers.wandb import sync_command
 from lowvram.results.report import report
@@ -55,6 +58,9 @@ def words_of_resumed(words: Sequence[str]) -> list[str]:
 
 def close_sweep(call: Call, words: Sequence[str]) -> int:
     """Print the table of a sweep, and how to go on; returns the exit code."""
+    for index, ending in call.endings.items():
+        if ending.holder and is_finished(ending.folder):  # another program ran it then, and has ended
+            call.endings[index] = replace(ending, holder=None, is_kept=True)
     endings = call.endings.values()
     others = held_by_others(endings)
     for ending in others:
@@ -65,6 +71,12 @@ def close_sweep(call: Call, words: Sequence[str]) -> int:
     if stop_signals() or others:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if call.failure else rows.exit_code(finished, sweep=True)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a point has a final row, and nobody runs it."""
+    row = rows.read(folder)
+    return row is not None and rows.is_final(row) and not is_running(folder)
 
 
 def held_by_others(endings: Collection[Ending]) -> list[Ending]:

@@ -29,6 +29,7 @@ WORKER = "lowvram.worker.main"  # started by its name: nothing here imports torc
 TERM, KILL = b"term", b"kill"
 ACKNOWLEDGED = b"+"  # the parent's answer to a "commit"
 MOST_FDS = 64  # with one message
+MOST_RANKS = 2**16  # of a point
 # A closed terminal asks to stop, too; not after nohup, which has it ignored in all processes that it starts.
 HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 STOPS = (signal.SIGINT, signal.SIGTERM, *HANG_UP)
@@ -57,6 +58,26 @@ class RankPlace:
     held: tuple[int, ...] = ()  # descriptors that it keeps open, and passes on to the ranks that it asks for
     num_ranks: int = 1
     port: int = 0  # of the first rank's store, on this machine
+
+
+@dataclass(frozen=True)
+class RanksCall:
+    """How the first rank asks for the others."""
+
+    num_ranks: int
+    port: int
+    timeout_s: float
+
+
+def parsed_call(message: bytes) -> RanksCall | None:
+    """A call; None for anything else: code of the user's may have written to all descriptors of its process."""
+    try:
+        fields = json.loads(message)
+        call = RanksCall(**{name: fields[name] for name in RanksCall.__dataclass_fields__})
+    except (ValueError, TypeError, KeyError):
+        return None
+    is_sound = type(call.num_ranks) is int and type(call.port) is int and isinstance(call.timeout_s, int | float)
+    return call if is_sound and 1 <= call.num_ranks <= MOST_RANKS else None
 
 
 @dataclass
@@ -174,11 +195,12 @@ class Supervisor:
     def _call_others(self) -> None:
         """Fork the other ranks; the parent gets the pipe of each one's events."""
         message, held, _, _ = socket.recv_fds(self._ours, 4096, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
-        called = json.loads(message)
-        self._grace_s = called["timeout_s"]
-        for rank in range(1, called["num_ranks"]):
+        called = parsed_call(message)
+        num_ranks = called.num_ranks if called else 1
+        self._grace_s = called.timeout_s if called else self._grace_s
+        for rank in range(1, num_ranks):
             reader, writer = os.pipe()
-            about = {"held": tuple(held), "num_ranks": called["num_ranks"], "port": called["port"]}
+            about = {"held": tuple(held), "num_ranks": num_ranks, "port": called.port if called else 0}
             self._fork(RankPlace(rank, **about), writer)
             os.close(writer)
             with contextlib.suppress(ConnectionError):  # the parent is gone; `_watch` will notice

@@ -207,3 +207,23 @@ def test_a_dead_owner_holds_nothing_but_what_its_processes_still_write(
         os.kill(pid, signal.SIGCONT)
     running.wait_until_gone()
     assert call("resume=outputs/run", "train.steps=1").code in (0, 3)
+
+
+def test_a_path_back_through_a_link_is_the_folder_behind_it(call: Call, tmp_path: Path) -> None:
+    """Hydra would make one folder and name another."""
+    (tmp_path / "real" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
+    outcome = call(*TINY, "train.steps=1", "plan.skip=true", "hydra.run.dir=link/../run")
+    assert outcome.code == 0, outcome.said()
+    assert (tmp_path / "real" / "run" / "result.json").is_file()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_of_two_equal_sweeps_the_one_that_ends_last_has_all_points(start: Start, tmp_path: Path) -> None:
+    """Those that the other one ran while it looked are there when it ends."""
+    words = ("-m", *TINY, "train.steps=30", "plan.skip=true", "seed=1,2,3,4", "hydra.sweep.dir=sweep")
+    calls = [start(*words, cwd=tmp_path) for _ in range(2)]
+    codes = sorted(call.end(200).code for call in calls)
+    assert codes[0] == 0
+    assert all(read_row(file.parent)["status"] == "ok" for file in tmp_path.glob("sweep/*/result.json"))

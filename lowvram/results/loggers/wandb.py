@@ -13,6 +13,7 @@ import secrets
 import shlex
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Tables = Mapping[str, Mapping[str, Sequence[float | str | None]]]  # by name, each column by column
 
 RUN_ID_FILE = "wandb_run_id"
+RUN_ID = re.compile(r"[^/\\#?%:\s]{1,128}")  # as W&B takes it
 STEP, AXIS = "step", "moment"  # the axes of figures, and of curves
 _INIT_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S, _MODEL_TIMEOUT_S = 60.0, 3600.0  # that the end of a run waits for an upload
@@ -53,8 +55,11 @@ class WandbRun(Logger):
         opened, why_offline = _open(run, run_id, resume_id is not None)
         if opened is None:
             return None
-        write_text(run.folder / RUN_ID_FILE, opened.id)  # an agent of W&B has chosen another id
-        return cls(opened, run, why_offline)
+        file, lost = run.folder / RUN_ID_FILE, None
+        if resume_id is None and file.is_file():
+            lost = f"{shown_path(file)} was changed or damaged: this run goes on as {opened.id}, a new run of W&B"
+        write_text(file, with_checksum(opened.id))  # an agent of W&B has chosen another id
+        return cls(opened, run, "; ".join(filter(None, [why_offline, lost])) or None)
 
     def __init__(self, opened: wandb.Run, run: LoggedRun, why_offline: str | None) -> None:
         self._run, self._logged, self._why_offline = opened, run, why_offline
@@ -125,11 +130,19 @@ class WandbRun(Logger):
 
 
 def stored_run_id(folder: Path) -> str | None:
-    """The id of the W&B run of this point's folder; None if it has no run."""
-    file = folder / RUN_ID_FILE
+    """The id of the W&B run of this point's folder; None if it has no run, or the file was damaged. An early version of
+    lowvram wrote no checksum."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return read_regular(file, SHORT_BYTES).decode()
+        text = read_regular(folder / RUN_ID_FILE, SHORT_BYTES).decode()
+        run_id, *more = text.splitlines() or [""]
+        is_whole = bool(RUN_ID.fullmatch(run_id)) and (not more or with_checksum(run_id) == text)
+        return run_id if is_whole else None
     return None
+
+
+def with_checksum(run_id: str) -> str:
+    """The content of the file: the id, and its checksum in a line of its own."""
+    return f"{run_id}\ncrc32 {zlib.crc32(run_id.encode()):08x}\n"
 
 
 def _open(run: LoggedRun, run_id: str, is_resumed: bool) -> tuple[wandb.Run | None, str | None]:

@@ -17,7 +17,7 @@ from lowvram.config.settings import MODEL, LoggerSettings
 from lowvram.results.files.manifest import Manifest, content_of, write
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
-from lowvram.results.loggers.wandb import WandbRun, stored_run_id
+from lowvram.results.loggers.wandb import RUN_ID_FILE, WandbRun, stored_run_id
 from lowvram.results.row import GIB, Row, empty_row, merge
 from tests.offline import inspect, records_of
 
@@ -247,6 +247,24 @@ def test_ids_of_folders_of_one_name_differ(without_account: Path):
         start(folder).finish(ended("ok"))
         ids.add(stored_run_id(folder))
     assert len(ids) == 2
+
+
+@pytest.mark.parametrize("text", ["another-run\ncrc32 00000000\n", "a/b", ""])
+def test_a_changed_id_is_told_and_not_used(without_account: Path, text: str):
+    """The figures would go to another run."""
+    start(without_account).finish(ended("interrupted"))
+    (without_account / RUN_ID_FILE).write_text(text)
+    second = start(without_account)
+    second.finish(ended("ok"))
+    new = stored_run_id(without_account)
+    assert new is not None
+    assert new != "another-run"
+    assert f"was changed or damaged: this run goes on as {new}, a new run of W&B" in " ".join(second.notes)
+
+
+def test_an_id_of_an_early_version_is_used(tmp_path: Path):
+    (tmp_path / RUN_ID_FILE).write_text("point-0a1b2c")
+    assert stored_run_id(tmp_path) == "point-0a1b2c"
 
 
 @pytest.mark.slow
