@@ -27,7 +27,7 @@ VICTIMS = {
 SLOW = ("search", "fidelity", "auto", "reruns", "train int8", "train int4", "train int8_dynamic")
 SCENARIOS = [scenario for scenario in ALL for _ in range(1 if scenario.name in SLOW else 4)]
 BY_TIME = 0.3  # of the kills; the others are at a call that changes a file
-MOST_KILLS = 2
+AGAIN = 0.3  # of the trials: what goes on gets a signal, too
 TOGETHER = 12  # every how many trials two programs run in one folder instead
 OTHER_SIGNALS = 0.3  # of the kills
 OTHERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGSTOP)
@@ -44,7 +44,7 @@ def trial(lab: Lab, draw: Draw) -> Told:
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
     told = Told(scenario.name)
     words = scenario.words
-    for _ in range(random.randint(1, MOST_KILLS)):
+    for _ in range(1 + (random.random() < AGAIN)):
         name, how = random.choice(list(VICTIMS)), signal.SIGKILL
         if random.random() < OTHER_SIGNALS:
             how = random.choice(OTHERS)

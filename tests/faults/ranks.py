@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from lowvram.launch.process_tree import children
 from tests.faults.going_on import finish, goes_on
-from tests.faults.kills import MOST_KILLS, Send, signals
+from tests.faults.kills import AGAIN, Send, signals
 from tests.faults.lab import Lab
 from tests.faults.results import differences
 from tests.faults.scenarios import RANKS
@@ -47,7 +47,7 @@ def trial(lab: Lab, draw: Draw) -> Told:
     wanted, _, took_s, _ = lab.undisturbed(scenario)
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
     told, words = Told(scenario.name), scenario.words
-    for _ in range(random.randint(1, MOST_KILLS)):
+    for _ in range(1 + (random.random() < AGAIN)):
         name, how = random.choice(list(VICTIMS)), random.choice(SIGNALS)
         after_s = random.uniform(EARLIEST, 1) * took_s
         acts = signals(to(VICTIMS[name]), how, after_s, random)
