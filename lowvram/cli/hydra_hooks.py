@@ -82,17 +82,27 @@ class Start(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         with mistakes_end_it():
+            check_folder(config.hydra)
             for listener in listeners:
                 listener.begin_run(config)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with mistakes_end_it():
+            check_folder(config.hydra)
             for listener in listeners:
                 listener.begin_sweep(config)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         for listener in listeners:
             listener.end_job(job_return)
+
+
+def check_folder(hydra: DictConfig) -> None:
+    """Raises BadInput if jobs are to run in another working directory."""
+    allowed = (
+        "false: your modules, data and models are looked for where you are, and results go to hydra.run.dir anyway"
+    )
+    require(not hydra.job.chdir, "hydra.job.chdir", hydra.job.chdir, allowed)
 
 
 def check_plugins(hydra: DictConfig) -> None:

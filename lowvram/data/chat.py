@@ -34,6 +34,9 @@ from lowvram.data.text_and_label import is_text
 from lowvram.data.tokenizer import Tokenizer
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # the usual names of the columns, as in trl
+CONVERSATIONS = "conversations"  # the same in ShareGPT's format
+USUAL_KEYS = (("role", "content"), ("from", "value"))  # of messages; the second are ShareGPT's
+USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 COLUMNS = (
     f"a column {MESSAGES}, or {PROMPT} and {COMPLETION}, or others by data.messages or data.prompt and data.completion"
 )
@@ -66,6 +69,9 @@ class Chat(TextSource):
     train_split: str = "train"
     eval_split: str | None = None
     messages: str | None = None
+    role: str | None = None
+    content: str | None = None
+    roles: dict[str, str] | None = None
     prompt: str | None = None
     completion: str | None = None
     loss_on: LossOn = LossOn.answers
@@ -78,6 +84,8 @@ class Chat(TextSource):
         require(self.eval_samples >= 1, "data.eval_samples", self.eval_samples, "at least 1")
         is_pair = (self.prompt is None) == (self.completion is None)
         require(is_pair, "data.completion", self.completion, "given with data.prompt, and only then")
+        is_both = (self.role is None) == (self.content is None)
+        require(is_both, "data.content", self.content, "given with data.role, and only then")
         is_free = self.messages is None or self.prompt is None
         require(is_free, "data.messages", self.messages, "null where data.prompt is given")
 
@@ -126,7 +134,8 @@ class Chat(TextSource):
             is_all = self.loss_on is LossOn.everything
             return {"tokens": list(tokens), "counts": [np.int8(each | is_all) for each in counts]}
 
-        key = f"chat {columns} {self.loss_on.name} {tokenizer.key}"
+        how = (self.role, self.content, sorted((self.roles or {}).items()))
+        key = f"chat 2 {columns} {how} {self.loss_on.name} {tokenizer.key}"
         return mapped_rows(dataset, make, {"tokens": "int32", "counts": "int8"}, key, with_indices=True)
 
     def columns(self, dataset: Any) -> tuple[str, ...]:
@@ -140,7 +149,9 @@ class Chat(TextSource):
             return (self.messages,)
         if self.prompt is not None and self.completion is not None:
             return (self.prompt, self.completion)
-        usual = next((names for names in ((MESSAGES,), (PROMPT, COMPLETION)) if set(names) <= set(there)), None)
+        usual = next(
+            (names for names in ((MESSAGES,), (CONVERSATIONS,), (PROMPT, COMPLETION)) if set(names) <= set(there)), None
+        )
         if usual is None:
             raise BadInput("data.name", self.name, f"a data set with {COLUMNS}; it has {', '.join(there)}")
         return usual
@@ -162,8 +173,13 @@ class Chat(TextSource):
             )
             raise BadInput("data.tokenizer", self.tokenizer, allowed)
         if len(columns) == 1:
-            return lambda messages: template.tokens(checked(messages))
-        return lambda prompt, completion: completed(template, checked(prompt), checked(completion))
+            return lambda messages: template.tokens(self.checked(messages))
+        return lambda prompt, completion: completed(template, self.checked(prompt), self.checked(completion))
+
+    def checked(self, messages: Any) -> list[Message]:
+        """The messages of a row, each with a role and a content. Raises Unfit for anything else."""
+        named = (self.role, self.content)
+        return checked(messages, [named] if self.role else USUAL_KEYS, {**USUAL_ROLES, **(self.roles or {})})
 
 
 def check_column(key: str, column: str, feature: Any) -> None:
@@ -190,17 +206,31 @@ def completed(template: ChatTemplate, prompt: list[Message], completion: list[Me
     return tokens, counts
 
 
-def checked(messages: Any) -> list[Message]:
-    """The messages of a row, without the keys that only other messages have. Raises Unfit for anything else."""
-    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    kept = (
-        [{key: value for key, value in message.items() if value is not None} for message in messages or ()]
-        if is_list
-        else []
-    )
-    if not kept or not all(isinstance(message.get("role"), str) and "content" in message for message in kept):
-        raise Unfit("is no list of messages, each with a role and a content")
-    return kept
+def checked(messages: Any, keys: Sequence[tuple[Any, Any]], roles: Mapping[str, str]) -> list[Message]:
+    """The messages of a row, without the keys that only other messages have.
+
+    Args:
+        keys: of roles and contents; a message may have any pair of them.
+        roles: those of ShareGPT and others, by the names that chat templates know.
+
+    Raises:
+        Unfit: the row is anything else.
+    """
+    found = list[Message]()
+    for message in messages if isinstance(messages, list) else ():
+        kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+        pair = next(
+            ((role, content) for role, content in keys if isinstance(kept.get(role), str) and content in kept), None
+        )
+        if pair is None:
+            found.clear()
+            break
+        role, content = kept.pop(pair[0]), kept.pop(pair[1])
+        found.append({"role": roles.get(role, role), "content": content, **kept})
+    if not found:
+        pairs = " or ".join(f"a {role} and a {content}" for role, content in keys)
+        raise Unfit(f"is no list of messages, each with {pairs} (data.role and data.content name others)")
+    return found
 
 
 @final

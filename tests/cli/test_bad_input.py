@@ -97,6 +97,7 @@ MISTAKES = {
     "-m seed=0,1 hydra.launcher._target_=os.getcwd": ["hydra.launcher._target_='os.getcwd': must be one of hydra"],
     "-m seed=0,1 hydra.sweeper._target_=x": ["hydra.sweeper._target_='x': must be one of", "PointSweeper"],
     "-m seed=0,1 hydra.sweeper.max_batch_size=x": ["hydra.sweeper.max_batch_size='x': must be null or a whole number"],
+    "hydra.job.chdir=true": ["hydra.job.chdir=true: must be false: your modules, data and models are looked for where"],
     "-m seed=0,1 hydra.sweeper.max_batch_size=0": ["hydra.sweeper.max_batch_size=0: must be null or a whole number"],
     "-m seed=0,1 hydra.sweeper.params=5": ["hydra.sweeper.params=5: must be null or keys with their values"],
     "-m seed=0,1 hydra.sweeper.points=5": ["hydra.sweeper.points=5: must be names, each with the words"],
@@ -209,9 +210,10 @@ def test_an_image_that_is_none_is_found_before_the_first_tensor(call: Call, imag
 
 
 def test_an_image_that_fails_when_it_is_decoded_ends_the_point_by_its_name(call: Call, images: Path) -> None:
-    whole = (images / "red" / "0.png").read_bytes()
+    bent = bytearray((images / "red" / "0.png").read_bytes())
+    bent[len(bent) // 2] ^= 255
     for index in range(4):  # so that one of them is met
-        (images / "red" / f"{index}.png").write_bytes(whole[:60])
+        (images / "red" / f"{index}.png").write_bytes(bent)
     outcome = call(*image_words(images))
     assert outcome.code == 1, outcome.said()
     assert outcome.row["status"] == "error"

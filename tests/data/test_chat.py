@@ -207,7 +207,27 @@ def test_a_tokenizer_without_a_template_is_refused_for_messages(tmp_path: Path) 
         assert "must be one with a chat template" in refusal([{"messages": ONE}] * 4, folder, **fields)
 
 
-@pytest.mark.parametrize("messages", ["hi", [], [{"from": "user", "value": "hi"}], [{"role": "user", "text": "hi"}]])
+def test_other_keys_and_roles_are_mapped(folder: Path) -> None:
+    """ShareGPT's, and any that are named."""
+
+    def renamed(role: str, content: str, **roles: str) -> list[dict[str, str]]:
+        return [{role: roles.get(each["role"], each["role"]), content: each["content"]} for each in TWO]
+
+    wanted = predicted(opened([{"messages": TWO}] * 4, folder).train, folder)
+    for sharegpt in (renamed("from", "value", user="human", assistant="gpt"), renamed("from", "value")):
+        assert predicted(opened([{"conversations": sharegpt}] * 4, folder).train, folder) == wanted
+        assert predicted(opened([{"messages": sharegpt}] * 4, folder).train, folder) == wanted
+    rows = [{"messages": renamed("who", "said", assistant="Bot")}] * 4
+    fields: dict[str, Any] = {"role": "who", "content": "said", "roles": {"Bot": "assistant"}}
+    assert predicted(opened(rows, folder, **fields).train, folder) == wanted
+    assert "in row 0 is no list of messages, each with a who and a text" in refusal(
+        rows, folder, role="who", content="text"
+    )
+    with pytest.raises(BadInput, match=r"data\.content=null: must be given with data\.role"):
+        Chat("x", role="who")
+
+
+@pytest.mark.parametrize("messages", ["hi", [], [{"from": "user", "text": "hi"}], [{"role": "user", "text": "hi"}]])
 def test_what_is_no_conversation_is_refused(folder: Path, messages: Any) -> None:
     rows = [{"messages": messages}] * 4
     assert "in row 0 is no list of messages, each with a role and a content" in refusal(rows, folder)
