@@ -27,6 +27,7 @@ from lowvram.data.spec import TEXTS, DataSpec, Modality, described, num_places, 
 from lowvram.models.draw_finder import find_draw
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.outputs import all_outputs
+from lowvram.models.restless_finder import find_restless
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
 
@@ -154,6 +155,9 @@ class Problem(Task):
         if self.description not in FOUND_DRAWS:
             FOUND_DRAWS[self.description] = find_draw(model, self.call, self.short_inputs(2))
         return FOUND_DRAWS[self.description]
+
+    def restless_block(self, model: nn.Module) -> str | None:
+        return find_restless(model, self.call, self.short_inputs(2), self.blocks(model))
 
     def blocks_trouble(self, model: nn.Module) -> str | None:
         return self.model.blocks_trouble(model, self.spec)

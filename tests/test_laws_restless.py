@@ -222,3 +222,14 @@ def test_both_passes_of_zeroth_order_draw_the_same(name: str) -> None:
     assert values_in(model) == values_in(wanted)
     for (key, found), (_, value) in zip(model.named_buffers(), wanted.named_buffers(), strict=True):
         assert torch.allclose(found.double(), value.double(), rtol=1e-3, atol=1e-4), key
+
+
+@pytest.mark.parametrize("knobs", ["ckpt=every1", "ckpt=selective", "tile=blocks"])
+def test_compiled_blocks_that_cannot_be_repeated_are_refused(knobs: str) -> None:
+    steady = {"FunctionalDropout", "DropPath", "Noise", "RandomRelu", "AttentionDropout", "FusedDropout"}
+    compiled = f"{knobs} compile=blocks compile.backend=aot_eager"
+    for name in [*DRAWING.keys() - steady - {"OwnGenerator"}, *CHANGING.keys() - {"CumulativeNorm", "PlainTensor"}]:
+        with pytest.raises(Incompatible, match=r"in a compiled model needs blocks|that sample alone"):
+            assembled(made(BLOCKS[name]), compiled)
+    for name in steady:
+        assembled(made(BLOCKS[name]), compiled)

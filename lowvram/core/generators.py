@@ -99,6 +99,23 @@ class OfNumpyBefore(Source):
 
 
 @final
+class NumpyState:
+    """What was read of numpy's global generator: its words, and the whole state or None. Two states are equal if all is
+    that was read of both."""
+
+    def __init__(self, words: bytes, whole: bytes | None) -> None:
+        self.words, self.whole = words, whole
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NumpyState):
+            return NotImplemented
+        both = self.whole is not None and other.whole is not None
+        return self.whole == other.whole if both else self.words == other.words
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+@final
 class OfNumpyGlobally(Source):
     """The one behind np.random.rand and its like. Its whole state takes 60 us to read. So after the first looks, and
     until something has been drawn, its words stand for it. (Beside the words it has at most one number in reserve,
@@ -110,27 +127,25 @@ class OfNumpyGlobally(Source):
         self.num_looks, self.is_used = 0, False
         self.words: bytes | None = None
 
-    def state(self) -> tuple[bool, bytes]:
-        """Whether it is the whole state, and the bytes."""
+    def state(self) -> NumpyState:
         self.num_looks += 1
         numpy = numpy_random()
         bit_generator = numpy.get_bit_generator()
         if not isinstance(bit_generator, numpy.MT19937):
-            return True, pickle.dumps(numpy.get_state(legacy=False))
+            return NumpyState(b"", pickle.dumps(numpy.get_state(legacy=False)))
         words = numpy_bytes(bit_generator)
         self.is_used |= self.words is not None and words != self.words
         self.words = words
         if self.is_used or self.num_looks <= NUM_FULL_LOOKS:
-            return True, pickle.dumps(numpy.get_state(legacy=False))
-        return False, words
+            return NumpyState(words, pickle.dumps(numpy.get_state(legacy=False)))
+        return NumpyState(words, None)
 
-    def restore(self, state: tuple[bool, bytes]) -> None:
-        is_whole, read = state
-        if is_whole:
-            numpy_random().set_state(pickle.loads(read))
+    def restore(self, state: NumpyState) -> None:
+        if state.whole is not None:
+            numpy_random().set_state(pickle.loads(state.whole))
         else:
             now = numpy_random().get_state(legacy=True)
-            *words, position = array("I", read)
+            *words, position = array("I", state.words)
             numpy_random().set_state(("MT19937", words, position, *now[3:]))
 
 

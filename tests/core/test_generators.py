@@ -58,16 +58,17 @@ def test_draws_that_change_nothing_afterwards(name: str) -> None:
 def test_numpys_generator_is_known_by_its_words_after_some_looks() -> None:
     source = OfNumpyGlobally()
     seed_all(0)
-    for _ in range(NUM_FULL_LOOKS):
-        assert source.state()[0]
+    looks = [source.state() for _ in range(NUM_FULL_LOOKS)]
+    assert all(look.whole is not None for look in looks)
     before = source.state()
-    assert not before[0]
+    assert before.whole is None
+    assert before == looks[-1]  # whole or not
     assert source.state() == before
     wanted = np.random.rand(3)
     assert source.state() != before
     source.restore(before)
     assert (np.random.rand(3) == wanted).all()
-    assert source.state()[0]  # from now on, as something draws
+    assert source.state().whole is not None  # from now on, as something draws
 
 
 @pytest.mark.parametrize(

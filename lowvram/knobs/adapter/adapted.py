@@ -78,6 +78,9 @@ class Adapted(Task):
     def drawn_by(self, model: nn.Module) -> str | None:
         return self.plain.drawn_by(model)
 
+    def restless_block(self, model: nn.Module) -> str | None:
+        return self.plain.restless_block(model)
+
     def blocks_trouble(self, model: nn.Module) -> str | None:
         return self.plain.blocks_trouble(model)
 
