@@ -22,6 +22,8 @@ from lowvram.data.randomness import Key
 from lowvram.data.source import Data, FollowedModel, Samples, Texts
 from lowvram.data.spec import IDS, POSITIONS, Layout, Modality, TensorLayout
 
+WHY_NOT = {Modality.LABELLED_TOKENS: "a row has one class, so it can't hold several texts"}
+OTHERWISE = "rows hold several texts only where each token is predicted from those before it"
 WIDEST = 1.25  # the widest row allowed, as a multiple of `padded_length`
 FULL = 0.99  # share of a batch that is no padding: the search for a better packing ends
 
@@ -49,7 +51,7 @@ class Packed(Loader):
             raise BadInput(
                 "loader",
                 "packed",
-                f"bucketed for {data.spec.modality.value}: a row has one class, so it can't hold several texts",
+                f"bucketed for {data.spec.modality.value}: {WHY_NOT.get(data.spec.modality, OTHERWISE)}",
             )
         model.check_packed()
         row = TensorLayout(data.spec.shape, "int64")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,3 +170,10 @@ def test_numbers_out_of_range() -> None:
 def test_packing_is_a_function_of_the_lengths() -> None:
     keys = [(index, 0) for index in range(16)]
     assert pack(TEXTS, keys, 1) == pack(TEXTS, keys, 1)
+
+
+def test_texts_that_are_not_predicted_token_by_token_are_refused_for_what_they_are() -> None:
+    for modality in (Modality.MASKED_TOKENS, Modality.PAIRS):
+        data = Data(replace(SPEC, modality=modality), TEXTS, TEXTS, "")
+        with pytest.raises(BadInput, match=f"bucketed for {modality.value}: rows hold several texts only where each"):
+            Packed().fit(data, TRANSFORMER)
