@@ -58,6 +58,7 @@ MEDIUM = [
     "search/test_worker",
     "worker/test_flops",
     "worker/test_ranks",
+    "zoo/test_zoo",
 ]
 # Of tests with many cases that are alike: in these files `scripts/test` runs each n-th case, and `all` the others.
 SAMPLED = {

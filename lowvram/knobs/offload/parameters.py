@@ -42,6 +42,8 @@ class Parameters(Knob):
         **ONCE,
         "setStorage|invalid for input of size": "weights are read in forward passes of their modules alone, as"
         " derivatives in the model's forward pass aren't: choose offload=none",
+        "is a view and is being modified inplace": "blocks change nothing in place that they are given: choose"
+        " offload=none",
     }
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS
