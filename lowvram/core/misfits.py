@@ -20,6 +20,11 @@ ONCE: Mapping[str, str] = {
     "trying to differentiate twice": "gradients aren't differentiated again, as those of an energy's forces are: leave"
     " it at its neutral option",
 }
+# For knobs with which only some of the model's weights train.
+TAKES_PART: Mapping[str, str] = {
+    "does not require grad": "weights that train take part in the loss of every step: choose adapter=none, or let the"
+    " model leave no blocks out",
+}
 
 
 def with_reasons(run: Run, knobs: Mapping[str, Knob]) -> Run:

@@ -216,7 +216,7 @@ class Part(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-@pytest.mark.parametrize("stepping", ["after_backward", "in_backward", "cpu_offload"])
+@pytest.mark.parametrize("stepping", ["after_backward", "in_backward accum=x2", "cpu_offload"])
 @pytest.mark.parametrize("adapter", ["badam adapter.every=1", "lisa adapter.every=1", "progressive"])
 def test_a_turn_without_parameters_is_the_next_one_s(adapter: str, stepping: str) -> None:
     x, targets = torch.randn(3, 4), torch.zeros(3, 4)
@@ -227,6 +227,16 @@ def test_a_turn_without_parameters_is_the_next_one_s(adapter: str, stepping: str
     for _ in range(12):
         assert lowvram.step(rig, lowvram.Part(x, targets))[0].isfinite()
     assert not any(map(torch.equal, first, model.parameters()))
+
+
+def test_a_loss_that_never_depends_on_what_trains_is_refused() -> None:
+    x, targets = torch.randn(3, 4), torch.zeros(3, 4)
+    task = lowvram.task(AllBlocks(), x, lambda outputs, targets: (outputs.detach() - targets).square().sum(), "Part")
+    rig = lowvram.assemble(task, "adapter=badam", "cpu")
+    for _ in range(10):
+        lowvram.step(rig, lowvram.Part(x, targets))
+    with pytest.raises(Incompatible, match=r"^adapter=badam needs that weights that train take part in the loss"):
+        lowvram.step(rig, lowvram.Part(x, targets))
 
 
 def test_batch_norm_of_blocks_that_rest_keeps_its_statistics() -> None:

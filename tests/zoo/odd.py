@@ -226,7 +226,7 @@ class Augmented(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            if not self.training or random.random() < 0.7:
+            if not self.training or random.random() < 0.95:
                 x = block(x)
         return self.head(x)
 

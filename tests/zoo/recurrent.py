@@ -216,6 +216,7 @@ MODELS = {
         targets=floats(WIDTH),
         criterion=sum_of_squares,
         lacks="MLPS NORMS PLAIN_BLOCKS SKIPPABLE",
+        refuses="tile=blocks sparsity=two_of_four",
     ),
     "deep_equilibrium": Foreign(
         make=DeepEquilibrium, inputs=floats(WIDTH), lacks="BLOCKS BRANCHES MLPS NORMS SEPARATE_SAMPLES SKIPPABLE"

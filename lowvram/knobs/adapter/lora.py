@@ -10,11 +10,11 @@ becomes `x.base_layer.weight`, and `x.lora_A.default.weight` and `x.lora_B.defau
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from lowvram.config.errors import require
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.knob import Fact, Kind
-from lowvram.core.misfits import ONCE
+from lowvram.core.misfits import ONCE, TAKES_PART
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
 from lowvram.core.states import with_values
@@ -46,6 +46,7 @@ class Lora(Frozen):
     train_a: bool = True
 
     band = 1e-5
+    misfits = TAKES_PART
     libraries = ("peft",)
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class QLora(Lora):
 
     # Weights are off by a tenth, and in most models gradients are too; norms over few values and ReLUs amplify that.
     band = 7e-1
-    misfits = ONCE
+    misfits: ClassVar[Mapping[str, str]] = {**TAKES_PART, **ONCE}
     saves = Kind.PARAMETERS
 
     def quantize(self, model: nn.Module, layers: Collection[nn.Module]) -> None:

@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact
+from lowvram.core.misfits import TAKES_PART
 from lowvram.core.rig import Rig, Stepper, StepperAround, Update
 from lowvram.knobs.adapter.parts import Frozen
 from lowvram.knobs.adapter.units import Units
 
+MOST_WITHOUT = 10  # parts in a row in which a model may leave out all blocks that train
 Active = frozenset[int]  # the numbers of the units that train, see `Units`
 
 
@@ -25,6 +28,7 @@ Active = frozenset[int]  # the numbers of the units that train, see `Units`
 class OverTime(Frozen):
     """The base of these options."""
 
+    misfits = TAKES_PART
     band = 1e-5  # over the gradients of what trains: of few blocks, so that little evens out
 
     def needs(self) -> frozenset[Fact]:
@@ -84,6 +88,7 @@ class SwitchingStepper(StepperAround):
         self.units, self.active_at = units, active_at
         self.step = 0  # of the run; counts steps without an update, too
         self.active: Active | None = None  # None: not known
+        self.num_without = 0  # parts in a row whose loss depends on nothing that trains
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
         active = self.active_at(self.step)
@@ -93,8 +98,12 @@ class SwitchingStepper(StepperAround):
         self.inner.begin(num_parts, divisor)
 
     def backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:  # else nothing that trains took part: the model may leave blocks out
-            self.inner.backward(loss)
+        """The model may have left out the blocks that train: then there are no gradients. If that goes on, the loss
+        has no graph at all, or they are never used, and torch says so."""
+        self.num_without = 0 if loss.requires_grad else self.num_without + 1
+        if 0 < self.num_without <= MOST_WITHOUT:
+            loss = loss + torch.zeros_like(loss, requires_grad=True)
+        self.inner.backward(loss)
 
     def update(self) -> Update:
         update = self.inner.update()
