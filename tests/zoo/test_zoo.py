@@ -116,7 +116,10 @@ def fault_of(name: str, pair: Pair) -> str | None:
 def reasons(name: str, pair: Pair) -> str:
     """A pattern of the sentence with which an option has to be refused; empty if it has to work."""
     option, refuses = "=".join(pair), ZOO[name].refuses.split()
-    lacks = [re.escape(fact.value) for fact in ZOO[name].absent & KNOBS[pair].needs()]
+    needs = KNOBS[pair].needs()
+    if Fact.COMPILED in needs:  # compile=blocks stands in for compile=none
+        needs |= {Fact.BLOCKS}
+    lacks = [re.escape(fact.value) for fact in ZOO[name].absent & needs]
     is_listed = option in refuses or pair[0] in refuses
     return "|".join([*lacks, *([SENTENCES.get(option) or SENTENCES[pair[0]]] if is_listed else [])])
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_input
 
+from lowvram.compat.torch_trees import tree_leaves
+from lowvram.config.errors import Incompatible
 from lowvram.core.packed import PackedWeight
 
 BLOCK = 64  # weights that share a scale: the largest absolute value among them
@@ -130,6 +132,19 @@ class Convolution(Product):
         return conv2d_input(shape, weight, gradient, *options)
 
 
+class ShapeAlone(Tensor):
+    """Stands for a weight that has no values here. Computing with it would read memory that nobody has written."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, Tensor) and type(leaf) is not cls for leaf in tree_leaves((args, kwargs))):
+            raise Incompatible(
+                "adapter=qlora keeps weights in 4 bits, and this model computes with the weight of a layer instead of"
+                " calling the layer: choose adapter=freeze or adapter=none"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 @final
 class FourBit(PackedWeight):
     """A layer whose weight is kept in NF4 and dequantized for each use: in the forward pass, and again in the backward
@@ -172,7 +187,7 @@ class FourBit(PackedWeight):
     @property
     def weight(self) -> Tensor:
         """A meta tensor, for code that reads only the shape and the dtype of a layer's weight."""
-        return torch.empty(self.shape, dtype=torch.float32, device="meta")
+        return torch.empty(self.shape, dtype=torch.float32, device="meta").as_subclass(ShapeAlone)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight in `dtype`."""
