@@ -76,18 +76,10 @@ def command(item: Item, work: Path) -> list[str]:
         case Kind.PROBE:
             return [sys.executable, str(ROOT / "scripts" / "benchmarks" / "card_probes.py"), *item.words]
         case Kind.TESTS:
-            plain = (
-                "-p",
-                "no:cacheprovider",
-                "-c",
-                str(ROOT / "pyproject.toml"),
-                "-n",
-                "8",
-                "-v",
-                "-rfE",
-                "--tb=short",
-            )
-            return [sys.executable, "-m", "pytest", *item.words, "-m", "gpu", *plain]
+            # pytest-benchmark warns beside xdist, and warnings are errors.
+            plain = ("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "scripts.benchmarks.told_at_once")
+            several = ("-c", str(ROOT / "pyproject.toml"), "-n", "8", "-v", "-rfE", "--tb=short")
+            return [sys.executable, "-m", "pytest", *item.words, "-m", "gpu", *plain, *several]
 
 
 def run(item: Item, folder: Path, left_s: float) -> Line:

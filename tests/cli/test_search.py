@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -147,8 +148,8 @@ def test_after_a_probe_that_ran_out_of_memory_the_next_one_follows(
     quiet = type("Quiet", (), {"say": lambda self, text: None})()
     searches = Searches(None, quiet, lambda: 0, lambda point: None)  # pyright: ignore[reportArgumentType]
     probes = [Point(str(n), str(n), n, tmp_path / str(n), {}, {}, None, {}) for n in range(6)]
-    assert [row["status"] for row in searches.measure(probes, 2)] == ["oom", "ok", "error", "ok"]
-    kept = [row["id"] for row in searches.measure(probes, 2)]
+    assert [row["status"] for row in searches.measure(probes, 2, math.inf)] == ["oom", "ok", "error", "ok"]
+    kept = [row["id"] for row in searches.measure(probes, 2, math.inf)]
     assert kept[0] == "0"  # an earlier call knows it: it isn't run again
 
 

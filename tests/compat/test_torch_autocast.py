@@ -18,7 +18,7 @@ def test_autocast_ends_with_the_code_that_left_it_on() -> None:
             with same_autocast():
                 torch.autocast("cpu", torch.float16).__enter__()
                 torch.set_autocast_cache_enabled(not around)
-                weight @ weight
+                torch.matmul(weight, weight)
             assert torch.is_autocast_enabled("cpu") is around
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
             assert torch.is_autocast_cache_enabled()
