@@ -72,6 +72,10 @@ class Compiled(Knob):
     exactness = Exactness.ROUNDING
     band = 1e-5
     extra_memory = True
+    misfits: ClassVar[Mapping[str, str]] = {
+        "does not currently support double backward": "gradients aren't differentiated again, as those of an energy's"
+        " forces are: choose compile=none",
+    }
 
     def __post_init__(self) -> None:
         written = self.backend is Backend.inductor or self.mode is Mode.default

@@ -309,7 +309,7 @@ MODELS = {
         targets=named(energy=floats(), forces=floats(4, 3)),
         criterion=energy_and_forces,
         lacks="MLPS NORMS",
-        refuses="tile=blocks adapter=qlora offload=parameters",
+        refuses="tile=blocks adapter=qlora offload=parameters compile=model",
     ),
     "flow": Foreign(
         make=Flow,

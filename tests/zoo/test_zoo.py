@@ -93,6 +93,7 @@ SENTENCES = {
     "precision=bf16_pure": "own code computes with weights in bf16",
     "precision=bf16_split": "own code computes with weights in bf16",
     "compile=torchscript": "can't record|TorchScript can run",
+    "compile=model": "aren't differentiated again",
     "tile": "changes what it is given in place|changes in each forward pass|aren't differentiated again",
     "ckpt": "changes what it is given in place",
     "offload=parameters": "forward passes of their modules alone|change nothing in place",
