@@ -110,6 +110,10 @@ class Stepper(ABC):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the updates to come."""
 
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What the stepper did, for a run's row: fields by the name of their section."""
+        return {}
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, as tensors and plain values."""
@@ -142,6 +146,9 @@ class StepperAround(Stepper):
 
     def set_lr(self, lr: float) -> None:
         self.inner.set_lr(lr)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        return self.inner.figures()
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -329,7 +336,8 @@ def loss_of(rig: Rig, part: Part, total: Tensor) -> Tensor:
     """Move the part to the device, and compute its share of the mean loss (0-dim). Afterwards only autograd holds what
     was moved, as far as the backward pass needs it."""
     moved = rig.move(part)
-    return rig.criterion(rig.forward(moved), moved) / total
+    loss = rig.criterion(rig.forward(moved), moved)
+    return loss / total.to(loss.dtype)
 
 
 def named_tensors(model: nn.Module, names: Iterable[str]) -> set[Tensor]:

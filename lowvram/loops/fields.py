@@ -37,12 +37,15 @@ def merged(*fragments: Fields) -> Fields:
 
 def common(session: Session) -> Fields:
     """The fields that all modes have: the model, changed semantics, the loss scale, and the noise scale."""
-    state = session.rig.stepper.state_dict()
     about = about_model(session.problem, session.rig.model, session.knobs.values())
     masked = session.settings.groups["sparsity"].layers_with_masks(session.problem, session.rig.model)
     return {
-        **merged(about, {"model": {"share_of_zeros": share_of_zeros([layer.weight for layer in masked.values()])}}),
-        "precision": {"skipped_steps": state.get("skipped_steps", 0), "scale": state.get("scale")},
+        **merged(
+            about,
+            {"model": {"share_of_zeros": share_of_zeros([layer.weight for layer in masked.values()])}},
+            {"precision": {"skipped_steps": 0, "scale": None}},
+            session.rig.stepper.figures(),
+        ),
         **session.noise.fields(),
     }
 

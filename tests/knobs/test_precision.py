@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,17 +16,31 @@ from torch import Tensor, nn
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
-from lowvram.core.knob import Kind
+from lowvram.core.device import absent_facts
+from lowvram.core.knob import WRITES, Kind, conflicts
 from lowvram.core.ledger import ledger
-from lowvram.core.rig import Stepper, Update
+from lowvram.core.phases import with_phases
+from lowvram.core.rig import Rig, Stepper, StepperAround, Update
 from lowvram.core.step import step
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32
 from lowvram.knobs.precision.fp32 import tf32_restored, use_tf32, uses_tf32
 from lowvram.knobs.stepping import AfterBackwardStepper
+from lowvram.loops.profiling.clock import HostClock
 from lowvram.tasks import Auto
-from tests.laboratory import CPU, PROBLEMS, TOKENS, TRANSFORMER, knobs_of, make_batch, needs_gpu, needs_real_gpu
+from tests.laboratory import (
+    CPU,
+    KNOBS,
+    PROBLEMS,
+    TOKENS,
+    TRANSFORMER,
+    is_for,
+    knobs_of,
+    make_batch,
+    needs_gpu,
+    needs_real_gpu,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -233,7 +248,32 @@ def test_fp16_trains_with_parts_and_clipping_from_a_scale_that_is_too_large() ->
     assert applied == sorted(applied)  # skipped ones first
     assert 1 <= applied.count(False) < 25
     assert all(update.applied or update.recoverable for update in updates)
-    assert rig.stepper.state_dict()["skipped_steps"] == applied.count(False)
+    assert rig.stepper.figures()["precision"]["skipped_steps"] == applied.count(False)
+
+
+def test_the_scale_is_told_whatever_is_around_its_stepper() -> None:
+    def is_wrapped(stepper: Stepper) -> bool:
+        return isinstance(stepper, StepperAround) and isinstance(stepper.inner, StepperAround)
+
+    def rig_of(options: dict[str, str]) -> Rig | None:
+        knobs = knobs_of(precision=Fp16(init_scale=2.0**30), **options)
+        return None if conflicts(knobs, absent_facts(CPU)) else assemble(PROBLEMS["transformer"], knobs, CPU)
+
+    may_wrap = (
+        pair for pair, knob in KNOBS.items() if WRITES[knob.stage] & {"stepper", "over_time"} and not knob.libraries
+    )
+    others = (
+        pair for pair in may_wrap if is_for(KNOBS[pair], "transformer") and pair[0] not in ("precision", "optimizer")
+    )
+    singles = {pair: rig for pair in others if (rig := rig_of(dict([pair])))}
+    wrapping = [pair for pair, rig in singles.items() if is_wrapped(rig.stepper)]
+    assert {"activations", "sparsity", "adapter", "depth"} <= {group for group, _ in wrapping}
+    assert not isinstance(singles["activations", "int8"].stepper, ScaledStepper)
+    one_of_each_group = dict(wrapping).items()
+    pairs = (rig_of(dict(two)) for two in combinations(one_of_each_group, 2))
+    for rig in [*singles.values(), *filter(None, pairs)]:
+        marked = with_phases(rig, HostClock())
+        assert marked.stepper.figures()["precision"] == {"skipped_steps": 0, "scale": 2.0**30}
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, 2.0**32, SMALLEST_SCALE / 2])

@@ -207,7 +207,7 @@ def test_a_file_in_the_way_of_the_weights_is_reported_before_the_first_step(make
 
 
 def test_a_row_says_what_the_knobs_did(make_session: MakeSession) -> None:
-    choices: dict[str, str | Knob] = {"accum": "x2", "precision": Fp16(init_scale=2.0**31)}
+    choices: dict[str, str | Knob] = {"accum": "x2", "precision": Fp16(init_scale=2.0**31), "activations": "int8"}
     row = Train().run(make_session("resnet", choices=choices, steps=12))
     assert "BatchNorm normalises over each of the 2 parts" in row["semantics_changed"]
     assert row["precision"]["skipped_steps"] > 0
