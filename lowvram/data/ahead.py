@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import count
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, final
 
 import numpy as np
@@ -73,8 +75,19 @@ def started(loader: Any) -> Iterator[Part]:
         with interrupts_blocked():
             return iter(loader)
     except OSError as error:
+        forget_half_made(error)
         where = f"{SHARED} or the folder for temporary files ({tempfile.gettempdir()})"
         raise Shortage(f"the loader's workers can't be started ({error}): {where} is full; {REMEDY}") from None
+
+
+def forget_half_made(error: BaseException) -> None:
+    """Destroy the loader's iterator that failed in its constructor, and end the workers that it has started. torch's
+    destructor of it raises errors, which Python would print."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = hook
 
 
 def arrived(workers: Iterator[Part], made: Made, number: int) -> Part:

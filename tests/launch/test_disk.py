@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -51,6 +53,22 @@ def test_the_disk_fills_while_a_point_runs(call: Call, small_disk: Path) -> None
     assert outcome.code == 1
     assert "error: No space left on device while writing" in outcome.out
     assert "Traceback" not in outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free_kib", [44, 24, 4])
+def test_what_a_teacher_says_finds_no_room(call: Call, small_disk: Path, tmp_path: Path, free_kib: int) -> None:
+    """One sentence, wherever the room ends: in a shard, in the index or in what is written beside them."""
+    assert call(*TINY, f"hydra.run.dir={tmp_path}/teacher").code == 0
+    run = small_disk / "run"
+    words = (*TINY, "mode=teach", "task=distill", f"task.teacher={tmp_path}/teacher", "task.top=16", "train.steps=64")
+    fill(small_disk)
+    os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - free_kib * 2**10)
+    outcome = call(*words, f"hydra.run.dir={run}")
+    assert outcome.code == 1, outcome.said()
+    assert "Traceback" not in outcome.said()
+    assert re.search("the disk is full|No space left", outcome.said()), outcome.said()
+    assert outcome.row["status"] == "error" if (run / "result.json").is_file() else True
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput, require
+from lowvram.config.texts import first_line
 from lowvram.core.rig import IGNORE, Part
 from lowvram.data.randomness import Key
 from lowvram.loops.distillation.soft import IDS, REST, VALUES, Likeliest
@@ -197,8 +198,7 @@ class Cache:
         except ValueError as error:
             raise BadInput(KEY, self.name, f"as it was written: {manifest.NAME} is damaged ({error})") from None
         for name, content in written.files.items() if written else ():
-            allowed = f"as it was written: {self.folder / name} is missing or damaged; run mode=teach again"
-            require(content.is_in(self.folder / name), KEY, self.name, allowed)
+            require(content.is_in(self.folder / name), KEY, self.name, damaged(self.folder / name))
 
     def check(self, samples: str, num_train: int, seed: int, keys: list[Key], part: Part) -> None:
         """Raises BadInput if it is a cache of other samples.
@@ -236,6 +236,8 @@ class Cache:
         for row, place in enumerate(places):
             for name, tensor in empty.items():
                 rows = self.array(name, place.shard)[place.first : place.first + place.num_targets]
+                is_whole = len(rows) == int(counts[row].sum())
+                require(is_whole, KEY, self.name, damaged(shard_file(self.folder, name, place.shard)))
                 tensor[row][counts[row]] = torch.from_numpy(np.array(rows)).reshape(-1, *tensor.shape[counts.dim() :])
         return empty
 
@@ -254,7 +256,21 @@ class Cache:
         if (name, shard) not in self.shards:
             file = shard_file(self.folder, name, shard)
             try:
-                self.shards[name, shard] = np.load(file, mmap_mode="r")
-            except (OSError, ValueError) as error:
-                raise BadInput(KEY, self.name, f"whole: {file} can't be read ({error})") from None
+                array = np.load(file, mmap_mode="r")
+            except Exception as error:  # numpy's reader raises errors of any class for a damaged header
+                raise BadInput(KEY, self.name, f"{damaged(file)} ({first_line(error)})") from None
+            is_whole = array.offset + array.nbytes == file.stat().st_size and array.flags.c_contiguous
+            is_whole &= (array.dtype, array.shape[1:]) == self.rows_of(name)
+            require(is_whole, KEY, self.name, damaged(file))
+            self.shards[name, shard] = array
         return self.shards[name, shard]
+
+    def rows_of(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Number format and shape of the rows of an array."""
+        if name == REST:
+            return np.dtype(np.float32), ()
+        return np.dtype(self.about.values if name == VALUES else np.int32), (self.about.top,)
+
+
+def damaged(file: Path) -> str:
+    return f"as it was written: {file} is missing or damaged; run mode=teach again"

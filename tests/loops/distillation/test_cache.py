@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from lowvram.data.packed import Packed
 from lowvram.data.source import Data, Samples
 from lowvram.data.spec import DataSpec
 from lowvram.loops.distillation import cache as module
-from lowvram.loops.distillation.cache import ABOUT, INDEX, Cache
+from lowvram.loops.distillation.cache import ABOUT, ARRAYS, INDEX, Cache, shard_file
 from lowvram.loops.distillation.samples import taught
 from lowvram.loops.distillation.task import CacheFormat, Distilled
 from lowvram.loops.distillation.teach import Teach
+from lowvram.results.files import manifest
 from tests.laboratory import CPU, IMAGES, TOKENS, TRANSFORMER, documents, knobs_of, peak_as_measured, peak_as_planned
 from tests.loops.distillation.teachers import distilled
 from tests.loops.sessions import Drawn, Told, session_in
@@ -216,6 +218,31 @@ def test_any_flipped_bit_of_the_index_is_a_refusal(tmp_path: Path) -> None:
             Cache(str(folder))
     index.write_bytes(whole)
     Cache(str(folder))
+
+
+def test_any_flipped_bit_of_a_shards_header_is_a_refusal_or_changes_nothing(tmp_path: Path) -> None:
+    """Also where no list of hashes is beside it, or after the list was compared."""
+    written(tmp_path, distilled("transformer", top=3))
+    (tmp_path / "cache" / manifest.NAME).unlink()
+    keys = [(index, 0) for index in (3, 1, 10)]
+    part = Inline().collate(Drawn(TOKENS, NUM_SAMPLES), keys)
+    as_written = Cache(str(tmp_path)).soft(keys, part)
+    refused = 0
+    for name in ARRAYS:
+        shard = shard_file(tmp_path / "cache", name, 0)
+        whole = shard.read_bytes()
+        for place in range(0, 8 * 80, 3):
+            content = bytearray(whole)
+            content[place // 8] ^= 1 << place % 8
+            shard.write_bytes(content)
+            try:
+                soft = Cache(str(tmp_path)).soft(keys, part)
+            except BadInput as error:
+                refused += bool(re.match(rf"task\.cache=.*{shard.name} is missing or damaged", str(error)))
+            else:
+                assert all(torch.equal(soft[each], as_written[each]) for each in ARRAYS), (name, place)
+        shard.write_bytes(whole)
+    assert refused > 300
 
 
 def test_a_run_that_reads_more_than_was_taught_is_refused(tmp_path: Path) -> None:
