@@ -21,8 +21,8 @@ def step(rig: Rig, batch: Part) -> tuple[Tensor, Update]:
     parts = rig.split(batch)
     rig.stepper.begin(len(parts))
     total = rig.total(parts)
-    has_targets = total > 0
-    loss = rig.run(rig, parts, total.double().where(has_targets, math.inf))
+    total = total.float().where(total > 0, math.inf)
+    loss = rig.run(rig, parts, total)
     update = rig.stepper.update()
     rig.finish()
-    return loss.where(has_targets, math.nan), update
+    return loss.where(total.isfinite(), math.nan), update

@@ -54,7 +54,11 @@ class Lacking(Task):
     has_blocks: bool
 
     def make_model(self) -> nn.Module:
-        return nn.Sequential(nn.Dropout(0.5))
+        model = nn.Sequential(nn.Dropout(0.5))
+        model.temperature = nn.Parameter(torch.tensor(1.0 + 1.0j))  # a single number, and complex
+        model.shared = nn.Parameter(torch.ones(2, 3))
+        model.transposed = nn.Parameter(model.shared.detach().t())
+        return model
 
     def values(self, model: nn.Module, seed: int) -> Fill:
         raise NotImplementedError

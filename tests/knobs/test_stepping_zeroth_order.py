@@ -204,7 +204,9 @@ def test_activations_are_those_of_inference_planned_and_measured(problem: str, p
         rig.criterion(rig.forward(batch), batch)
     activations = found[Kind.ACTIVATIONS]
     numbers_bytes = 2 * 512  # the first loss and the number of targets
-    assert activations <= inference.by_kind_max[Kind.ACTIVATIONS] + numbers_bytes
+    # What the first pass changes in buffers is put back after the second one.
+    copies_bytes = sum(-(-buffer.nbytes // 512) * 512 for buffer in rig.model.buffers())
+    assert activations <= inference.by_kind_max[Kind.ACTIVATIONS] + numbers_bytes + copies_bytes
     largest_bytes = max(parameter.nbytes for parameter in rig.trainable) + 511
     assert found[Kind.GRADIENTS] <= largest_bytes
     assert found[Kind.OTHER] <= largest_bytes
