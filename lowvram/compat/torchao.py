@@ -41,6 +41,21 @@ def part_of_moment(moment: Any, start: int, end: int) -> Any:
     return type(moment).__tensor_unflatten__(inner, sizes)
 
 
+def set_codes(weight: Any, codes: Tensor, scale: Tensor) -> None:
+    """Give a weight of few bits other codes and scales, in place.
+
+    The attributes qdata and scale of torchao.quantization's IntxUnpackedToInt8Tensor and Int8Tensor, since 0.14: the
+    classes are public, what they are made of isn't. Replaced by scales that the configurations take, once they do (they
+    take a mapping, and training with weights of few bits knows the one with ties alone).
+
+    Args:
+        codes: int8, of the weight's shape.
+        scale: in the order of the weight's pieces that share one.
+    """
+    weight.qdata.copy_(codes)
+    weight.scale.copy_(scale.view_as(weight.scale))
+
+
 def flattened(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A state dict as plain tensors and metadata for a safetensors file: torchao's tensors of few bits become the
     tensors of which they are made.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -67,15 +66,13 @@ def quantized_graph(graph: Any, batches: list[Any]) -> GraphModule:
 
 
 def quantizer() -> Any:
-    """torchao's for x86, with other weights than its default ones: their scales may be as small as they need to be (by
-    default 2**-12 at least, which a batch norm's scale soon makes too large), and those of convolutions have codes that
-    go as far down as up."""
+    """torchao's for x86, with other weights than its default ones: their codes go as far down as up, and their scales
+    may be as small as they need to be (by default 2**-12 at least, which a batch norm's scale soon makes too large)."""
     x86 = import_module(f"{PT2E}.quantizer.x86_inductor_quantizer")
     default = x86.get_default_x86_inductor_quantization_config()
     observer = import_module(f"{PT2E}.observer").PerChannelMinMaxObserver.with_args(eps=SMALLEST_SCALE)
-    linear = replace(default, weight=replace(default.weight, observer_or_fake_quant_ctr=observer))
-    convolution = replace(linear, weight=replace(linear.weight, quant_min=-LARGEST, quant_max=LARGEST))
-    return x86.X86InductorQuantizer().set_global(linear).set_function_type_qconfig(F.conv2d, convolution)
+    weight = replace(default.weight, observer_or_fake_quant_ctr=observer, quant_min=-LARGEST, quant_max=LARGEST)
+    return x86.X86InductorQuantizer().set_global(replace(default, weight=weight))
 
 
 def forget_unused(graph: GraphModule) -> None:

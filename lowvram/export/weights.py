@@ -1,9 +1,9 @@
 """int8, int8_dynamic, int4: safetensors in which the weights of linear layers have few bits, as torchao keeps them.
 
 Embeddings, norms, biases, convolutions and the last layer stay in fp32, as in most published models of few bits: the
-last layer often shares its weight with the embedding. Tensors are named as torchao (and transformers) name those of a
-state dict that they write to safetensors. For the CPU, torchao keeps each code of 4 bits in a byte: in the file two
-codes share one, and loading parts them again.
+last layer often shares its weight with the embedding. Scales and codes are those of training (`lowvram.knobs.qat`).
+Tensors are named as torchao (and transformers) name those of a state dict that they write to safetensors. For the CPU,
+torchao keeps each code of 4 bits in a byte: in the file two codes share one, and loading parts them again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lowvram.compat.torchao import flattened, unflattened
+from lowvram.compat.torchao import flattened, set_codes, unflattened
 from lowvram.config.errors import BadInput, require
 from lowvram.core.extra_state import hidden
 from lowvram.core.layers import inner_linears
 from lowvram.core.quiet import quiet
 from lowvram.export.format import Format, Trained
-from lowvram.knobs.qat import divides, int4_weights, int8_weights, quantize
+from lowvram.knobs.qat import LARGEST, LARGEST_OF_4, codes_of, divides, scales_of
 from lowvram.models.layout import WEIGHTS
 from lowvram.tasks import Problem
 
@@ -43,12 +43,14 @@ class FewBits(Format):
 
     Args:
         config: makes torchao's configuration.
+        largest: code of a weight.
         group: weights of a row that share a scale; None: all of them. Rows that it doesn't divide stay in fp32.
         pack, unpack: of the codes of a weight (rows, columns), for the file.
     """
 
     name: str
     config: Callable[[], Any]
+    largest: int = LARGEST
     group: int | None = None
     pack: Callable[[Tensor], Tensor] = Tensor.contiguous
     unpack: Callable[[Tensor], Tensor] = Tensor.contiguous
@@ -66,10 +68,19 @@ class FewBits(Format):
     def write(self, trained: Trained, folder: Path) -> None:
         model = deepcopy(trained.model)
         with quiet(), hidden(model):
-            quantize(model, self.config(), self.layers(model, trained.problem.last_weights(model)))
+            self.quantize(self.layers(model, trained.problem.last_weights(model)), model)
             tensors, about = flattened(distinct(model))
         packed = {name: self.pack(each) if name.endswith(CODES) else each for name, each in tensors.items()}
         save_file(packed, folder / WEIGHTS, {"format": "pt", **about})
+
+    def quantize(self, layers: list[nn.Linear], model: nn.Module) -> None:
+        """Give these layers of the model, in place, torchao's weights of few bits, with the scales and codes of
+        training."""
+        weights = {layer: layer.weight for layer in layers}
+        quantize(model, self.config(), layers)
+        for layer, weight in weights.items():
+            scale = scales_of(weight, self.largest, self.group)
+            set_codes(layer.weight, codes_of(weight, scale, self.largest), scale)
 
     def load(self, folder: Path, make_plain: Callable[[], nn.Module]) -> nn.Module:
         tensors, about = read(folder / WEIGHTS)
@@ -97,7 +108,27 @@ def int8_dynamic() -> FewBits:
 
 
 def int4(group: int) -> FewBits:
-    return FewBits("int4", lambda: int4_weights(group), group, pack_pairs, unpack_pairs)
+    return FewBits("int4", lambda: int4_weights(group), LARGEST_OF_4, group, pack_pairs, unpack_pairs)
+
+
+def int8_weights() -> Any:
+    """torchao's configuration of weights of 8 bits, with one scale for each row."""
+    torchao: Any = import_module("torchao.quantization")
+    return torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=torchao.PerAxis(0))
+
+
+def int4_weights(group: int) -> Any:
+    """torchao's configuration of weights of 4 bits, with one scale for each `group` weights of a row."""
+    torchao: Any = import_module("torchao.quantization")
+    int4: torch.dtype = torch.int4  # pyright: ignore[reportAttributeAccessIssue]
+    return torchao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=torchao.PerGroup(group))
+
+
+def quantize(model: nn.Module, config: Any, layers: list[nn.Linear]) -> None:
+    """torchao's `quantize_` on these layers, in place."""
+    chosen = set(layers)
+    is_chosen: Callable[[nn.Module, str], bool] = lambda module, name: module in chosen  # noqa: E731
+    import_module("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

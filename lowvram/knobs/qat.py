@@ -3,20 +3,23 @@ takes memory in training, and saves none: what it makes smaller is the exported 
 
 Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018).
 Weights stay in fp32 or bf16, each forward pass multiplies by a rounded copy, and gradients pass the rounding unchanged.
-What is rounded, and how, is what an export writes. Linear layers are torchao's, and round as `export.format` of the
-same name, and as the linear layers of `export.format=pt2e`. Convolutions round as those of `pt2e`.
+What is rounded, and how, is what an export writes: linear layers as `export.format` of the same name and as `pt2e`,
+convolutions as `pt2e`.
+
+The largest weight that shares a scale gets the largest code, 127 or 7, and codes go as far down as up. (By default
+torchao divides by 127.5 or 7.5. The largest weight then lies in the middle between two codes, and the last bit of fp32
+decides which one it gets.)
 
 `pt2e` first multiplies the weights of a convolution by the scale that the batch norm behind it has for each channel.
 That changes no code, so training needn't know of batch norms: a channel has one scale, which takes the same factor, and
-codes go as far down as up, so that a negative factor swaps their signs alone.
+a negative factor swaps the signs of codes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from importlib import import_module
 from typing import Any, ClassVar, final
 
 import torch
@@ -27,12 +30,12 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.last_layer import known_last_weights
 from lowvram.core.layers import convolutions, inner_linears
-from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 
 GROUP = 32  # weights of a row that share a scale in 4 bits
-LARGEST = 127  # code of a convolution's weight in 8 bits; the smallest is -127
-SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # of rounded weights, as in torchao
+LARGEST = 127  # code of a weight in 8 bits; the smallest is -127
+LARGEST_OF_4 = 7  # as `LARGEST`, of a weight in 4 bits
+SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # of rounded weights
 
 
 class Layers(Enum):
@@ -64,7 +67,6 @@ class FakeQuantized(Knob):
 
     stage = Stage.BUILD
     exactness = Exactness.LOSSY
-    libraries = ("torchao.quantization", "torchao.quantization.qat")
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.PLAIN_PRODUCTS})
@@ -89,10 +91,10 @@ class Int8(FakeQuantized):
         inner = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
         linears = [layer for layer in inner if layer.in_features > 1]  # a row of one number needs no scale
         has_convolutions = self.layers is Layers.all or (self.layers is Layers.auto and not linears)
-        round_linears(rig.model, int8_weights(), linears)
         found = convolutions(rig.model) if has_convolutions else []
         require(bool(linears or found), "qat", "int8", "another option: no inner layer has more than one input")
-        round_convolutions(rig.model, found)
+        exchange(rig.model, {layer: FakeQuantizedLinear(layer, LARGEST) for layer in linears})
+        exchange(rig.model, {layer: FakeQuantizedConv2d(layer) for layer in found})
         return rig
 
 
@@ -118,8 +120,26 @@ class Int4(FakeQuantized):
         divided = [layer for layer in linears if divides(self.group, layer)]
         allowed = "another option: the rows of no linear layer but the last can be divided into groups (qat.group)"
         require(bool(divided), "qat", "int4", allowed)
-        round_linears(rig.model, int4_weights(self.group), divided)
+        exchange(rig.model, {layer: FakeQuantizedLinear(layer, LARGEST_OF_4, self.group) for layer in divided})
         return rig
+
+
+@final
+class FakeQuantizedLinear(nn.Linear):
+    """A linear layer that rounds its weight in each forward pass."""
+
+    def __init__(self, layer: nn.Linear, largest: int, group: int | None = None) -> None:
+        """
+        Args:
+            layer: whose parameters become this one's.
+            largest, group: as `scales_of` takes them.
+        """
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.largest, self.group = largest, group
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, rounded(self.weight, self.largest, self.group), self.bias)
 
 
 @final
@@ -144,13 +164,41 @@ def options_of(layer: nn.Conv2d) -> tuple[Any, ...]:
     return layer.stride, layer.padding, layer.dilation, layer.groups
 
 
-def rounded(weight_oihw: Tensor) -> Tensor:
-    """The weight of a convolution with each value rounded to 8 bits, with one scale for each output channel o, which
-    maps the channel's largest value to the largest code. Gradients pass the rounding unchanged."""
-    largest_o = torch.linalg.vector_norm(weight_oihw.detach(), torch.inf, (1, 2, 3))
-    scale_o = (largest_o.float() / LARGEST).clamp(min=SMALLEST_SCALE)
-    zero_o = torch.zeros_like(scale_o, dtype=torch.int32)
-    return torch.fake_quantize_per_channel_affine(weight_oihw, scale_o, zero_o, 0, -LARGEST, LARGEST)
+def rounded(weight: Tensor, largest: int = LARGEST, group: int | None = None) -> Tensor:
+    """A weight with each value rounded to a code times its scale. Gradients pass the rounding unchanged.
+
+    Args:
+        weight, largest, group: as `scales_of` takes them.
+    """
+    scale = scales_of(weight, largest, group)
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    rows = weight if group is None else weight.reshape(-1, group)
+    return torch.fake_quantize_per_channel_affine(rows, scale, zero, 0, -largest, largest).view_as(weight)
+
+
+def codes_of(weight: Tensor, scale: Tensor, largest: int) -> Tensor:
+    """The codes by which `rounded` replaces a weight, int8, in the weight's shape.
+
+    Args:
+        scale: of each piece of the weight, as `scales_of` returns them.
+    """
+    pieces = weight.detach().reshape(len(scale), -1).float()
+    codes = (pieces * (1 / scale)[:, None]).round().clamp(-largest, largest)
+    return codes.to(torch.int8).reshape(weight.shape)
+
+
+def scales_of(weight: Tensor, largest: int, group: int | None = None) -> Tensor:
+    """The scales of a weight of at least two dimensions, fp32: each maps the largest value of its piece to the largest
+    code.
+
+    Args:
+        largest: code; the smallest is -largest.
+        group: how many values of a row share a scale, of a weight of two dimensions; None: all values with the same
+            first index.
+    """
+    pieces = weight.detach() if group is None else weight.detach().reshape(-1, group)
+    found = torch.linalg.vector_norm(pieces, torch.inf, tuple(range(1, pieces.dim())))
+    return (found.float() / largest).clamp(min=SMALLEST_SCALE)
 
 
 def divides(group: int, layer: nn.Linear) -> bool:
@@ -158,40 +206,8 @@ def divides(group: int, layer: nn.Linear) -> bool:
     return layer.in_features % group == 0
 
 
-def int8_weights() -> Any:
-    """torchao's configuration of weights of 8 bits, with one scale for each row."""
-    torchao: Any = import_module("torchao.quantization")
-    return torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=torchao.PerAxis(0))
-
-
-def int4_weights(group: int) -> Any:
-    """torchao's configuration of weights of 4 bits, with one scale for each `group` weights of a row."""
-    torchao: Any = import_module("torchao.quantization")
-    int4: torch.dtype = torch.int4  # pyright: ignore[reportAttributeAccessIssue]
-    return torchao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=torchao.PerGroup(group))
-
-
-def quantize(model: nn.Module, config: Any, layers: list[nn.Linear]) -> None:
-    """torchao's `quantize_` on these layers, in place."""
-    chosen = set(layers)
-    is_chosen: Callable[[nn.Module, str], bool] = lambda module, name: module in chosen  # noqa: E731
-    import_module("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
-
-
-def round_linears(model: nn.Module, weights: Any, layers: list[nn.Linear]) -> None:
-    """Exchange these layers of the model, in place, by torchao's that round their weights.
-
-    Args:
-        weights: torchao's configuration of them.
-    """
-    with quiet():
-        qat = import_module("torchao.quantization.qat")
-        quantize(model, qat.QATConfig(weights, step="prepare"), layers)
-
-
-def round_convolutions(model: nn.Module, layers: list[nn.Conv2d]) -> None:
-    """Exchange these layers of the model, in place, by such as round their weights."""
-    exchanged = {layer: FakeQuantizedConv2d(layer) for layer in layers}
+def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+    """Put these layers of the model, in place, where the others were that are their keys."""
     for name, module in [*model.named_modules(remove_duplicate=False)]:
-        if isinstance(module, nn.Conv2d) and module in exchanged:
-            model.set_submodule(name, exchanged[module])
+        if module in layers:
+            model.set_submodule(name, layers[module])

@@ -49,7 +49,7 @@ def test_a_part_of_a_moment_shares_its_memory() -> None:
 def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
     from lowvram.compat.torchao import flattened, unflattened
     from lowvram.core.quiet import quiet
-    from lowvram.knobs.qat import int8_weights, quantize
+    from lowvram.export.weights import int8_weights, quantize
 
     with quiet():
         layer = torch.nn.Linear(8, 3)
@@ -63,3 +63,19 @@ def test_a_state_of_few_bits_comes_back_from_plain_tensors() -> None:
     assert type(again["0.weight"]) is type(state["0.weight"]) is not torch.Tensor
     assert torch.equal(again["0.weight"].dequantize(), state["0.weight"].dequantize())
     assert torch.equal(again["own"], state["own"])
+
+
+@needed("attributes qdata and scale of torchao.quantization's weights of few bits", by="export.format=int8 and int4")
+def test_a_weight_of_few_bits_takes_other_codes_and_scales() -> None:
+    from lowvram.compat.torchao import set_codes
+    from lowvram.core.quiet import quiet
+    from lowvram.export.weights import int4, int8, int8_dynamic, quantize
+
+    codes = torch.arange(-7, 1).expand(3, 8).contiguous().to(torch.int8)
+    with quiet():
+        for written, num_scales in ((int8(), 3), (int8_dynamic(), 3), (int4(4), 6)):
+            layer = torch.nn.Linear(8, 3)
+            quantize(torch.nn.Sequential(layer), written.config(), [layer])
+            set_codes(layer.weight, codes, scale := torch.rand(num_scales))
+            weight: Any = layer.weight
+            assert torch.equal(weight.dequantize(), codes * scale.view(3, -1).repeat_interleave(24 // num_scales, 1))

@@ -142,7 +142,7 @@ def test_a_graph_in_8_bits_has_the_linear_layers_of_training() -> None:
     assert len(names) == len(found) - 1  # the last layer has 8 bits in the graph alone
     for name, (codes, scales) in zip(names, found[:-1], strict=True):
         layer: Any = rig.model.get_submodule(name)
-        assert torch.equal(codes * scales[:, None], layer.weight_fake_quantizer(layer.weight))
+        assert torch.equal(codes * scales[:, None], rounded(layer.weight))
 
 
 def test_a_rounded_weight_stays_as_it_is() -> None:
