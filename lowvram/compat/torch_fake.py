@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,6 +18,13 @@ C: Any = torch._C
 FAKE = C._TorchDispatchModeKey.FAKE
 _make: Any = Tensor._make_subclass
 _warn_as_set: Any = C._set_warn_deprecated_on_mutable_data_ptr
+
+logging.getLogger(fake_tensor.__name__).addFilter(lambda record: "attempting to run meta" not in str(record.msg))
+"""Not logged: that an operator fails on fake tensors. Its error is raised, too, and who tries the operator tells it.
+
+The message "failed while attempting to run meta for ..." of torch._subclasses.fake_tensor, since 2.1. Removed, if torch
+logs it no more.
+"""
 
 FakeTensor = fake_tensor.FakeTensor
 """The class of fake tensors.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time
 from enum import Enum
 from typing import Any, ClassVar, final
 
@@ -30,7 +31,7 @@ from lowvram.data.source import (
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
-from lowvram.data.text_and_label import is_text
+from lowvram.data.text_and_label import AS_TIMES, is_text, kind_of
 from lowvram.data.tokenizer import Tokenizer
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # the usual names of the columns, as in trl
@@ -186,7 +187,7 @@ def check_column(key: str, column: str, feature: Any) -> None:
     """Raises BadInput for a column of numbers and the like."""
     from datasets import Value
 
-    allowed = f"a column of texts or of lists of messages; it is {feature}"
+    allowed = f"a column of texts or of lists of messages; it is {kind_of(feature)}"
     require(is_text(feature) or not isinstance(feature, Value), key, column, allowed)
 
 
@@ -226,6 +227,8 @@ def checked(messages: Any, keys: Sequence[tuple[Any, Any]], roles: Mapping[str, 
             found.clear()
             break
         role, content = kept.pop(pair[0]), kept.pop(pair[1])
+        if isinstance(content, date | time):
+            raise Unfit(f"has a content that is a time{AS_TIMES}")
         found.append({"role": roles.get(role, role), "content": content, **kept})
     if not found:
         pairs = " or ".join(f"a {role} and a {content}" for role, content in keys)

@@ -25,7 +25,7 @@ from lowvram.data.source import (
 )
 from lowvram.data.spec import DECODER_IDS, DataSpec, Modality, TextRules, pairs_layout
 from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
-from lowvram.data.text_and_label import is_text, require_column
+from lowvram.data.text_and_label import is_text, kind_of, require_column
 from lowvram.data.tokenizer import Tokenizer
 
 
@@ -94,7 +94,7 @@ class Pairs(TextSource):
         for key, column in (("data.text", self.text), ("data.target", self.target)):
             require_column(key, column, flat)
             feature = flat.features[column]
-            require(is_text(feature), key, column, f"a column of texts; it is {feature}")
+            require(is_text(feature), key, column, f"a column of texts; it is {kind_of(feature)}")
 
         def prefixed(texts: list[str]) -> list[np.ndarray]:
             return tokenizer.encode_with_marks([self.prefix + text for text in texts], length)

@@ -13,6 +13,9 @@ from lowvram.data.columns import list_lengths, tokenised
 from lowvram.data.documents import Documents
 from lowvram.data.tokenizer import Tokenizer
 
+AS_TIMES = (
+    ", as a json column is read whose texts are all dates: save the rows as csv or parquet, where they stay texts"
+)
 SHOWN = 5  # labels that a message names
 NUMBER = r"^[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?$"
 
@@ -33,6 +36,7 @@ def class_names(dataset: Any, label: str) -> list[Any]:
     feature = dataset.features[label]
     if isinstance(feature, ClassLabel):
         return feature.names
+    require(not is_time(feature), "data.label", label, f"a column of classes; it is {kind_of(feature)}")
     values = [whole(value) for value in dataset.data.column(label).unique().to_pylist()]
     unfit = [value for value in values if not isinstance(value, str | int) or value == ""]
     allowed = "a column of classes: text or whole numbers, in each row"
@@ -94,11 +98,21 @@ def text_column(dataset: Any, name: str | None, label: str | None) -> str:
         texts = [key for key in texts if not is_numeric(dataset, key)]
     column = name or ("text" if "text" in texts else texts[0] if len(texts) == 1 else None)
     if column is None:
-        raise BadInput("data.text", None, f"one of the columns: {', '.join(dataset.column_names)}")
+        times = [f"; {key} is {kind_of(feature)}" for key, feature in dataset.features.items() if is_time(feature)]
+        raise BadInput("data.text", None, f"one of the columns: {', '.join(dataset.column_names)}{''.join(times[:1])}")
     require_column("data.text", column, dataset)
     feature = dataset.features[column]
-    require(is_text(feature), "data.text", column, f"a column of texts; it is {feature}")
+    require(is_text(feature), "data.text", column, f"a column of texts; it is {kind_of(feature)}")
     return column
+
+
+def kind_of(feature: Any) -> str:
+    """What a column that isn't one of texts is, and what to do about it."""
+    return f"{feature}{AS_TIMES}" if is_time(feature) else str(feature)
+
+
+def is_time(feature: Any) -> bool:
+    return str(getattr(feature, "dtype", "")).startswith(("timestamp", "date", "time"))
 
 
 def is_numeric(dataset: Any, column: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.last_layer import last_weights
@@ -45,9 +46,14 @@ def find_blocks(
         call: calls the model on inputs and returns its outputs, or those that the criterion reads.
         inputs: of two samples or more, on the CPU.
         named: the class name of the blocks, if the user gave it.
+
+    Raises:
+        BadInput: the model can't be called on such inputs.
     """
     try:
         record, outputs = fake_pass(model, partial(recorded, call), inputs)
+    except BadInput:  # the model can't be called on such data, with or without memory
+        raise
     except Exception as error:
         names = {module: name for name, module in model.named_modules()}
         trouble = f"{type(error).__name__}: {first_line(error)}"

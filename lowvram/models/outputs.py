@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowvram.compat.torch_trees import tree_map_only
+from lowvram.compat.torch_trees import tree_leaves, tree_map_only
 from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
+from lowvram.core.misfits import brief
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 
 def all_outputs(model: nn.Module, inputs: Any) -> Any:
@@ -19,7 +23,7 @@ def all_outputs(model: nn.Module, inputs: Any) -> Any:
     gradients, such as forces from an energy, does so in evaluations, too.
 
     Raises:
-        BadInput: the model can't be called with these inputs alone.
+        BadInput: the model can't be called with these inputs alone, or can't compute with whole numbers.
     """
     arguments, named = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
     try:
@@ -28,6 +32,7 @@ def all_outputs(model: nn.Module, inputs: Any) -> Any:
         check_call(model, arguments, named, error)
         raise
     except RuntimeError as error:
+        check_formats(model, inputs, error)
         if torch.is_grad_enabled() or "does not require grad" not in str(error):
             raise
     with torch.enable_grad():
@@ -45,6 +50,25 @@ def check_call(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, An
         allowed = f"one whose forward takes the inputs alone ({given}), since the loss is computed here"
         allowed += f": {first_line(error)}"
         raise BadInput("model", type(model).__name__, allowed) from None
+
+
+def check_formats(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
+    """Raises BadInput if the model fails on whole numbers, and wouldn't on the same numbers as floats."""
+    words = brief(str(error))
+    whole = [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dtype in WHOLE]
+    if not whole or not re.search(r"type|[Pp]romotion|not implemented for", words):
+        return
+    floats = tree_map_only(Tensor, lambda each: each.float() if each.dtype in WHOLE else each, inputs)
+    with torch.no_grad():
+        try:
+            model(**floats) if isinstance(inputs, Mapping) else model(floats)
+        except Exception:  # of the model's own code: whatever it is, floats don't mend it
+            return
+    given = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in whole)
+    allowed = f"floats for this model, which can't compute with whole numbers (torch: {words}): make them floats in the"
+    raise BadInput(
+        "data", given, f"{allowed} data set, such as image.float() / 255, or in the model's forward"
+    ) from None
 
 
 def logits_of(outputs: Any) -> Any:

@@ -14,9 +14,11 @@ from lowvram.core import trainable
 from lowvram.core.assemble import assemble
 from lowvram.core.rig import Part
 from lowvram.core.step import step
+from lowvram.data.external import layout_of
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.external import ExternalConfig
-from lowvram.tasks import Auto
-from tests.laboratory import CPU, knobs_of, make_batch
+from lowvram.tasks import Auto, UserProblem
+from tests.laboratory import CPU, IMAGES, knobs_of, make_batch
 from tests.models.test_external import WORDS
 
 
@@ -124,3 +126,40 @@ def test_a_model_that_computes_gradients_is_evaluated() -> None:
         outputs = rig.forward(Part(batch.inputs, batch.targets))
     assert not outputs.requires_grad
     assert rig.criterion(outputs, batch).isfinite()
+
+
+class Pixels(nn.Module):
+    """Reads images as they are."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        firsts = {"conv": nn.Conv2d(3, 3, 3, padding=1), "norm": nn.LayerNorm(8), "batch": nn.BatchNorm2d(3)}
+        self.first = firsts.get(first, nn.Identity())
+        self.how, self.blocks = first, nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+        self.head = nn.Linear(192, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "inplace":
+            x -= 0.5
+        elif self.how == "mean":
+            x = x - x.mean()
+        elif self.how == "own":
+            x = x.float() / 255
+        return self.head(self.blocks(self.first(x)).flatten(1))
+
+
+@pytest.mark.parametrize("number_format", ["uint8", "int64"])
+def test_images_of_whole_numbers_are_told_where_a_model_cannot_take_them(number_format: str) -> None:
+    """Whichever layer fails on them; a model that makes them floats itself trains, and sees them as they are."""
+    images = make_batch(IMAGES, 4)
+    inputs, targets = (100 * images.inputs.abs()).to(getattr(torch, number_format)), torch.tensor([0, 1, 1, 0])
+    spec = DataSpec(Modality.OTHER, 2, (3, 8, 8), layout=layout_of(inputs[0], targets[0]))
+    for first in ("conv", "norm", "batch", "inplace", "mean", "linear", "own"):
+        model = ExternalConfig(f"{__name__}.Pixels", {"first": first}, blocks="Linear")
+        problem = UserProblem(model, spec, nn.CrossEntropyLoss(), "torch.nn.CrossEntropyLoss")
+        if first == "own":
+            step(assemble(problem, knobs_of(), CPU), Part(inputs, targets))
+            continue
+        for options in ({}, {"ckpt": "every1"}):
+            with pytest.raises(BadInput, match=rf"^data='{number_format} \(.*'.* floats .*image.float\(\) / 255"):
+                step(assemble(problem, knobs_of(**options), CPU), Part(inputs, targets))

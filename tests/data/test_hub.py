@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,26 @@ def test_numbers_outside_a_class_label_are_refused(tmp_path: Path) -> None:
 
 
 # Columns
+
+
+def test_a_json_column_whose_texts_are_all_dates_is_told_with_what_to_do(tmp_path: Path) -> None:
+    """`datasets` makes times of them, and what stood there is gone; csv and parquet keep it."""
+    days = [f"2024-{1 + number % 12:02}-{1 + number % 28:02}" for number in range(40)]
+    rows = [{"day": day, "part": day[:7], "stars": number % 2} for number, day in enumerate(days)]
+    path = tmp_path / "a.jsonl"
+    told = r".*Value\('timestamp.*csv or parquet"
+    for ending in ("", "T10:00:00"):
+        path.write_text("\n".join(json.dumps({**row, "day": row["day"] + ending}) for row in rows))
+        with pytest.raises(BadInput, match=rf"data\.text='day': must be a column of texts; it is{told}"):
+            opened(path, text="day", label="stars")
+        with pytest.raises(BadInput, match=rf"data\.label='day': must be a column of classes; it is{told}"):
+            opened(path, text="part", label="day")
+    path.write_text("\n".join(json.dumps({"day": row["day"], "stars": row["stars"]}) for row in rows))
+    with pytest.raises(BadInput, match=rf"data\.text=null: must be one of the columns: day, stars; day is{told}"):
+        opened(path, label="stars")
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    for kept in (csv_of(rows, tmp_path / "a.csv"), tmp_path / "a.parquet"):
+        opened(kept, text="day", label="stars")
 
 
 def test_columns_that_are_not_there_are_named(tmp_path: Path) -> None:
