@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modules import BatchNorm, is_plain_module, own_buffers
 from lowvram.config.errors import Incompatible
+from lowvram.core.knob import Kind
+from lowvram.core.ledger import announce
 
 MISSING: Any = object()
 LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them in place
@@ -58,7 +60,7 @@ class OfEntry(Change):
     def undo(self) -> None:
         self.now = self.owner.get(self.name, MISSING)
         # A copy: it may be undone once more, and the graph of a recomputation may keep what it is given.
-        self.put(self.before.detach().clone() if self.is_copied else self.before)
+        self.put(copied(self.before) if self.is_copied else self.before)
 
     def redo(self) -> None:
         self.put(self.now)
@@ -141,7 +143,7 @@ class Look:
     def hold(self, what: str, owner: MutableMapping[str, Any], name: str, tensor: Tensor) -> Held:
         is_small = tensor.numel() * tensor.element_size() <= LARGE_BYTES
         is_copied = is_small or self.places.num_looks == 1 or (id(owner), name) in self.places.written
-        copy = tensor.detach().clone() if is_copied else None
+        copy = copied(tensor) if is_copied else None
         return Held(what, owner, name, tensor, version_of(tensor), copy)
 
     def changes(self) -> list[Change]:
@@ -278,5 +280,10 @@ class StatisticsFrozen:
                 norm.num_batches_tracked.copy_(num_batches)
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy without a graph, which ledgers and plans don't take for an activation."""
+    return announce(tensor.detach().clone(), Kind.OTHER)
+
+
 def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+    return None if tensor is None else copied(tensor)

@@ -206,10 +206,10 @@ def test_activations_are_those_of_inference_planned_and_measured(problem: str, p
     numbers_bytes = 2 * 512  # the first loss and the number of targets
     # What the first pass changes in buffers is put back after the second one.
     copies_bytes = sum(-(-buffer.nbytes // 512) * 512 for buffer in rig.model.buffers())
-    assert activations <= inference.by_kind_max[Kind.ACTIVATIONS] + numbers_bytes + copies_bytes
+    assert activations <= inference.by_kind_max[Kind.ACTIVATIONS] + numbers_bytes
     largest_bytes = max(parameter.nbytes for parameter in rig.trainable) + 511
     assert found[Kind.GRADIENTS] <= largest_bytes
-    assert found[Kind.OTHER] <= largest_bytes
+    assert found[Kind.OTHER] <= largest_bytes + copies_bytes
     assert found[Kind.OPTIMIZER] == 0
     assert found == peak_as_planned(task, knobs_of(stepping="zeroth_order", **choices), 32).by_kind_max
     recomputing = peak_of_step(assemble(task, knobs_of(ckpt="every1", **choices), CPU), batch)
