@@ -49,10 +49,10 @@ def main() -> None:
     call = Call(launch)
     with terminal_restored(), aside(launch) as folder:
         stop_signals.listen()
-        last_resort.begin()
-        code = run_call(call, sys.argv[1:], folder, wants_traceback)
-        if code and folder is not None:
-            linger()
+        with last_resort.watching():
+            code = run_call(call, sys.argv[1:], folder, wants_traceback)
+            if code and folder is not None:
+                linger()
     for ending in call.endings.values():
         if ending.error is not None:
             raise ending.error  # with its traceback, for which process=inline is meant

@@ -40,12 +40,22 @@ class LastResort:
         self._record: Record | None = None
         self._is_asked = False  # whether the processes of a point that is late were asked to end
 
-    def begin(self) -> None:
-        """Start the thread. Call it in the main thread, after it has set its handlers."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the program, whose main thread has set its handlers: what is inside is ended if it blocks."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+        self._num_signals = 0
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)  # the end of what the watcher reads, and so its own
+            watcher.join()
+            os.close(reader)
 
     def hear(self) -> None:
         """The main thread isn't blocked."""
@@ -67,6 +77,8 @@ class LastResort:
         while True:
             if select.select([reader], [], [], LOOK_S)[0]:
                 numbers = os.read(reader, select.PIPE_BUF)
+                if not numbers:
+                    return
                 self._num_signals += sum(number in STOPS and number != signal.SIGHUP for number in numbers)
                 self._last_signal_s = time.monotonic()
             now = time.monotonic()

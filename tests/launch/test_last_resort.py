@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lowvram.launch.last_resort import LOOK_S, MOST_SIGNALS, SIGNAL_GRACE_S, last_resort
 from lowvram.launch.stop import SignalCount
 from tests.calls import TINY, Outcome, Running, goes_on
 
@@ -28,6 +31,20 @@ class InC:
         for _ in range(9):
             ctypes.CDLL(None).sleep(999)
 """
+
+
+def test_a_program_that_has_ended_is_watched_no_more() -> None:
+    """Calls in one process: signals of one are none of the next."""
+    before, handler = threading.active_count(), signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        for _ in range(2):
+            with last_resort.watching():
+                for _ in range(MOST_SIGNALS - 1):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(SIGNAL_GRACE_S + 2 * LOOK_S)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert threading.active_count() == before
 
 
 def blocked(start: Start, folder: Path, name: str, *words: str) -> Running:
