@@ -23,7 +23,7 @@ from lowvram.cli.initial import with_initial, with_transformed
 from lowvram.cli.job import hydra_job
 from lowvram.cli.program import note_program
 from lowvram.cli.resume import moved, with_resumed
-from lowvram.cli.sweep import with_fields_of_swept
+from lowvram.cli.swept_fields import with_fields_of_swept
 from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product, takewhile
 from typing import Any, NamedTuple, final
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from lowvram.config.errors import BadInput, require
@@ -55,33 +53,6 @@ def grid(typed: Sequence[Override], max_batch_size: int | None) -> list[Batch]:
     points = [list(point) for point in product(*words.values())]
     size = max_batch_size or len(points)
     return [points[first : first + size] for first in range(0, len(points), size)]
-
-
-def with_fields_of_swept(words: Sequence[str]) -> list[str]:
-    """The words; in a sweep over a group's options, with the group's fields as swept values, of which there is one.
-
-    Hydra sets other words in the group's default option first, which may lack the field, as adapter=none has no rank in
-    `adapter=lora,qlora adapter.rank=8`.
-    """
-    if not {"-m", "--multirun"} & {*words}:
-        return list(words)
-    parsed = {word: parsed_word(word) for word in words}
-    swept = {each.key_or_group for each in parsed.values() if each is not None and each.is_discrete_sweep()}
-    found = list[str]()
-    for word in words:
-        override, (key, _, value) = parsed[word], word.partition("=")
-        is_fixed = override is not None and not override.is_sweep_override()
-        is_field = "." in key and key.partition(".")[0] in swept
-        found.append(f"{key}=choice({value})" if is_fixed and is_field else word)
-    return found
-
-
-def parsed_word(word: str) -> Override | None:
-    """The word as Hydra reads it; None for a flag, or if it can't be read."""
-    try:
-        return None if word.startswith("-") else OverridesParser.create().parse_override(word)
-    except HydraException:
-        return None
 
 
 def with_points(batch: Batch, points: Any) -> Batch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lowvram.cli.sweep import axes_of, grid, names_of, swept_keys, with_fields_of_swept, with_points
+from lowvram.cli.sweep import axes_of, grid, names_of, swept_keys, with_points
+from lowvram.cli.swept_fields import with_fields_of_swept
 from lowvram.config.errors import BadInput
 
 POINTS = {"baseline": "", "parts": "accum=x4", "both": "accum=x4 ckpt=every1"}
@@ -45,6 +47,32 @@ def test_fields_of_a_swept_group_are_set_in_its_points_alone() -> None:
         [f"adapter={option} adapter.rank=8 adapter.targets=[a,b]" for option in ("lora", "qlora")]
     ]
     for others in (words[1:], ["-m", "adapter=lora", "adapter.rank=8"], ["-m", "a=1,2", "b.c=3", "x={y", "~a.b"]):
+        assert with_fields_of_swept(others) == others
+
+
+def test_so_they_are_where_points_or_params_choose_the_group(tmp_path: Path) -> None:
+    """Typed, or in a preset of lowvram's or of the user's own."""
+    (tmp_path / "sweep").mkdir()
+    sweeper = 'hydra: {mode: MULTIRUN, sweeper: {points: {a: "ckpt=none adapter=lora", b: adapter=qlora}}}'
+    (tmp_path / "sweep" / "mine.yaml").write_text(f"# @package _global_\n{sweeper}\n")
+    folder = str(tmp_path)
+    for words in (
+        ["-m", 'hydra.sweeper.points={a: "adapter=lora", b: "adapter=qlora ckpt=none"}'],
+        ["-m", "hydra.sweeper.points.a='adapter=lora'", "hydra.sweeper.points.b='adapter=qlora'"],
+        ["-m", "hydra.sweeper.params={adapter: 'lora,qlora'}"],
+        ["--config-dir", folder, "sweep=mine"],
+        [f"--config-dir={folder}", "-m", "sweep=mine"],
+    ):
+        fields = ["adapter.rank=8", "model.width=32", "+adapter.more=1"]
+        assert with_fields_of_swept([*words, *fields]) == [*words, "adapter.rank=choice(8)", *fields[1:]], words
+    assert with_fields_of_swept(["sweep=compression", "qat.bits=3"]) == ["sweep=compression", "qat.bits=choice(3)"]
+    for others in (
+        ["sweep=nowhere", "adapter.rank=8"],
+        ["sweep=compression", "adapter.rank=8"],
+        ["-m", "hydra.sweeper.points=[1]", "adapter.rank=8"],
+        ["-m", 'hydra.sweeper.points={a: "x=\\"y"}', "adapter.rank=8"],
+        ["hydra.sweeper.points={a: 'adapter=lora'}", "adapter.rank=8"],  # one run
+    ):
         assert with_fields_of_swept(others) == others
 
 
