@@ -42,7 +42,7 @@ from lowvram.models.block_finder import FoundBlocks, find_blocks
 from lowvram.models.draw_finder import find_draw
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.outputs import all_outputs, logits_of
-from lowvram.models.restless_finder import find_restless
+from lowvram.models.restless_finder import find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
 from lowvram.planning.devices import load_device
@@ -142,8 +142,10 @@ class ModuleTask(Task):
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks
 
-    def restless_block(self, model: nn.Module) -> str | None:
-        return find_restless(model, self.call, self.samples(2), self.blocks(model))
+    def deeds(
+        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
+    ) -> tuple[str | None, str | None]:
+        return find_deeds(model, self.call, self.samples(2), blocks, compiled)
 
     def blocks_trouble(self, model: nn.Module) -> str | None:
         return self.find_blocks().trouble

@@ -27,7 +27,7 @@ from lowvram.data.spec import TEXTS, DataSpec, Modality, described, num_places, 
 from lowvram.models.draw_finder import find_draw
 from lowvram.models.mlp_finder import USUAL_NAMES, find_mlps
 from lowvram.models.outputs import all_outputs
-from lowvram.models.restless_finder import find_restless
+from lowvram.models.restless_finder import Deeds, find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
 
@@ -82,6 +82,7 @@ FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks a
 FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_DRAWS: dict[str, str | None] = {}  # by the description of a problem
+FOUND_DEEDS: dict[str, Deeds] = {}  # by it, and by the blocks and compiled modules
 FOUND_MLPS: dict[str, tuple[tuple[str, str], ...]] = {}  # by the description of a problem, and the names sought
 
 
@@ -156,8 +157,13 @@ class Problem(Task):
             FOUND_DRAWS[self.description] = find_draw(model, self.call, self.short_inputs(2))
         return FOUND_DRAWS[self.description]
 
-    def restless_block(self, model: nn.Module) -> str | None:
-        return find_restless(model, self.call, self.short_inputs(2), self.blocks(model))
+    def deeds(
+        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
+    ) -> tuple[str | None, str | None]:
+        key = f"{self.description} {len(blocks)} {[type(each).__qualname__ for each in compiled]}"
+        if key not in FOUND_DEEDS:
+            FOUND_DEEDS[key] = find_deeds(model, self.call, self.short_inputs(2), blocks, compiled)
+        return FOUND_DEEDS[key]
 
     def blocks_trouble(self, model: nn.Module) -> str | None:
         return self.model.blocks_trouble(model, self.spec)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,6 +279,18 @@ class PlainTensor(Mlp):
         return x * self.level.item()
 
 
+class TensorInList(Mlp):
+    """The same in a list of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(levels=[torch.ones(())])
+
+    def between(self, x: Tensor) -> Tensor:
+        self.state.levels[0].mul_(0.9)
+        return x * self.state.levels[0]
+
+
 class Recurrent(nn.Module):
     """Three steps of torch's recurrent layers."""
 
@@ -367,7 +380,7 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
         *(InstanceNorm, CumulativeNorm, OwnNorm, Ema, LargeEma, Spectral, OldSpectral, Counter, NestedState),
-        *(PlainTensor, SometimesDrops),
+        *(PlainTensor, TensorInList, SometimesDrops),
     )
 }
 WRITING: dict[str, Callable[[], nn.Module]] = {

@@ -34,6 +34,28 @@ def draws_eager_random_numbers() -> bool:
     return config.fallback_random
 
 
+def use_numpys_generator() -> None:
+    """Have compiled code draw what it draws with numpy's functions from numpy's generator.
+
+    torch._dynamo.config.use_numpy_random_stream, since 2.1: by default they become torch's, so that another seed
+    counts. Replaced by a public option, if torch makes one.
+    """
+    from torch._dynamo import config
+
+    config.use_numpy_random_stream = True
+
+
+def is_making_graph() -> bool:
+    """Whether torch.compile makes a graph of the running code, or traces one; False where it has left code to Python.
+
+    torch._guards.TracingContext, since 2.0: `torch.compiler.is_compiling` knows only later versions' tracing. Replaced
+    by that, once no version without it is left.
+    """
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
+
+
 def set_activation_budget(share: float) -> None:
     """Set what a graph may save for its backward pass, as a share of what the compiler would save by default.
 

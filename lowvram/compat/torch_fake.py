@@ -55,7 +55,10 @@ class GuessingFakeTensorMode(FakeTensorMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if not isinstance(args[0], FakeTensor):  # a constant
+                with without_fake_mode():
+                    return func(*args)
             return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 

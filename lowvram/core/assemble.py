@@ -13,7 +13,7 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.device import absent_facts
-from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts, is_compiled
+from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
 from lowvram.core.misfits import with_reasons
@@ -56,7 +56,7 @@ def assemble(
         raise Incompatible(f"{parted(shared)}: a card updates many weights at once, and so loses updates of such ones")
     if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
         raise Incompatible("; ".join(reasons))
-    check_repeatable(task, model, knobs)
+    check_compilable(task, model, knobs)
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.BUILD:
@@ -87,14 +87,29 @@ def parted(shared: list[list[str]]) -> str:
     return f"{' and '.join(shared[0])} share memory without being one parameter: make them one, or copy the values"
 
 
-def check_repeatable(task: Task, model: nn.Module, knobs: Mapping[str, Knob]) -> None:
-    """Raises Incompatible if blocks would be computed again inside compiled graphs, and can't be."""
+def check_compilable(task: Task, model: nn.Module, knobs: Mapping[str, Knob]) -> None:
+    """Raises Incompatible if the model's forward pass does what compiled graphs would get wrong, or would do otherwise
+    when they are computed again."""
+    compiling = [name for name, knob in knobs.items() if is_compiler(knob)]
+    if not compiling:
+        return
+    in_blocks = Fact.BLOCKS in knobs[compiling[0]].needs()
     again = [name for name, knob in knobs.items() if knob.stage is Stage.CHECKPOINT and Fact.BLOCKS in knob.needs()]
-    if again and is_compiled(knobs.values()) and (deed := task.restless_block(model)) is not None:
+    blocks = task.blocks(model) if again or in_blocks else []
+    unrepeatable, uncompilable = task.deeds(model, blocks, blocks if in_blocks else [model])
+    if again and unrepeatable is not None:
         raise Incompatible(
             f"{again[0]} in a compiled model needs blocks that change nothing in a forward pass and draw from torch's"
-            f" generator alone: {deed}; choose compile=none"
+            f" generator alone: {unrepeatable}; choose compile=none"
         )
+    if uncompilable is not None:
+        raise Incompatible(
+            f"torch.compile would get this model wrong without a word, as {uncompilable}, or choose compile=none"
+        )
+
+
+def is_compiler(knob: Knob) -> bool:
+    return knob.stage is Stage.COMPILE and Fact.COMPILED not in knob.breaks()
 
 
 def skeleton(task: Task, knobs: Mapping[str, Knob]) -> nn.Module:

@@ -52,7 +52,7 @@ class OfEntry(Change):
     """
 
     def __init__(
-        self, what: str, owner: MutableMapping[str, Any], name: str, before: Any, *, is_copied: bool = False
+        self, what: str, owner: MutableMapping[Any, Any], name: Any, before: Any, *, is_copied: bool = False
     ) -> None:
         self.what, self.owner, self.name, self.before, self.is_copied = what, owner, name, before, is_copied
         self.now: Any = MISSING
@@ -94,8 +94,8 @@ class Held(NamedTuple):
     """A tensor that a module holds, at the first look."""
 
     what: str
-    owner: MutableMapping[str, Any]
-    name: str
+    owner: MutableMapping[Any, Any]
+    name: Any
     tensor: Tensor
     version: int
     copy: Tensor | None
@@ -117,7 +117,7 @@ class Places:
         self.with_buffers = [each for each in modules if own_buffers(each) and not is_batch_norm(each)]
         self.with_values = [each for each in modules if not is_plain_module(each)]
         # Owners and names of tensors that are changed in place.
-        self.written: set[tuple[int, str]] = set() if earlier is None else earlier.written
+        self.written: set[tuple[int, Any]] = set() if earlier is None else earlier.written
         self.num_looks = 0 if earlier is None else earlier.num_looks
 
     def look(self) -> Look:
@@ -140,9 +140,9 @@ class Look:
         self.values = [(module, dict(vars(module))) for module in places.with_values]
         self.contents = [(what, each, contents_of(each)) for what, each in containers_in(places)]
 
-    def hold(self, what: str, owner: MutableMapping[str, Any], name: str, tensor: Tensor) -> Held:
+    def hold(self, what: str, owner: MutableMapping[Any, Any], name: Any, tensor: Tensor) -> Held:
         is_small = tensor.numel() * tensor.element_size() <= LARGE_BYTES
-        is_copied = is_small or self.places.num_looks == 1 or (id(owner), name) in self.places.written
+        is_copied = is_small or self.places.num_looks == 1 or (identity(owner), name) in self.places.written
         copy = copied(tensor) if is_copied else None
         return Held(what, owner, name, tensor, version_of(tensor), copy)
 
@@ -156,12 +156,12 @@ class Look:
         held = {id(each.tensor) for each in self.held}
         values = [change for module, before in self.values for change in changed_values(module, before, held)]
         contents = [OfContents(*look) for look in self.contents if not are_same(*look[1:])]
-        return [*tensors, *values, *contents]
+        return [*values, *contents, *tensors]  # tensors last: what a list held before may have been changed in place
 
     def change_of(self, held: Held) -> Change | None:
         is_written = version_of(held.tensor) != held.version
         if is_written:
-            self.places.written.add((id(held.owner), held.name))
+            self.places.written.add((identity(held.owner), held.name))
             if held.copy is None:
                 raise Incompatible(
                     f"{held.what} was changed in place by a forward pass, which none did before, and it is too large to"
@@ -172,8 +172,45 @@ class Look:
         return OfEntry(held.what, held.owner, held.name, held.tensor) if is_replaced else None
 
 
-def tensors_in(places: Places) -> Iterator[tuple[str, MutableMapping[str, Any], str, Tensor]]:
-    """The buffers, and other tensors that attributes hold, each with its owner and name there."""
+@final
+class Slots(MutableMapping[Any, Any]):
+    """A list or a deque, by the number of each entry."""
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= len(self.container):
+            raise KeyError(index)
+        return self.container[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        if index < len(self.container):
+            self.container[index] = value
+
+    def __delitem__(self, index: int) -> None:
+        """Entries go with `OfContents`."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.container)))
+
+    def __len__(self) -> int:
+        return len(self.container)
+
+
+def identity(owner: MutableMapping[Any, Any]) -> int:
+    return id(owner.container if isinstance(owner, Slots) else owner)
+
+
+def tensors_in(places: Places) -> Iterator[tuple[str, MutableMapping[Any, Any], Any, Tensor]]:
+    """The buffers, and other tensors that attributes hold, also in lists, dictionaries and plain objects, each with its
+    owner and name there."""
+    for what, container in containers_in(places):
+        if not isinstance(container, set):
+            owner = container if isinstance(container, dict) else Slots(container)
+            for name, value in list(owner.items()):
+                if isinstance(value, Tensor) and not value.is_inference():
+                    yield what, owner, name, value
     for module in places.with_buffers:
         for name, buffer in own_buffers(module).items():
             if buffer is not None and not buffer.is_inference():

@@ -21,6 +21,7 @@ from torch import nn
 
 from lowvram.compat.random_states import numpy_bytes, python_bytes
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.core.changes import Places, containers_in, contents_of
 
 NUM_FULL_LOOKS = 64  # at numpy's generator, before only its words are looked at
 
@@ -167,12 +168,15 @@ def global_sources() -> list[Source]:
 
 
 def sources_of(module: nn.Module) -> list[Source]:
-    """The generators that a module and those in it hold, and the Python files of their classes."""
+    """The generators that a module and those in it hold, also in lists, dictionaries and plain objects, and those that
+    the Python files of their classes hold."""
     modules = list(module.modules())
+    contents = [contents_of(container) for _, container in containers_in(Places(module))]
+    inner = (value for each in contents for value in (each.values() if isinstance(each, dict) else each))
     files = (sys.modules.get(type(each).__module__) for each in modules)
     own_files = {file for file in files if file is not None and not file.__name__.startswith("torch.")}
     held = (value for owner in (*modules, *own_files) for value in list(vars(owner).values()))
-    return list({id(value): source for value in held if (source := source_of(value)) is not None}.values())
+    return list({id(value): source for value in (*held, *inner) if (source := source_of(value)) is not None}.values())
 
 
 def source_of(value: Any) -> Source | None:

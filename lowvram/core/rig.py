@@ -270,11 +270,13 @@ class Task(ABC):
         drops = (name for name, module in model.named_modules() if isinstance(module, Dropout) and module.p > 0)
         return next((f"{name} does" for name in drops), None)
 
-    def restless_block(self, model: nn.Module) -> str | None:
-        """What a block does in a forward pass that a compiled graph can't repeat; None if none does, or if that isn't
-        known."""
-        del model
-        return None
+    def deeds(
+        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
+    ) -> tuple[str | None, str | None]:
+        """What one of `blocks` does in a forward pass that a compiled graph can't repeat, and what one of the compiled
+        modules does that its graph would get wrong; None for what isn't done, or not known."""
+        del model, blocks, compiled
+        return None, None
 
     def blocks_trouble(self, model: nn.Module) -> str | None:
         """Why no blocks were found; None if that isn't known."""

@@ -104,17 +104,23 @@ def copied(model: Model, device: str, with_constants: bool = True) -> Model:
     def empty(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
-    memo: dict[int, Any] = {}
+    # Nor does torch copy its generators.
+    generators = (each for module in model.modules() for each in vars(module).values())
+    memo: dict[int, Any] = {id(each): each.clone_state() for each in generators if isinstance(each, torch.Generator)}
     if not with_constants:
         with without_dispatch_modes():
-            memo = {id(each): each.detach().clone() for each in others}
+            memo |= {id(each): each.detach().clone() for each in others}
     return deepcopy(model, memo | {id(old): new for old, new in laid_out_as(tensors, empty).items()})
 
 
 def inside(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in lists, tuples and dictionaries, nested to some depth: a list may hold itself."""
+    """The tensors in lists, tuples, dictionaries and plain objects, nested to some depth: a list may hold itself."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple) and depth:
         for inner in [*value.values()] if isinstance(value, Mapping) else value:
             yield from inside(inner, depth - 1)
+    elif (
+        depth and not isinstance(value, nn.Module | type) and isinstance(own := getattr(value, "__dict__", None), dict)
+    ):
+        yield from inside(own, depth - 1)

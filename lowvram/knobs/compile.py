@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowvram.compat.torch_compiler import use_eager_random_numbers
+from lowvram.compat.torch_compiler import use_eager_random_numbers, use_numpys_generator
 from lowvram.compat.torch_modules import own_buffers
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.changes import Change, OfEntry
@@ -94,6 +94,7 @@ class Compiled(Knob):
         torch.compiler.config.recompile_limit = RECOMPILE_LIMIT
         torch.compiler.config.fail_on_recompile_limit_hit = True  # by default torch silently goes on eagerly
         use_eager_random_numbers()
+        use_numpys_generator()
         for module in self.modules(rig):
             module.compile(backend=self.backend.value, mode=self.mode.value, dynamic=self.dynamic)
         return rig

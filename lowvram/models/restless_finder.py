@@ -1,59 +1,146 @@
-"""Finds a block whose forward pass changes what it holds, or draws from other generators than torch's.
+"""Finds out what a model's forward pass does, beside computing its result, that torch.compile would get wrong.
 
-Run eagerly it can be computed again as it ran first; inside a compiled graph torch sees to its own generator alone.
+Run eagerly a block can be computed again as it ran first; inside a compiled graph torch sees to its own generator
+alone. Compiled even once, code of torch's (2.13) draws the same numbers from a `random.Random` of the model's own in
+each step, and its backward pass reads tensors that the forward pass has changed in place as they are afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, final
 
+import torch
 from torch import nn
 
-from lowvram.core.generators import OfTorch
+from lowvram.compat.torch_modes import TorchDispatchMode
+from lowvram.compat.torch_modules import own_buffers
+from lowvram.core.changes import Change, OfEntry
+from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
 from lowvram.core.repeat import First, Repeatable
 from lowvram.models.fake_pass import fake_pass
 
 
-def find_restless(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, blocks: Sequence[nn.Module]
-) -> str | None:
-    """What the first such block does; None if there is none, or if the model can't run on fake tensors.
+class Deeds(NamedTuple):
+    """What a forward pass does, as a clause for messages; None: no such thing."""
+
+    unrepeatable: str | None = None  # a compiled graph could not compute the block again
+    uncompilable: str | None = None  # a compiled graph would be wrong
+
+
+def find_deeds(
+    model: nn.Module,
+    call: Callable[[nn.Module, Any], Any],
+    inputs: Any,
+    blocks: Sequence[nn.Module],
+    compiled: Sequence[nn.Module],
+) -> Deeds:
+    """The first of each kind; none if the model can't run on fake tensors.
 
     Args:
         call: calls the model on inputs and returns its outputs.
         inputs: of two samples or more, on the CPU.
+        blocks: those of the model's modules that may be computed again.
+        compiled: those that are compiled.
     """
     name_of = {module: name for name, module in model.named_modules()}
-    looks: list[tuple[str, First]] = []
+    looks, compiled_looks = list[Pass](), list[Pass]()
 
     def watched(copy: nn.Module, fake: Any) -> None:
-        for block in blocks:
-            watch(copy.get_submodule(name_of[block]), looks)
+        for module in blocks:
+            watch(copy.get_submodule(name_of[module]), looks)
+        for module in compiled:
+            watch(copy.get_submodule(name_of[module]), compiled_looks)
         call(copy, fake)
 
     try:
         fake_pass(model, watched, inputs)
     except Exception:  # it can't be compiled either, or compiling says why
-        return None
-    return next((what for kind, first in looks if (what := deed(kind, first)) is not None), None)
+        return Deeds()
+    return Deeds(
+        next((what for each in looks if (what := unrepeatable(each)) is not None), None),
+        next((what for each in compiled_looks if (what := uncompilable(each)) is not None), None),
+    )
 
 
-def watch(block: nn.Module, looks: list[tuple[str, First]]) -> None:
-    forward, repeatable = block.forward, Repeatable(block)
+@final
+class OwnDraws(TorchDispatchMode):
+    """Notes whether an operator is given a generator. Without memory none moves."""
+
+    has_any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.has_any |= any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+
+class Pass(NamedTuple):
+    """A forward pass of a module."""
+
+    module: nn.Module
+    first: First
+    draws: OwnDraws
+
+
+def watch(module: nn.Module, passes: list[Pass]) -> None:
+    forward, repeatable = module.forward, Repeatable(module)
 
     def watched(*inputs: Any, **named: Any) -> Any:
-        first = repeatable.passes().first
-        looks.append((type(block).__name__, first))
-        with first:
+        this = Pass(module, repeatable.passes().first, OwnDraws())
+        passes.append(this)
+        with this.first, this.draws:
             return forward(*inputs, **named)
 
-    block.forward = watched
+    module.forward = watched
 
 
-def deed(kind: str, first: First) -> str | None:
+def unrepeatable(this: Pass) -> str | None:
     """What a block did that a compiled recomputation would do twice, or otherwise."""
-    drawn = [source.name for source, _ in first.drawn if not isinstance(source, OfTorch)]
+    kind, changes = type(this.module).__name__, this.first.changes
+    if this.draws.has_any:
+        return f"{kind} draws from a torch.Generator of its own"
+    drawn = [source for source, _ in this.first.drawn if not isinstance(source, OfTorch)]
     if drawn:
-        return f"{kind} draws from {drawn[0]}"
-    return f"{first.changes[0].what} changes in each forward pass" if first.changes else None
+        return f"{kind} draws from {drawn[0].name}"
+    counting = next((norm for norm in this.first.places.norms if norm.momentum is None), None)
+    if counting is not None:  # torch.compile leaves its count to Python
+        return f"{type(counting).__name__} with momentum=None counts forward passes"
+    return f"{changes[0].what} changes in each forward pass" if changes else None
+
+
+def uncompilable(this: Pass) -> str | None:
+    """What a module did that a compiled graph would do wrongly."""
+    module, first = this.module, this.first
+    drawn = [source for source, _ in first.drawn if isinstance(source, OfPython)]
+    own = next((source for source in drawn if source.generator is not PYTHONS.generator), None)
+    if own is not None:
+        return (
+            f"{type(holder_of(own, module)).__name__} draws from a random.Random of its own, whose numbers may stay the"
+            " same in every step: let it call the functions of random"
+        )
+    written = next((change for change in first.changes if is_written(change, module)), None)
+    if written is None:
+        return None
+    return (
+        f"{written.what} is changed in place by each forward pass, and the backward pass may read it as it is"
+        " afterwards: assign a new tensor to it"
+    )
+
+
+def holder_of(source: OfPython, module: nn.Module) -> nn.Module:
+    """The innermost module that holds a generator, or whose file does."""
+    inner = reversed(list(module.modules()))
+    return next((each for each in inner if any(source.generator is held for held in generators_of(each))), module)
+
+
+def generators_of(module: nn.Module) -> list[Any]:
+    return [getattr(each, "generator", None) for each in sources_of(module)]
+
+
+def is_written(change: Change, module: nn.Module) -> bool:
+    """Whether a change is of a tensor, in place. Torch's own modules see to it that their graphs are right."""
+    if not isinstance(change, OfEntry) or not change.is_copied:
+        return False
+    torchs = [each for each in module.modules() if type(each).__module__.startswith("torch.nn.")]
+    return all(change.owner is not vars(each) and change.owner is not own_buffers(each) for each in torchs)

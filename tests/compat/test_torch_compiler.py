@@ -32,6 +32,30 @@ def test_random_numbers_are_those_of_eager_code() -> None:
         use_eager_random_numbers(before)
 
 
+@needed("torch._dynamo.config.use_numpy_random_stream", by="compile=… with numpy's random numbers")
+def test_numpys_numbers_are_numpys() -> None:
+    from torch._dynamo import config
+
+    from lowvram.compat.torch_compiler import use_numpys_generator
+
+    use_numpys_generator()
+    assert config.use_numpy_random_stream
+
+
+@needed("torch._guards.TracingContext", by="ckpt=selective with compile=…")
+def test_code_knows_whether_a_graph_is_made_of_it() -> None:
+    from lowvram.compat.torch_compiler import is_making_graph
+
+    seen = list[bool]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(is_making_graph())
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert (seen, is_making_graph()) == ([True], False)
+
+
 @needed("torch._functorch.config.activation_memory_budget", by="ckpt=budget")
 def test_the_budget_is_set_and_restored() -> None:
     from lowvram.compat.torch_compiler import activation_budget, activation_budget_restored, set_activation_budget

@@ -78,8 +78,10 @@ class Adapted(Task):
     def drawn_by(self, model: nn.Module) -> str | None:
         return self.plain.drawn_by(model)
 
-    def restless_block(self, model: nn.Module) -> str | None:
-        return self.plain.restless_block(model)
+    def deeds(
+        self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
+    ) -> tuple[str | None, str | None]:
+        return self.plain.deeds(model, blocks, compiled)
 
     def blocks_trouble(self, model: nn.Module) -> str | None:
         return self.plain.blocks_trouble(model)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lowvram.compat.torch_compiler import is_making_graph
 from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.fused import COSTLY
@@ -67,8 +68,7 @@ def keep_products(block: nn.Module) -> None:
         if not has_backward(block, (inputs, named)):
             return forward(*inputs, **named)
         if torch.compiler.is_compiling():
-            kept = partial(create_selective_checkpoint_contexts, policy)
-            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=kept, **named)
+            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=compiled_contexts, **named)
         context_fn = partial(contexts, repeatable)
         keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
         with inputs_kept(block, (inputs, named)):
@@ -102,6 +102,15 @@ def contexts(repeatable: Repeatable) -> tuple[AbstractContextManager[Any], Abstr
     """Those around a block's forward pass, and around its recomputation."""
     passes, kept = repeatable.passes(), Kept()
     return Nested(passes.first, Keeping(kept, is_kept)), Nested(passes.again, Using(kept))
+
+
+def compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The same in a compiled model: torch's own while a graph is made. Code that torch.compile leaves to Python, as it
+    does with nn.GRU, runs eagerly within them, and torch's would keep what its kernels change in place."""
+    if is_making_graph():
+        return create_selective_checkpoint_contexts(policy)
+    kept = Kept()
+    return Keeping(kept, is_kept), Using(kept)
 
 
 class Nested(AbstractContextManager[None]):
