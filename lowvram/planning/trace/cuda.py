@@ -21,8 +21,10 @@ from torch import Tensor
 from lowvram.compat.torch_cuda import streams_replaced
 from lowvram.compat.torch_distributed import gathered_from
 from lowvram.compat.torch_ops import NormOps, kernels_replaced
+from lowvram.compat.torch_optim import foreach_chosen_by
 from lowvram.core import host
 from lowvram.core.device import Card
+from lowvram.core.shards import local
 from lowvram.models import attention as own_attention
 from lowvram.planning.trace.attention import attention
 from lowvram.planning.trace.autocast import register_autocast, weights_cast_once
@@ -66,6 +68,7 @@ def acts_as_card(card: Card) -> Iterator[None]:
         undo.enter_context(streams_replaced(STREAMS))
         undo.enter_context(weights_cast_once())
         undo.enter_context(gathered_from(on_card))
+        undo.enter_context(foreach_chosen_by(lambda parameter: not host.holds(local(parameter))))
         warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
         register_autocast(library)
         replace = {

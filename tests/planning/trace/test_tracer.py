@@ -22,6 +22,7 @@ from lowvram.core.step import step
 from lowvram.core.values import Fill
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.knobs.offload import Activations
+from lowvram.knobs.optimizer import External
 from lowvram.knobs.stepping import AfterBackward
 from lowvram.models.resnet import BlockKind, ResNetConfig, StemKind
 from lowvram.models.transformer import Positions, TransformerConfig
@@ -33,7 +34,7 @@ from lowvram.planning.trace.events import KINDS, Phase, Trace
 from lowvram.planning.trace.fake import CantPlan
 from lowvram.planning.trace.tracer import deaths_in_order, trace
 from lowvram.planning.worker import without_parts
-from lowvram.tasks import Classifier, LanguageModel
+from lowvram.tasks import Auto, Classifier, LanguageModel
 from tests.laboratory import CPU, PROBLEMS, knobs_of, make_batch, my_slice
 from tests.ranks import on_ranks
 from tests.tiers import first_of
@@ -323,3 +324,18 @@ def test_only_the_part_that_is_computed_lies_on_a_card(accum: str, parts: int) -
 def rounded(batch: Part) -> int:
     """The bytes of a batch, each tensor rounded up as torch's allocator does."""
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in batch.tensors())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_torchs_optimizers_update_lists_of_tensors_on_a_card_and_loop_on_the_host(name: str) -> None:
+    def kinds(target: Target, stepping: str = "after_backward", **more: Any) -> Any:
+        knobs = knobs_of(optimizer=External(f"torch.optim.{name}", args=more), stepping=stepping)
+        return trace(wide, knobs, 2, target).sums().by_kind_max
+
+    wide = Auto().pose(TransformerConfig(2, 128, 2, 8), DataSpec(Modality.TOKENS, 64, (8,)))
+
+    looping = kinds(A100, foreach=False)
+    assert kinds(A100) == kinds(A100, foreach=True)
+    assert kinds(A100)[Kind.OTHER] > looping[Kind.OTHER]
+    assert kinds(Target()) == kinds(Target(), foreach=False)
+    assert kinds(A100, "cpu_offload") == kinds(A100, "cpu_offload", foreach=False)
