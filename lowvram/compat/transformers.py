@@ -28,6 +28,19 @@ def class_of(auto_class: Any, config: Any) -> Any:
     return next((each for each in classes if each.__name__ in named), classes[0])
 
 
+def start_anew(model: Any, part: Any) -> None:
+    """Give all weights of a part of a model of the library, in place, first values as its class chooses them.
+
+    PreTrainedModel._init_weights, since 2: derived classes override it, so its name is part of the interface; and
+    _is_hf_initialized, since 4.31: by it the library marks what it has loaded, and leaves that alone. Replaced by a
+    public function that resets a module, if transformers makes one.
+    """
+    for module in part.modules():
+        for marked in (module, *module.parameters(recurse=False), *module.buffers(recurse=False)):
+            vars(marked).pop("_is_hf_initialized", None)
+        model._init_weights(module)
+
+
 @contextmanager
 def known_values_readable(is_known: Callable[[Any], bool]) -> Iterator[None]:
     """Inside it models of the library treat fake tensors for which `is_known` is true like real ones, and read their

@@ -47,7 +47,7 @@ from lowvram.models.hf_source import (
     transformers,
     weight_files,
 )
-from lowvram.models.hf_weights import Differences, Place, check_index, described, of_new_head
+from lowvram.models.hf_weights import Differences, Place, check_index, described, of_new_head, start_new_head
 from lowvram.models.hf_widths import Check, Trials
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
@@ -271,6 +271,8 @@ class HfConfig(ForeignModel, Remade):
             config.quantization_config = {**quantization, "dequantize": True}
         model, differences = Place(self.name, self.revision).read(self.model_class(), config, torch.float32)
         self.check_complete(model, differences)
+        if self.reset_head:
+            start_new_head(self.name, model)
         return model
 
     def saved_config(self) -> Any:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.transformers import start_anew
 from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
 from lowvram.models.hf_source import folder, is_folder, local_files, transformers
@@ -121,6 +122,22 @@ def of_new_head(names: Collection[str], model: Any, config: Any) -> set[str]:
     saved = {name.removeprefix(prefix) for name in names_as_saved(config)}
     outside = {name for name in names if is_apart and not name.startswith(prefix)}
     return outside | {name for name in names if saved and name.removeprefix(prefix) not in saved}
+
+
+@torch.no_grad()
+def start_new_head(name: str, model: Any) -> None:
+    """Start the layers outside of the base model at random, but for weights that they share with it, and tell which."""
+    children = dict(model.named_children())
+    base = children.pop(model.base_model_prefix, None)
+    shared = set() if base is None else {*base.parameters()}
+    heads = {
+        key: child for key, child in children.items() if base is not None and shared.isdisjoint(child.parameters())
+    }
+    for head in heads.values():
+        start_anew(model, head)
+    new = [f"{key}.{inner}" for key, head in heads.items() for inner, _ in head.named_parameters()]
+    what = few(new) if new else "nothing: no layer of the model is known to be a head of its own"
+    tell(f"model.name={name}: model.reset_head starts at random: {what}")
 
 
 def names_as_saved(config: Any) -> list[str]:

@@ -45,3 +45,19 @@ def test_fake_tensors_that_are_known_are_read() -> None:
             assert is_tracing(other)
         assert is_tracing(known)
         assert find_packed_sequence_indices(other) is not None
+
+
+@needed("PreTrainedModel._init_weights and _is_hf_initialized", by="model.reset_head")
+def test_a_part_of_a_model_starts_anew() -> None:
+    import torch
+
+    from lowvram.compat.transformers import start_anew
+    from lowvram.models.hf_source import transformers
+
+    config = transformers.AutoConfig.for_model("vit", hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.AutoModelForImageClassification.from_config(config)
+    torch.nn.init.ones_(model.classifier.bias)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start_anew(model, model.classifier)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"classifier.weight", "classifier.bias"}

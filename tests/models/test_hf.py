@@ -357,6 +357,31 @@ def test_more_classes_than_the_head_knows_are_reported_or_start_a_new_head(folde
     assert torch.equal(model.bert.pooler.dense.weight, weights(folder)["bert.pooler.dense.weight"])
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("num_classes", [5, 7])
+def test_a_new_head_is_new_whatever_its_size(
+    kind: str, num_classes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    of_distilbert = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16}
+    more = of_distilbert if kind == "distilbert" else size
+    config = transformers.AutoConfig.for_model(kind, vocab_size=300, num_labels=5, **more)
+    saved = transformers.AutoModelForSequenceClassification.from_config(config)
+    saved.save_pretrained(tmp_path / kind)
+    there = saved.state_dict()
+    spec = replace(TEXTS, num_classes=num_classes)
+    first, again = (
+        HfConfig(str(tmp_path / kind), reset_head=reset).build(replace(TEXTS, num_classes=5) if not reset else spec)
+        for reset in (True, False)
+    )
+    for name, value in first.state_dict().items():
+        is_head = not name.startswith(f"{kind}.")
+        is_old = value.shape == there[name].shape and torch.equal(value, there[name])
+        assert is_old == (not is_head or (name.endswith("bias") and value.shape == there[name].shape)), name
+    assert all(torch.equal(value, there[name]) for name, value in again.state_dict().items())
+    assert "model.reset_head starts at random: " in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "message"),
     [
