@@ -39,6 +39,14 @@ class Source(ABC):
     def restore(self, state: Any) -> None:
         """The inverse of `state`."""
 
+    def text(self) -> str:
+        """The state as a text, for files: nothing in it is run when it is read."""
+        raise NotImplementedError
+
+    def set_text(self, text: str) -> None:
+        """The inverse of `text`."""
+        raise NotImplementedError
+
 
 @final
 class OfTorch(Source):
@@ -53,6 +61,12 @@ class OfTorch(Source):
         with without_dispatch_modes():
             self.generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
+    def text(self) -> str:
+        return self.state().hex()
+
+    def set_text(self, text: str) -> None:
+        self.restore(bytes.fromhex(text))
+
 
 @final
 class OfPython(Source):
@@ -65,6 +79,14 @@ class OfPython(Source):
     def restore(self, state: tuple[bytes, float | None]) -> None:
         position, *words = array("I", state[0])
         self.generator.setstate((self.generator.VERSION, (*words, position), state[1]))
+
+    def text(self) -> str:
+        words, normal = self.state()
+        return json.dumps([words.hex(), normal])
+
+    def set_text(self, text: str) -> None:
+        words, normal = json.loads(text)
+        self.restore((bytes.fromhex(words), normal))
 
 
 @final
@@ -82,6 +104,12 @@ class OfNumpy(Source):
     def restore(self, state: bytes) -> None:
         self.generator.bit_generator.state = pickle.loads(state)
 
+    def text(self) -> str:
+        return json.dumps(self.generator.bit_generator.state, default=as_list)
+
+    def set_text(self, text: str) -> None:
+        self.generator.bit_generator.state = json.loads(text)
+
 
 @final
 class OfNumpyBefore(Source):
@@ -97,6 +125,12 @@ class OfNumpyBefore(Source):
 
     def restore(self, state: bytes) -> None:
         self.generator.set_state(pickle.loads(state))
+
+    def text(self) -> str:
+        return json.dumps(self.generator.get_state(legacy=False), default=as_list)
+
+    def set_text(self, text: str) -> None:
+        self.generator.set_state(json.loads(text))
 
 
 @final
@@ -174,7 +208,7 @@ def sources_of(module: nn.Module) -> list[Source]:
     contents = [contents_of(container) for _, container in containers_in(Places(module))]
     inner = (value for each in contents for value in (each.values() if isinstance(each, dict) else each))
     files = (sys.modules.get(type(each).__module__) for each in modules)
-    own_files = {file for file in files if file is not None and not file.__name__.startswith("torch.")}
+    own_files = dict.fromkeys(file for file in files if file is not None and not file.__name__.startswith("torch."))
     held = (value for owner in (*modules, *own_files) for value in list(vars(owner).values()))
     return list({id(value): source for value in (*held, *inner) if (source := source_of(value)) is not None}.values())
 
@@ -225,8 +259,13 @@ def saved() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if (numpy := numpy_random()) is not None:
-        state["numpy"] = json.dumps(numpy.get_state(legacy=False), default=lambda words: words.tolist())
+        state["numpy"] = json.dumps(numpy.get_state(legacy=False), default=as_list)
     return state
+
+
+def as_list(words: Any) -> Any:
+    """numpy's array as a list, its number as one of Python's."""
+    return words.tolist()
 
 
 def load(state: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from lowvram.loops.rescue import Posts, WholeStep
 from lowvram.loops.savable import Savable
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state
+from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
 from lowvram.results.files.durable import unfinished_name
 from lowvram.results.files.run_folder import SNAPSHOTS, made_folders
@@ -98,6 +99,7 @@ class TrainingRun:
         self.compiling = CompileTimes()
         self.logged_at, self.logged_step, self.logged_compile_s = time.monotonic(), 0, compile_seconds()
         self.frozen = Frozen(session.rig.model)
+        self.unregistered, self.has_told_loss = Unregistered(session.rig.model), False
         self.savable = Savable(self.formed_state())
         check = partial(check_form, self.formed_state())
         state = self.snapshots.load(check) if session.is_resumed else None
@@ -109,6 +111,7 @@ class TrainingRun:
         nothing may draw random numbers in between."""
         if self.random is not None:
             generators.load(self.random)
+            self.unregistered.load(self.random.get("unregistered", {}))  # an early version of lowvram saved none
         first, last = (self.first_loss_step, self.first_loss), (self.last_loss_step, self.last_loss)
         known = [first, last] if self.last_loss_step else []
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
@@ -205,7 +208,7 @@ class TrainingRun:
         if self.saved_step != self.step:
             if not self.savable.check(self.formed_state(), self.step):
                 return False
-            randoms = gather_from_all(random or generators.saved())
+            randoms = gather_from_all(self.with_unregistered(random or generators.saved()))
             state = gathered(self.state(randoms))
             if state is not None:
                 self.write(state | self.journal.state())
@@ -214,6 +217,13 @@ class TrainingRun:
             self.snapshots.forget_older()
         return True
 
+    def with_unregistered(self, random: dict[str, Any]) -> dict[str, Any]:
+        """A random state with what modules keep in attributes. Tells once what can't be saved."""
+        if not self.has_told_loss and rank() == 0 and (told := self.unregistered.told()) is not None:
+            print(told)
+            self.has_told_loss = True
+        return random | {"unregistered": self.unregistered.state()}
+
     def save_alone(self, random: dict[str, Any]) -> bool:
         """The same, of one of several ranks that has failed, as other ranks may have; returns whether it has written
         the snapshot, as the last one."""
@@ -221,7 +231,7 @@ class TrainingRun:
             return False
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
-        post = {"random": random, "log": self.journal.state()}
+        post = {"random": self.with_unregistered(random), "log": self.journal.state()}
         posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{rank()}"))
         if not posts.is_complete():
             return False
