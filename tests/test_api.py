@@ -281,3 +281,6 @@ def test_batch_norm_over_one_sample_is_refused_in_a_sentence(knobs: str, says: s
     rig = lowvram.assemble(lowvram.task(module, x), knobs, "cpu")
     with pytest.raises(Incompatible, match=f"^BatchNorm takes the mean over several samples, and {says}"):
         lowvram.step(rig, lowvram.Part(x[:num_samples], y[:num_samples]))
+    says = says.replace("4 parts", "the parts")  # a plan doesn't follow all of them
+    with pytest.raises(Incompatible, match=f"^BatchNorm takes the mean over several samples, and {says}"):
+        lowvram.plan(lowvram.task(module, x), y, num_samples, knobs, device="cpu")

@@ -327,7 +327,9 @@ def enough_samples(part: Part, num_parts: int) -> Iterator[None]:
     except ValueError as error:
         if part.num_samples > 1 or TOO_FEW not in str(error):
             raise
-        parts = f"in {num_parts} parts (accum)" if num_parts > 1 else "of the batch"
+        # A plan follows three parts, whatever their number.
+        number = "the" if any(map(is_fake, part.tensors())) else num_parts
+        parts = f"in {number} parts (accum)" if num_parts > 1 else "of the batch"
         raise Incompatible(
             f"BatchNorm takes the mean over several samples, and {parts} there is one: choose fewer parts, or a larger"
             " train.batch_size"

@@ -1,5 +1,5 @@
-"""Other ways into lowvram than `train.py`, as programs: `@load FOLDER`, `@table FOLDER`, `@report FOLDER`; and what
-makes a user's images: `@pictures FOLDER`."""
+"""Other ways into lowvram than `train.py`, as programs: `@load FOLDER [FORMAT]`, `@table FOLDER`, `@report FOLDER`; and
+what makes a user's images: `@pictures FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 
 def load(words: Sequence[str]) -> int:
-    """Print what `lowvram.export.load` makes of a folder: its class and a hash of its weights."""
+    """Print what `lowvram.export.load` makes of a folder: its class and a hash of its weights; words
+    after the folder are formats of graphs that are trusted."""
     from lowvram.config.errors import BadInput
     from lowvram.export.folder import load
 
     try:
-        model = load(words[0])
+        model = load(words[0], trust=words[1:])
     except BadInput as error:
         print(error)
         return 3

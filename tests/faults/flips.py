@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from lowvram.results.loggers.wandb import RUN_ID_FILE
 from tests.faults.lab import Lab, Trial
 from tests.faults.results import Results, differences
 from tests.faults.scenarios import BY_NAME, SWEEP, Scenario
@@ -21,11 +22,14 @@ from tests.faults.telling import Draw, Told
 
 READERS = (
     *("resume", "sweep again", "load", "table", "plan again", "resume every", "load", "resume", "fidelity again"),
-    *("resume own", "images again", "learn", "load int8", "load int4"),
+    *("resume own", "images again", "learn", "load int8", "load int4", "resume wandb"),
+    *(name for name in ("load torch_export", "load pt2e") if name in BY_NAME),
 )
 UNREAD = re.compile(r"native.*\.log$|report\.html$|table\.(md|csv)$|multirun\.yaml$")  # by lowvram
 # How a program says that a file which it names in the same line was damaged. Lines about other files prove nothing.
-NOTICED = re.compile(r"damaged|can't be read|n't match|changed since|doesn't count|not whole|missing", re.IGNORECASE)
+NOTICED = re.compile(
+    r"damaged|can't be read|n't match|changed since|was changed|doesn't count|not whole|missing", re.IGNORECASE
+)
 FOREIGN = re.compile(r"another (run|point|reference)'?s?")  # or left by another run: then a figure may follow from it
 HASH = re.compile(r"\.[0-9a-f]{16}\.pt$")
 SHARED = ("references", "traces")  # folders whose files are named by what is in them
@@ -41,12 +45,13 @@ def trial(lab: Lab, draw: Draw) -> Told:
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
     cache = with_cache(lab, scenario, trial)
     path = random.choice(readable(trial, cache))
+    before = content(path)
     others = twins(lab, trial, scenario, path) if random.random() < EXCHANGED else []
     if others:
         path, about = exchange(path, random.choice(others))
     else:
         about = random.choice(list(DAMAGES.values()))(path, random)
-    damaged = content(path)
+    damaged, run_id = content(path), trial.work / scenario.folder / RUN_ID_FILE
     trial.foreign.plant_among_ours(trial.work / scenario.folder)
     told = Told(f"{scenario.name}: {path.relative_to(trial.folder)}: {about}")
     ended = lab.run(scenario.words, trial.work, environment={"LOWVRAM_CACHE": str(cache)})
@@ -58,6 +63,10 @@ def trial(lab: Lab, draw: Draw) -> Told:
         about_it = lines_about(path.relative_to(trial.folder), ended.said)
         if not (others and FOREIGN.search(about_it)):
             told.problems += [one for one in wrong if not is_told(one, about_it)]
+        # An id of a whole file, and one without a checksum, as an early version wrote it, are taken.
+        is_taken = others or b"\n" not in (damaged or b"").strip()
+        if path == run_id and not is_taken and content(path) != before and not NOTICED.search(about_it):
+            told.problems.append(f"another run of W&B, without a word: {content(path)} instead of {before}")
         told.about += " (noticed)" if wrong and not told.problems else ""
     elif not ended.said.strip():
         told.problems.append(f"exit code {ended.code} without a word")
@@ -114,7 +123,8 @@ def readable(trial: Trial, cache: Path) -> list[Path]:
     """Files that the program may read back. Small ones first are as likely as large ones."""
     around = cache if cache.is_relative_to(trial.folder) else trial.work / trial.scenario.folder
     files = (path for path in sorted(around.glob("**/*")) if path.is_file() and not path.is_symlink())
-    return [path for path in files if path not in trial.foreign.paths and not UNREAD.search(path.name)]
+    files = [path for path in files if path not in trial.foreign.paths and not UNREAD.search(path.name)]
+    return [path for path in files if path.name == RUN_ID_FILE] or files
 
 
 def twins(lab: Lab, trial: Trial, scenario: Scenario, path: Path) -> list[Path]:

@@ -37,6 +37,8 @@ PICTURES = (
     *("data.image_size=8", "data.eval_samples=4", "train.batch_size=4", "train.steps=4", "snapshot.every_steps=2"),
     *("loader.cache=disk", "measure.reruns=0", "logger=none", "device=cpu"),
 )
+OFFLINE = ("logger=wandb",)  # offline, as tests know no key
+GRAPHS = ("torch_export", "pt2e")
 THEN = "@then"  # between the words of several commands
 TAUGHT = "outputs/taught"
 TEACHER = (*SHORT, "hydra.run.dir=outputs/teacher")
@@ -95,6 +97,7 @@ ALL = [
     own("own freezing", f"model.target={OWN}.Freezing"),
     own("own torch", "optimizer.target=torch.optim.NAdam", f"callbacks=[{OWN}.Diary]", "ckpt=every1"),
     training("tensorboard", ("logger=tensorboard",)),
+    training("wandb", OFFLINE),
     Scenario("images", (*PICTURES, f"hydra.run.dir={RUN}"), RUN, ("@pictures", "pictures"), resumes=True),
     exporting("int8"),
     exporting("int4"),
@@ -108,6 +111,14 @@ ALL = [
     ),
 ]
 READING = [  # programs that read what an earlier one has left, for flips.py alone
+    Scenario(
+        "resume wandb", (f"resume={RUN}", "train.steps=8"), RUN, training("wandb", (*OFFLINE, "train.steps=4")).words
+    ),
+    *(
+        Scenario(f"load {option}", ("@load", f"{RUN}/model", option), RUN, exporting(option).words)
+        for option in GRAPHS
+        if option != "pt2e" or find_spec("torchao")
+    ),
     Scenario("resume own", (f"resume={RUN}", "train.steps=8"), RUN, own("own").words, resumes=True),
     Scenario("load int8", ("@load", f"{RUN}/model"), RUN, exporting("int8").words),
     Scenario("load int4", ("@load", f"{RUN}/model"), RUN, exporting("int4").words),
