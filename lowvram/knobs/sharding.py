@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lowvram.compat.torch_distributed import DefaultAllGather
-from lowvram.compat.torch_fake import without_fake_mode
+from lowvram.compat.torch_fake import is_fake, without_fake_mode
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_storage import num_holders
 from lowvram.config.errors import require
@@ -187,7 +187,8 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one part. For the last part of a step, sums the gradients over all ranks, mostly
     during the backward pass; when the block ends they are summed. Does nothing for other parts, since gradients
     accumulate over all parts and are sent once. Nor does it without autograd, which then computes none. A parameter
-    that the forward passes of this rank haven't used counts as one with a gradient of 0, which a line says once.
+    that the forward passes of this rank haven't used counts as one with a gradient of 0, which a line says once; one
+    that no rank has used gets no gradient, so that its weight stays as it is, as on one rank.
     """
     if not is_last or not torch.is_grad_enabled():
         yield
@@ -202,7 +203,10 @@ def gradients_summed(model: nn.Module, is_last: bool) -> Iterator[None]:
     gradients.finish()
     if gradients.unused and not TOLD:
         TOLD.update(name for name, parameter in model.named_parameters() if parameter in gradients.unused)
-        print(f"rank {rank()}: no gradient of {', '.join(sorted(TOLD))}: counted as 0", flush=True)
+        print(
+            f"rank {rank()}: no gradient of {', '.join(sorted(TOLD))}: counted as 0, or left alone if no rank has one",
+            flush=True,
+        )
 
 
 TOLD: set[str] = set()  # names of parameters without a gradient, once a line has named them
@@ -212,6 +216,7 @@ class GradientSum:
     """Sums gradients over ranks as they are computed, in an order on which all ranks agree."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = [*parameters]
         self.waiting_for = parameters  # sent from the end: about the order in which autograd computes gradients
         self.arrivals: set[Tensor] = set()
         self.unused: set[Tensor] = set()
@@ -240,6 +245,20 @@ class GradientSum:
             self.send(self.waiting_for.pop())
         for work in self.sent:
             work.wait()
+        self.forget_unused()
+
+    def forget_unused(self) -> None:
+        """Take the gradient of 0 from each parameter that no rank has used. All ranks must call it."""
+        if not self.parameters:
+            return
+        uses = [float(parameter not in self.unused) for parameter in self.parameters]
+        numbers = torch.tensor(uses, device=self.parameters[0].device)
+        dist.all_reduce(numbers)
+        if self.unused:
+            known = uses if is_fake(numbers) else numbers.tolist()
+            for parameter, num_uses in zip(self.parameters, known, strict=True):
+                if num_uses == 0:
+                    parameter.grad = None
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import lowvram
 from lowvram.compat.torch_storage import num_holders
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Kind, Knob
@@ -263,3 +264,38 @@ def test_without_whole_params() -> None:
     """Adafactor's sums over rows and columns can't be taken over shards (torch 2.13)."""
     with pytest.raises(RuntimeError, match="placement"):
         on_ranks(adafactor_over_shards)
+
+
+class PartlyUnused(nn.Module):
+    """`never` takes part in no sample, `even` only in those whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.even, self.never = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return hidden + self.even(x) if bool((x[:, 0] > 0).any()) else hidden
+
+
+def weights_of_partly_unused(num_ranks: int) -> dict[str, Tensor]:
+    torch.manual_seed(1127)
+    model = PartlyUnused()
+    x, targets = torch.randn(8, 4), torch.randint(4, (8,))
+    x[:, 0] = torch.tensor([1.0] * 4 + [-1.0] * 4)  # the second rank never uses `even`
+    options = "sharding=ddp" if num_ranks > 1 else ""
+    rig = lowvram.assemble(
+        lowvram.task(model, x), f"optimizer=adamw optimizer.weight_decay=0.3 accum=x2 {options}", "cpu"
+    )
+    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4) if num_ranks > 1 else slice(None)
+    for _ in range(3):
+        lowvram.step(rig, lowvram.Part(x[mine], targets[mine]))
+    return {name: value.clone() for name, value in rig.model.state_dict().items()}
+
+
+def test_a_weight_that_no_rank_uses_stays_as_on_one_rank_also_with_weight_decay() -> None:
+    plain = weights_of_partly_unused(1)
+    for found in on_ranks(weights_of_partly_unused, 2):
+        for name, value in plain.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found["never.weight"], plain["never.weight"])
