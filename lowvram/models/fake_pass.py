@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lowvram.compat.torch_fake import GuessingFakeTensorMode
+from lowvram.compat.torch_fake import FakeTensorMode, GuessingFakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
 from lowvram.core.changes import Look, Places
@@ -23,13 +23,15 @@ T = TypeVar("T")
 CACHED = type(lru_cache(len))
 
 
-def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any) -> T:
+def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any, *, guesses: bool = True) -> T:
     """Run a copy of the model, which is in training mode.
 
     Args:
         model: on any device; isn't changed.
         run: is given the copy and its inputs.
         inputs: on the CPU.
+        guesses: whether code that reads a number from a tensor is given 1. Else that raises an error: where a block
+            must not look at all samples at once, a way that depends on them would hide it.
     """
     misses = {cached: cached.cache_info().misses for cached in caches_of(model)}
     try:
@@ -37,7 +39,7 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any)
         with (
             without_dispatch_modes(),
             alone,
-            GuessingFakeTensorMode(allow_non_fake_inputs=True) as mode,
+            (GuessingFakeTensorMode if guesses else FakeTensorMode)(allow_non_fake_inputs=True) as mode,
             unchanged(model),
         ):
             return run(without_memory(model), tree_map_only(Tensor, mode.from_tensor, inputs))

@@ -91,7 +91,7 @@ def uses_of(
         call(copy, fake)
 
     try:
-        fake_pass(model, watched, inputs)
+        fake_pass(model, watched, inputs, guesses=False)
     except Exception:
         return {}
     return uses

@@ -82,7 +82,7 @@ def calls_of(
             watch(copy.get_submodule(name), name, calls)
         call(copy, fake)
 
-    fake_pass(model, watched, inputs)
+    fake_pass(model, watched, inputs, guesses=False)
     return calls
 
 

@@ -149,7 +149,11 @@ def test_what_is_alike_on_paper_shares_a_trace(num_traced: Callable[[], int], tm
     [
         ("transformer", {"compile": "none", "ckpt": "compiler"}, "compile=none ends that"),  # with each other
         ("transformer", {"allocator": "tight"}, "the device is the CPU"),  # with the target
-        ("transformer_dropout", {"compile": "model", "ckpt": "compiler"}, "this model has dropout"),  # with the problem
+        (
+            "transformer_dropout",
+            {"compile": "model", "ckpt": "compiler"},
+            "draws no random numbers: dropout",
+        ),  # with the problem
     ],
     ids=str,
 )
