@@ -147,7 +147,7 @@ def test_after_a_probe_that_ran_out_of_memory_the_next_one_follows(
     monkeypatch.setattr(Searches, "run", run)
     quiet = type("Quiet", (), {"say": lambda self, text: None})()
     searches = Searches(None, quiet, lambda: 0, lambda point: None)  # pyright: ignore[reportArgumentType]
-    probes = [Point(str(n), str(n), n, tmp_path / str(n), {}, {}, None, {}) for n in range(6)]
+    probes = [Point(str(n), str(n), n, tmp_path / str(n), {"timeout_s": None}, {}, None, {}) for n in range(6)]
     assert [row["status"] for row in searches.measure(probes, 2, math.inf)] == ["oom", "ok", "error", "ok"]
     kept = [row["id"] for row in searches.measure(probes, 2, math.inf)]
     assert kept[0] == "0"  # an earlier call knows it: it isn't run again
@@ -194,7 +194,14 @@ def test_where_nothing_fits_probes_that_run_out_of_memory_end_in_the_refusal(
     ranking = [{**plan, "changes": {"accum": name}} for name in ("x32", "x16")]
     found = Candidates(ranking, ["an account"], refusal="nothing fits")
     ran = {"time": {"step_ms_p50": 2.0}, "throughput": {"samples_per_s": 8.0}, "memory": {"peak_bytes": MIB}}
-    config = {"search": {"probes": 3}, "plan": {"device": "auto"}, "logger": {"group": None}, "vram": "1MiB"}
+    search = {"probes": 3, "max_seconds": None}
+    config = {
+        "search": search,
+        "plan": {"device": "auto"},
+        "logger": {"group": None},
+        "vram": "1MiB",
+        "timeout_s": None,
+    }
 
     def probe_of(point: Point, words: list[str], number: int, candidate: Candidate, is_real: bool) -> Point:
         folder = tmp_path / str(number)
@@ -206,7 +213,7 @@ def test_where_nothing_fits_probes_that_run_out_of_memory_end_in_the_refusal(
         write(probe.folder, row)
         return row
 
-    monkeypatch.setattr(Searches, "find", lambda self, point, typed: found)
+    monkeypatch.setattr(Searches, "find", lambda self, point, typed, ends: found)
     monkeypatch.setattr("lowvram.search.client.probe_of", probe_of)
     monkeypatch.setattr(Searches, "run", run)
     said: list[str] = []

@@ -144,7 +144,7 @@ def test_a_new_figure_is_in_wandb() -> None:
 def test_a_new_figure_is_in_the_report_and_in_the_docs(tmp_path: Path) -> None:
     shown = evidence([Entry(tmp_path, tmp_path / one["name"], one) for one in measured()])
     (column,) = (column for column in shown["columns"] if column["title"] == "swapped MiB")
-    assert (column["values"], column["better"]) == ((3.0, 7.0), -1)
+    assert (column["values"], column["better"]) == ([3.0, 7.0], -1)
     assert '"swapped MiB"' in page(shown)
     lines = list(doc_shapes.Figures().lines(doc_shapes.Place("figures", "row", "", "", ""), tmp_path))
     names = "| joule per step | `energy.joule_per_step` | `joule_per_step` |"
