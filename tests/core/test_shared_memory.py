@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import lowvram
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
-from lowvram.core.rig import Part
+from lowvram.core.knob import Knob, Stage
+from lowvram.core.rig import Part, Rig
 from lowvram.core.shared_memory import copied, names_sharing
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
@@ -105,10 +107,29 @@ def test_the_tie_is_kept_or_refused(kind: Any, way: str) -> None:
 REFUSED = ("stepping=in_backward", "stepping=cpu_offload", "offload=parameters")
 
 
+@dataclass(frozen=True)
+class Parts(Knob):
+    """Gives a layer a weight of its own."""
+
+    stage = Stage.BUILD
+
+    def apply(self, rig: Rig) -> Rig:
+        layer = rig.model.get_submodule("dec")
+        layer.weight = nn.Parameter(layer.get_parameter("weight").detach().clone())
+        return rig
+
+
 def test_a_tie_that_would_be_lost_is_refused() -> None:
     task = Auto().pose(ExternalConfig(f"{__name__}.Tied"), WORDS)
     with pytest.raises(Incompatible, match=r"dec.weight and enc.weight share memory .* they would come apart"):
-        assemble(task, knobs_of(qat="int8"), CPU)
+        assemble(task, {**knobs_of(), "qat": Parts()}, CPU)
+
+
+def test_rounded_weights_keep_their_tie() -> None:
+    task = Auto().pose(ExternalConfig(f"{__name__}.Tied"), WORDS)
+    rig = assemble(task, knobs_of(qat="int8"), CPU)
+    step(rig, make_batch(WORDS, 4))
+    assert names_sharing(rig.model) == [["dec.weight", "enc.weight"]]
 
 
 @pytest.mark.parametrize("kind", [Tied, Sliced, Apart])
