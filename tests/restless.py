@@ -218,6 +218,21 @@ class Ema(Mlp):
         return x * (1 + self.codes)
 
 
+class WrittenThroughData(Mlp):
+    """Its buffer's version doesn't tell that it was changed."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(WIDTH))
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x * self.level.clone()
+
+
 class LargeEma(Mlp):
     """The same in a buffer that is too large to be copied for nothing."""
 
@@ -379,7 +394,18 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 CHANGING: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
-        *(InstanceNorm, CumulativeNorm, OwnNorm, Ema, LargeEma, Spectral, OldSpectral, Counter, NestedState),
+        *(
+            InstanceNorm,
+            CumulativeNorm,
+            OwnNorm,
+            Ema,
+            WrittenThroughData,
+            LargeEma,
+            Spectral,
+            OldSpectral,
+            Counter,
+            NestedState,
+        ),
         *(PlainTensor, TensorInList, SometimesDrops),
     )
 }

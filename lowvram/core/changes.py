@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, final
 
@@ -118,6 +119,8 @@ class Places:
         self.with_values = [each for each in modules if not is_plain_module(each)]
         # Owners and names of tensors that are changed in place.
         self.written: set[tuple[int, Any]] = set() if earlier is None else earlier.written
+        # Those that the first forward pass changed through `.data`, of which a tensor's version doesn't tell.
+        self.unversioned: set[tuple[int, Any]] = set() if earlier is None else earlier.unversioned
         self.num_looks = 0 if earlier is None else earlier.num_looks
 
     def look(self) -> Look:
@@ -159,9 +162,11 @@ class Look:
         return [*values, *contents, *tensors]  # tensors last: what a list held before may have been changed in place
 
     def change_of(self, held: Held) -> Change | None:
-        is_written = version_of(held.tensor) != held.version
-        if is_written:
-            self.places.written.add((identity(held.owner), held.name))
+        place = (identity(held.owner), held.name)
+        if self.places.num_looks == 1 and held.copy is not None and differ(held.copy, held.tensor):
+            self.places.unversioned.add(place)
+        if version_of(held.tensor) != held.version or place in self.places.unversioned:
+            self.places.written.add(place)
             if held.copy is None:
                 raise Incompatible(
                     f"{held.what} was changed in place by a forward pass, which none did before, and it is too large to"
@@ -315,6 +320,13 @@ class StatisticsFrozen:
             norm.momentum = momentum
             if num_batches is not None and norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.copy_(num_batches)
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have other values; False where that can't be told, as without values."""
+    with suppress(RuntimeError):  # NotImplementedError is one
+        return not torch.equal(one, other) and not bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return False
 
 
 def copied(tensor: Tensor) -> Tensor:

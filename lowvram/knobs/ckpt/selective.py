@@ -40,9 +40,6 @@ class Selective(Knob):
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
 
-    def breaks(self) -> frozenset[Fact]:
-        return frozenset({Fact.RETAINABLE_GRAPH})  # what is kept is gone after one backward pass
-
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.task.blocks(rig.model)
         num_treated = math.ceil(self.fraction * len(blocks))
