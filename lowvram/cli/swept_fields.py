@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def presets_in(words: Sequence[str], parsed: Collection[Override | None]) -> Ite
 
 def folders_in(words: Sequence[str]) -> Iterator[Path]:
     """The folders of the user's own configurations: `--config-dir FOLDER`, `--config-dir=FOLDER`."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         if flag in FOLDER_FLAGS:
             yield Path(value if equals else following)

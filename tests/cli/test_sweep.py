@@ -9,7 +9,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lowvram.cli.sweep import axes_of, grid, names_of, swept_keys, with_points
-from lowvram.cli.swept_fields import with_fields_of_swept
+from lowvram.cli.swept_fields import folders_in, with_fields_of_swept
 from lowvram.config.errors import BadInput
 
 POINTS = {"baseline": "", "parts": "accum=x4", "both": "accum=x4 ckpt=every1"}
@@ -119,3 +119,7 @@ def test_at_the_loggers_a_point_is_named_by_what_it_changes() -> None:
 def test_what_is_no_list_of_points_is_one_sentence(points: Any) -> None:
     with pytest.raises(BadInput, match=r"hydra\.sweeper\.points=.*must be names, each with the words of a point"):
         with_points([[]], points)
+
+
+def test_a_call_without_words_names_no_folder() -> None:
+    assert list(folders_in([])) == []
