@@ -249,12 +249,12 @@ def containers(what: str, value: Any, seen: set[int], depth: int) -> Iterator[tu
 
 def as_container(value: Any) -> Any:
     """The value, if its content can be replaced; the attributes of an object of a class written in Python; else
-    None."""
+    None, as for torch's own objects: what FSDP notes in its states isn't the model's."""
     if isinstance(value, (*PLAIN, *OPAQUE)):
         return None
     if isinstance(value, dict | list | set | deque):
         return value
-    return getattr(value, "__dict__", None)
+    return None if type(value).__module__.partition(".")[0] == "torch" else getattr(value, "__dict__", None)
 
 
 def contents_of(container: Any) -> Any:

@@ -46,9 +46,15 @@ class LastResort:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._num_signals = 0
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True)
-        watcher.start()
+        try:
+            watcher.start()
+        except RuntimeError:  # a limit on threads, of which whoever needs them says more
+            os.close(reader)
+            os.close(writer)
+            yield
+            return
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         try:
             yield
         finally:
@@ -111,3 +117,5 @@ class LastResort:
 
 
 last_resort = LastResort()  # one per process, as signal handlers are
+# In a fork nobody watches. Signals to it would count as the program's, or be written into a file that has the number.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

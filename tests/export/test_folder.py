@@ -34,7 +34,7 @@ TOKENS = DataSpec(Modality.TOKENS, 11, (8,), 11)
 NUMBERS = DataSpec(Modality.IMAGES, 2, (1, 2, 2))
 TINY = TransformerConfig(num_layers=1, num_heads=1, width=8)
 FLIPS = 40
-UNCHECKED = "has no files.json"
+UNCHECKED = "files.json is missing"
 GROUPS = ("model", "adapter")
 
 
@@ -196,7 +196,7 @@ def check_noticed(path: Path, model: nn.Module) -> None:
 def test_an_export_of_an_early_version_loads_with_a_warning(tmp_path: Path) -> None:
     model = exported(tmp_path / "model")
     (tmp_path / "model" / manifest.NAME).unlink()
-    with pytest.warns(UserWarning, match=r"has no files\.json, so nobody knows whether its files are whole"):
+    with pytest.warns(UserWarning, match=r"files\.json is missing: nobody knows whether the files beside it are whole"):
         assert same(load(tmp_path / "model"), model)
 
 

@@ -61,7 +61,7 @@ def test_more_layers_than_weights(tmp_path: Path) -> None:
     for name, value in (("num_layers", 10**9), ("layers", [10**8] * 4), ("num_hidden_layers", 2**40)):
         file.write_text(json.dumps({**described, "model": {**described["model"], name: value}}))
         with (
-            pytest.warns(UserWarning, match="has no files.json"),
+            pytest.warns(UserWarning, match="files.json is missing"),
             pytest.raises(BadInput, match=rf"sizes fit its weights: {name} is "),
         ):
             load(tmp_path / "model")

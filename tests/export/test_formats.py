@@ -149,7 +149,7 @@ def test_a_graph_runs_no_code_unless_its_format_is_named(tmp_path: Path, name: s
     (tmp_path / ABOUT).write_text(json.dumps({"format": name}))
     others = set(GRAPHS) - {name}
     with (
-        pytest.warns(UserWarning, match="has no files.json"),
+        pytest.warns(UserWarning, match="files.json is missing"),
         pytest.raises(BadInput, match=rf"^format='{name}': .* may run code .*: load\(folder, trust=\{{'{name}'\}}\)"),
     ):
         load(tmp_path, trust=others)
@@ -265,7 +265,7 @@ def test_a_format_of_later_versions_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / ABOUT).write_text(json.dumps({"format": "int1"}))
     (tmp_path / "model" / manifest.NAME).unlink()
     with (
-        pytest.warns(UserWarning, match="has no files.json"),
+        pytest.warns(UserWarning, match="files.json is missing"),
         pytest.raises(BadInput, match=r"^format='int1': must be one that this version knows \(safetensors, "),
     ):
         load(tmp_path / "model")

@@ -47,6 +47,32 @@ def test_a_program_that_has_ended_is_watched_no_more() -> None:
     assert threading.active_count() == before
 
 
+def test_signals_to_a_fork_are_not_the_programs() -> None:
+    """Nor are they written into a file of the fork's that has the number of the pipe."""
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with last_resort.watching():
+            pid = os.fork()
+            if not pid:
+                for _ in range(MOST_SIGNALS):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            time.sleep(SIGNAL_GRACE_S + 2 * LOOK_S)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_limit_on_threads_is_left_to_those_who_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with last_resort.watching():
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def blocked(start: Start, folder: Path, name: str, *words: str) -> Running:
     (folder / "blocking.py").write_text(BLOCKING)
     call = start(*TINY, "device=cpu", "plan.skip=true", f"callbacks=[blocking.{name}]", *words)

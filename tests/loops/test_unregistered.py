@@ -50,3 +50,18 @@ def test_what_every_snapshot_holds_is_not_told(name: str) -> None:
     kept = Unregistered(model)
     model(torch.randn(2, WIDTH))
     assert kept.told() is None
+
+
+class OfTorch:
+    """As an object that FSDP keeps in the attributes of a module."""
+
+    __module__ = "torch.distributed.fsdp"
+    count = 0
+
+
+def test_what_torch_notes_for_itself_is_not_told() -> None:
+    model = Net(BLOCKS["Counter"])
+    model.blocks[0].state = {"fsdp": OfTorch()}
+    kept = Unregistered(model)
+    model.blocks[0].state["fsdp"].count = 1
+    assert kept.told() is None
