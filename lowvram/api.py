@@ -45,6 +45,7 @@ from lowvram.models.outputs import all_outputs, logits_of
 from lowvram.models.restless_finder import find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
+from lowvram.models.write_finder import find_written
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
 from lowvram.planning.trace.tracer import trace
@@ -141,6 +142,9 @@ class ModuleTask(Task):
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks
+
+    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
+        return find_written(model, self.call, self.samples(2), self.blocks(model))
 
     def deeds(
         self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]

@@ -152,7 +152,18 @@ def bare_model(task: Task) -> nn.Module:
 
 # The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
 # It takes forward passes to find out about these.
-BY_TRIAL = frozenset({Fact.MLPS, Fact.SEPARATE_SAMPLES, Fact.NORMS, Fact.SKIPPABLE, Fact.BRANCHES, Fact.NO_RANDOMNESS})
+BY_TRIAL = frozenset(
+    {
+        Fact.MLPS,
+        Fact.SEPARATE_SAMPLES,
+        Fact.NORMS,
+        Fact.SKIPPABLE,
+        Fact.BRANCHES,
+        Fact.NO_RANDOMNESS,
+        Fact.STEADY_WEIGHTS,
+        Fact.STEADY_BLOCKS,
+    }
+)
 TASK_FACTS = BY_TRIAL | {
     *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.INNER_PRODUCTS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES),
     *(Fact.HARD_TARGETS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE),
@@ -206,6 +217,10 @@ def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS)
         absent[Fact.SEPARATE_MEMORY] = f"{' and '.join(shared[0])} do: make them one parameter, or copy the values"
     if Fact.NO_RANDOMNESS in asked and (who := task.drawn_by(model)):
         absent[Fact.NO_RANDOMNESS] = who
+    if asked & {Fact.STEADY_WEIGHTS, Fact.STEADY_BLOCKS}:
+        for fact, name in zip((Fact.STEADY_WEIGHTS, Fact.STEADY_BLOCKS), task.written(model), strict=True):
+            if name is not None:
+                absent[fact] = f"it writes into {name}: compute a new tensor from it there, or choose another option"
     return absent
 
 

@@ -84,6 +84,8 @@ class Fact(Enum):
     FP32_WEIGHTS = "weights that train are kept in fp32"
     UNSPLIT_WEIGHTS = "a weight that trains is one number, without a correction beside it"
     WHOLE_PARAMS = "every parameter is whole on its rank"
+    STEADY_WEIGHTS = "a forward pass leaves the weights as they are"
+    STEADY_BLOCKS = "a block's forward pass leaves its weights as they are"
     TRAINED_BLOCKS = "the weights of the model's blocks train"
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"

@@ -144,7 +144,7 @@ class TorchScript(Knob):
     def needs(self) -> frozenset[Fact]:
         # A trace keeps the parameters, control flow and shapes of the run that was recorded; torch.jit (2.13) fails in
         # torchao's rounding of weights.
-        blocks = {Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FIXED_BLOCKS}
+        blocks = {Fact.BLOCKS, Fact.PLAIN_BLOCKS, Fact.FIXED_BLOCKS, Fact.STEADY_BLOCKS}
         return frozenset({*blocks, Fact.WHOLE_PARAMS, Fact.FEW_SHAPES, Fact.PLAIN_PRODUCTS})
 
     def breaks(self) -> frozenset[Fact]:

@@ -85,7 +85,9 @@ class Int8(FakeQuantized):
     band = 2e-1
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.INNER_LINEARS if self.layers is Layers.linear else Fact.INNER_PRODUCTS})
+        return frozenset(
+            {Fact.STEADY_WEIGHTS, Fact.INNER_LINEARS if self.layers is Layers.linear else Fact.INNER_PRODUCTS}
+        )
 
     def apply(self, rig: Rig) -> Rig:
         inner = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))
@@ -113,7 +115,7 @@ class Int4(FakeQuantized):
         require(self.group >= 2 and self.group % 2 == 0, "qat.group", self.group, "an even number of 2 or more")
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.INNER_LINEARS})
+        return frozenset({Fact.STEADY_WEIGHTS, Fact.INNER_LINEARS})
 
     def apply(self, rig: Rig) -> Rig:
         linears = inner_linears(rig.model, known_last_weights(rig.task, rig.model, self.name))

@@ -104,7 +104,7 @@ class FSDP(DataParallel):
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
-        return super().needs() | {Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE}
+        return super().needs() | {Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE, Fact.STEADY_WEIGHTS}
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})

@@ -4,6 +4,7 @@ row up to its step, so that lines that are lost later are noticed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from typing import Any, final
 
 import torch
@@ -12,6 +13,13 @@ from lowvram.loops.session import Events
 from lowvram.results.metric_lines import mark_of
 
 MOST_UNCONFIRMED = 256  # rows, after which they are committed, also in a run without snapshots
+
+
+def as_row(step: int, **values: float) -> dict[str, Any]:
+    """A row of a snapshot. Raises TypeError if it is none."""
+    if not all(isinstance(value, int | float) for value in values.values()):
+        raise TypeError(f"a row of other things than numbers: {values}")
+    return {"step": index(step), **values}
 
 
 @final
@@ -26,9 +34,9 @@ class Journal:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what a snapshot carries: its unconfirmed rows are sent when the run begins. A snapshot of an early
         version of lowvram carries neither."""
-        self.unconfirmed, self.marks = list(state.get("untold", ())), []
-        if (marks := state.get("marks")) is not None:
-            self.marks = marks.tolist()
+        self.unconfirmed = [as_row(**row) for row in state.get("untold", ())]
+        marks = state.get("marks")
+        self.marks = [] if marks is None else [[index(step), name, line] for step, name, line in marks.tolist()]
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Send one row."""

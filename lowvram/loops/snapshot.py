@@ -6,7 +6,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lowvram.config.errors import CONSTANTS, BadInput, Incompatible
 from lowvram.config.secret import REFUSED
+from lowvram.config.texts import LONGEST_REASON, shortened
 from lowvram.core.ranks import rank, rank_0_first
 from lowvram.core.troubles import is_out_of_memory
 from lowvram.results.files.durable import made_folders, remove_leftovers, settle, unfinished
@@ -212,6 +214,21 @@ def differences(now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     shared = [key for key in now if key in saved and REFUSED not in str([now[key], saved[key]])]
     changed = [key for key in shared if now[key] != saved[key]]
     return [f"{key}={word(now[key])} ({word(saved[key])} in the snapshot)" for key in changed]
+
+
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """Inside it a state that can't be loaded is bad input: the run's code was changed, or lowvram didn't save it."""
+    try:
+        yield
+    except (*STRANGE, RuntimeError) as error:
+        if isinstance(error, BadInput | Incompatible) or is_out_of_memory(error):
+            raise
+        what = shortened(" ".join(str(error).split()), LONGEST_REASON)
+        allowed = f"a run whose snapshot fits its model and optimizer: {type(error).__name__}: {what}"
+        raise BadInput(
+            "resume", str(folder), f"{allowed}; was its code changed, or the file made by somebody else?"
+        ) from error
 
 
 def has_form(saved: Any, fresh: Any) -> bool:

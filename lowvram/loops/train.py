@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from typing import Any, final
 
 import torch
@@ -30,7 +31,7 @@ from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
 from lowvram.loops.savable import Savable
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
-from lowvram.loops.snapshot import Snapshots, check_form, differences, my_random_state
+from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, my_random_state
 from lowvram.loops.unregistered import Unregistered
 from lowvram.models.layout import EXPORTED
 from lowvram.results.files.durable import unfinished_name
@@ -104,14 +105,16 @@ class TrainingRun:
         check = partial(check_form, self.formed_state())
         state = self.snapshots.load(check) if session.is_resumed else None
         if state is not None:
-            self.restore(state)
+            with fitting(session.folder):
+                self.restore(state)
 
     def begin(self) -> None:
         """Tell the parent that steps begin. Call it right before the first step: it restores the random state, so
         nothing may draw random numbers in between."""
         if self.random is not None:
-            generators.load(self.random)
-            self.unregistered.load(self.random.get("unregistered", {}))  # an early version of lowvram saved none
+            with fitting(self.session.folder):
+                generators.load(self.random)
+                self.unregistered.load(self.random.get("unregistered", {}))  # an early version of lowvram saved none
         first, last = (self.first_loss_step, self.first_loss), (self.last_loss_step, self.last_loss)
         known = [first, last] if self.last_loss_step else []
         rows = [{"step": step, "loss/train": loss} for step, loss in known]
@@ -281,12 +284,12 @@ class TrainingRun:
         self.frozen.switch(state.get("switched", {}))  # an early version of lowvram saved none
         load_whole(self.session.rig.model, state["model"])
         self.session.rig.stepper.load_state_dict(state["stepper"])
-        self.step = self.saved_step = self.logged_step = self.begun_at = state["step"]
-        self.num_applied, self.random = state["num_applied"], my_random_state(state["random"])
-        self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
-        self.first_loss_step = state.get("first_loss_step", 1)  # the same as below
-        self.last_loss_step = state.get("last_loss_step", 0)  # an early version of lowvram saved none
-        self.owes_evaluation = state.get("owes_evaluation", False)  # the same
+        self.step = self.saved_step = self.logged_step = self.begun_at = index(state["step"])
+        self.num_applied, self.random = index(state["num_applied"]), my_random_state(state["random"])
+        self.first_loss, self.last_loss = float(state["first_loss"]), float(state["last_loss"])
+        self.first_loss_step = index(state.get("first_loss_step", 1))  # the same as below
+        self.last_loss_step = index(state.get("last_loss_step", 0))  # an early version of lowvram saved none
+        self.owes_evaluation = bool(state.get("owes_evaluation", False))  # the same
         self.journal.restore(state)
         self.session.noise.restore(state.get("noise", {}))  # the same
 

@@ -15,10 +15,11 @@ from torch import nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import own_buffers
-from lowvram.core.changes import Change, OfEntry
+from lowvram.core.changes import Change, OfEntry, tensors_in
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
 from lowvram.core.repeat import First, Repeatable
 from lowvram.models.fake_pass import fake_pass
+from lowvram.models.write_finder import Writes
 
 
 class Deeds(NamedTuple):
@@ -81,15 +82,16 @@ class Pass(NamedTuple):
     module: nn.Module
     first: First
     draws: OwnDraws
+    writes: Writes
 
 
 def watch(module: nn.Module, passes: list[Pass]) -> None:
     forward, repeatable = module.forward, Repeatable(module)
 
     def watched(*inputs: Any, **named: Any) -> Any:
-        this = Pass(module, repeatable.passes().first, OwnDraws())
+        this = Pass(module, repeatable.passes().first, OwnDraws(), Writes())
         passes.append(this)
-        with this.first, this.draws:
+        with this.first, this.draws, this.writes:
             return forward(*inputs, **named)
 
     module.forward = watched
@@ -106,7 +108,14 @@ def unrepeatable(this: Pass) -> str | None:
     counting = next((norm for norm in this.first.places.norms if norm.momentum is None), None)
     if counting is not None:  # torch.compile leaves its count to Python
         return f"{type(counting).__name__} with momentum=None counts forward passes"
-    return f"{changes[0].what} changes in each forward pass" if changes else None
+    what = changes[0].what if changes else unversioned(this)
+    return None if what is None else f"{what} changes in each forward pass"
+
+
+def unversioned(this: Pass) -> str | None:
+    """A tensor that a block holds and has written into, through `.data`: its version doesn't tell."""
+    held = tensors_in(this.first.places)
+    return next((what for what, _, _, tensor in held if tensor.untyped_storage() in this.writes), None)
 
 
 def uncompilable(this: Pass) -> str | None:

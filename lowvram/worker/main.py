@@ -176,7 +176,8 @@ def main(request: dict[str, Any], events_fd: int, place: RankPlace) -> int:
         fields, of_a_peer = ending(error), is_of_a_peer(error)
         cause = rendezvous.cause_elsewhere(fields, of_a_peer)
         fields, about = fields | cause, about | {"is_of_a_peer": of_a_peer and not cause}
-        if fields["status"] == "error" and not says_all(error, request.get("folder", "/")):
+        # The traceback of a rank whose peer has died leads to code that isn't to blame.
+        if fields["status"] == "error" and not of_a_peer and not says_all(error, request.get("folder", "/")):
             about |= {"trace": text_without_secrets(traceback.format_exc())}
     stop.settle()
     lift()

@@ -78,6 +78,9 @@ class Lacking(Task):
     def has_soft_targets(self) -> bool:
         return True
 
+    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
+        return "shared", "shared"
+
 
 def test_the_facts_of_a_task_are_those_that_it_may_lack() -> None:
     """A fact that `TASK_FACTS` misses would be asked of no task in plans; one too many asks models in vain."""

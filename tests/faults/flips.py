@@ -45,21 +45,22 @@ def trial(lab: Lab, draw: Draw) -> Told:
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
     cache = with_cache(lab, scenario, trial)
     path = random.choice(readable(trial, cache))
-    before = content(path)
+    before, there = content(path), trial.results()
     others = twins(lab, trial, scenario, path) if random.random() < EXCHANGED else []
     if others:
         path, about = exchange(path, random.choice(others))
     else:
         about = random.choice(list(DAMAGES.values()))(path, random)
     damaged, run_id = content(path), trial.work / scenario.folder / RUN_ID_FILE
+    gone = {one for one in differences(there, trial.results()) if "file" in one}  # the damage itself
     trial.foreign.plant_among_ours(trial.work / scenario.folder)
     told = Told(f"{scenario.name}: {path.relative_to(trial.folder)}: {about}")
     ended = lab.run(scenario.words, trial.work, environment={"LOWVRAM_CACHE": str(cache)})
     told.problems += ended.problems + trial.foreign.changed() + trial.held()
     if ended.code == 0:
         wrong = differences(wanted, found(trial, scenario, ended.said))
-        is_same, missing = content(path) == damaged, f"missing file {os.path.relpath(path, trial.work)}"
-        wrong = [one for one in wrong if not (is_same and (is_unread(one) or one == missing))]
+        is_same = content(path) == damaged
+        wrong = [one for one in wrong if not (is_same and (is_unread(one) or one in gone))]
         about_it = lines_about(path.relative_to(trial.folder), ended.said)
         if not (others and FOREIGN.search(about_it)):
             told.problems += [one for one in wrong if not is_told(one, about_it)]

@@ -66,7 +66,7 @@ class Trial:
 
     def clear(self, run: Path) -> None:
         """Its user moves a run that can't go on out of the way, with the files that were put among its own."""
-        for name in ("snapshots", "model", ".hydra", "tensorboard", "cache"):
+        for name in ("snapshots", "model", ".hydra", "tensorboard", "wandb", "cache"):
             self.foreign.forget(run / name)
             shutil.rmtree(run / name, ignore_errors=True)
         for path in run.iterdir():

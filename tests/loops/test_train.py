@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE, Update
@@ -24,6 +25,7 @@ from lowvram.loops.journal import MOST_UNCONFIRMED, Journal
 from lowvram.loops.measure import Measure
 from lowvram.loops.schedule import WarmupCosine
 from lowvram.loops.session import Interrupted, NonFinite, Session
+from lowvram.loops.snapshot import fingerprint
 from lowvram.loops.train import Train, TrainingRun
 from tests.laboratory import relative_error
 from tests.loops.sessions import Told
@@ -185,6 +187,33 @@ def test_a_finished_run_that_is_resumed_only_finishes(make_session: MakeSession)
     assert losses(told) == []
     assert again["loss"] == row["loss"]
     assert again["time"]["steps"] == 0
+
+
+FORGED = ("text", [], {}, 2.5, torch.zeros(2, 2), [{"param_groups": None}])
+
+
+def test_what_a_forged_snapshot_holds_is_taken_or_refused(
+    make_session: MakeSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is in it, and however right its hash: one sentence instead of a traceback."""
+    with pytest.raises(Interrupted):
+        Train().run(make_session(told=Told(stop_at=2)))
+    folder = make_session().folder / "snapshots"
+    (saved,) = folder.iterdir()
+    whole, num_refused = torch.load(saved, weights_only=True), 0
+    saved.unlink()
+    for key in whole.keys() - {"run"}:
+        for value in FORGED:
+            file = folder / "forged"
+            torch.save({**whole, key: value}, file)
+            file = file.rename(folder / f"step_00000002.{fingerprint(file)}.pt")
+            try:
+                Train().run(make_session(is_resumed=True, steps=3))
+            except (BadInput, Incompatible) as refusal:
+                num_refused += "\n" not in str(refusal)
+            for path in folder.iterdir():
+                path.unlink()
+    assert num_refused > 20, capsys.readouterr().out
 
 
 def test_the_weights_that_are_left_are_those_that_were_evaluated(make_session: MakeSession) -> None:

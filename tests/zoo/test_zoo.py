@@ -25,7 +25,7 @@ from lowvram.knobs.tile import TiledBlocks, TiledMLP
 from tests.laboratory import KNOBS, NEUTRAL, missing_here
 from tests.test_laws import Pair
 from tests.tiers import first_of
-from tests.zoo import generative, language, odd, recurrent, torchvision_models, vision
+from tests.zoo import generative, language, odd, recurrent, torchvision_models, vision, writing
 from tests.zoo.foreign import Foreign
 from tests.zoo.trial import (
     PLAIN_SGD,
@@ -54,6 +54,7 @@ ZOO: dict[str, Foreign] = {
     **generative.MODELS,
     **recurrent.MODELS,
     **odd.MODELS,
+    **writing.MODELS,
     **torchvision_models.MODELS,
 }
 # These run in `scripts/test`: ties and dropout, experts, statistics, noise, recurrence in place, forces, complex

@@ -78,6 +78,9 @@ class Adapted(Task):
     def drawn_by(self, model: nn.Module) -> str | None:
         return self.plain.drawn_by(model)
 
+    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
+        return self.plain.written(model)
+
     def deeds(
         self, model: nn.Module, blocks: Sequence[nn.Module], compiled: Sequence[nn.Module]
     ) -> tuple[str | None, str | None]:

@@ -59,7 +59,7 @@ class Lora(Frozen):
         require(find_spec("peft") is not None, "adapter", type(self).__name__.lower(), needed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_PRODUCTS, *({Fact.BLOCKS} if self.targets is None else ())})
+        return frozenset({Fact.PLAIN_PRODUCTS, Fact.STEADY_WEIGHTS, *({Fact.BLOCKS} if self.targets is None else ())})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.TRAINED_BLOCKS, *([Fact.NO_RANDOMNESS] if self.dropout else [])})

@@ -28,7 +28,7 @@ class RecomputeChosen(Knob):
         require(is_list, "ckpt.blocks", self.blocks, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})
 
     def with_blocks(self, blocks: Sequence[int]) -> Knob | None:
         return replace(self, blocks=list(blocks)) if self.blocks is None else None

@@ -34,7 +34,7 @@ class CompilerBudget(Knob):
 
     def needs(self) -> frozenset[Fact]:
         # Recomputation would draw new random numbers, so gradients would use another dropout mask (pytorch#190758).
-        return frozenset({Fact.COMPILED, Fact.NO_RANDOMNESS})
+        return frozenset({Fact.COMPILED, Fact.NO_RANDOMNESS, Fact.STEADY_WEIGHTS})
 
     def apply(self, rig: Rig) -> Rig:
         set_activation_budget(self.budget)

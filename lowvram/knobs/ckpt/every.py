@@ -26,7 +26,7 @@ class RecomputeEvery(Knob):
     saves = Kind.ACTIVATIONS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})
 
     def __post_init__(self) -> None:
         require(

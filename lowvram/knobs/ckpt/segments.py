@@ -30,7 +30,7 @@ class RecomputeSegments(Knob):
 
     def needs(self) -> frozenset[Fact]:
         # The inputs of later blocks are computed when the weights of earlier ones aren't gathered.
-        return frozenset({Fact.EAGER, Fact.BLOCKS, Fact.WHOLE_PARAMS})
+        return frozenset({Fact.EAGER, Fact.BLOCKS, Fact.STEADY_BLOCKS, Fact.WHOLE_PARAMS})
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.task.blocks(rig.model)

@@ -38,7 +38,7 @@ class Selective(Knob):
         require(0 <= self.fraction <= 1, "ckpt.fraction", self.fraction, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS})
+        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})
 
     def apply(self, rig: Rig) -> Rig:
         blocks = rig.task.blocks(rig.model)

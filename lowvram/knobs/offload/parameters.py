@@ -49,7 +49,7 @@ class Parameters(Knob):
     saves = Kind.PARAMETERS
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.ONE_RANK, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE})
+        return frozenset({Fact.ONE_RANK, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE, Fact.STEADY_WEIGHTS})
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.WHOLE_PARAMS})

@@ -24,6 +24,9 @@ class Bf16Split(Bf16Weights):
     def __post_init__(self) -> None:
         require(self.correction_bits in (8, 16), "precision.correction_bits", self.correction_bits, "8 or 16")
 
+    def needs(self) -> frozenset[Fact]:
+        return super().needs() | {Fact.STEADY_WEIGHTS}  # who writes into a weight knows nothing of its correction
+
     def breaks(self) -> frozenset[Fact]:
         return super().breaks() | {Fact.UNSPLIT_WEIGHTS}
 

@@ -73,7 +73,9 @@ class Masked(Sparsity):
         blocks = {Fact.BLOCKS} if self.layers is None else set()
         # Zeroth-order steps move masked weights away from 0, and count on it that an update moves them back.
         trained = {Fact.TRAINED_BLOCKS, Fact.SAME_PARAMS, Fact.PLAIN_BACKWARD}
-        return frozenset({Fact.WHOLE_PARAMS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, *trained, *blocks})
+        return frozenset(
+            {Fact.WHOLE_PARAMS, Fact.STEADY_WEIGHTS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, *trained, *blocks}
+        )
 
     def reference(self) -> Self:
         """Itself: it decides which weights are learnt."""

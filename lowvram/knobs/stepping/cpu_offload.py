@@ -48,7 +48,9 @@ class CpuOffload(Knob):
         require(0 <= fraction <= 1, "stepping.offload_fraction", fraction, allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS})
+        return frozenset(
+            {Fact.PLAIN_BACKWARD, Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.STEADY_WEIGHTS}
+        )
 
     def breaks(self) -> frozenset[Fact]:
         return frozenset({Fact.GRADS_AT_UPDATE})

@@ -51,7 +51,14 @@ class ZerothOrder(Knob):
 
     def needs(self) -> frozenset[Fact]:
         return frozenset(
-            {Fact.SEPARATE_UPDATES, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.WHOLE_PARAMS, Fact.FP32_WEIGHTS}
+            {
+                Fact.SEPARATE_UPDATES,
+                Fact.SEPARATE_MEMORY,
+                Fact.REAL_WEIGHTS,
+                Fact.WHOLE_PARAMS,
+                Fact.FP32_WEIGHTS,
+                Fact.STEADY_WEIGHTS,
+            }
         )
 
     def breaks(self) -> frozenset[Fact]:

@@ -40,7 +40,9 @@ class TiledMLP(Knob):
         require(self.names is None or bool(self.names), "tile.names", "[]", allowed)
 
     def needs(self) -> frozenset[Fact]:
-        return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, *([Fact.MLPS] if self.names is None else [])})
+        return frozenset(
+            {Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS, *([Fact.MLPS] if self.names is None else [])}
+        )
 
     def remedies(self) -> Mapping[Kind, int]:
         return {Kind.ACTIVATIONS: 100}  # late: it saves only where a part has more than `tokens` tokens

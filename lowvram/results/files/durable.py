@@ -22,11 +22,15 @@ NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # errors of file 
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A new, empty file beside `path`, for `settle`; removed at the end if it wasn't moved."""
+    """A new, empty file beside `path`, for `settle`; removed at the end if it wasn't moved. An OSError raised inside
+    that names no file, as those of `write` and `fsync`, names this one."""
     beside = unfinished_name(path)
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
         yield beside
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         with suppress(OSError):  # it was moved if all went well; else the earlier error counts
             beside.unlink()
@@ -91,6 +95,9 @@ def flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(fd)
 

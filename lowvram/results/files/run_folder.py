@@ -75,7 +75,14 @@ NAMES = {
 
 POINT = re.compile(r"[0-9a-f]{16}")  # the folder of a search's probe
 PROBES = "[0-9a-f]" * 16  # the same as a pattern of files
-FOLDERS = (".hydra", "snapshots", "model", "fidelity", "experiment")  # of a run, in which files are written whole
+FOLDERS = (
+    ".hydra",
+    "snapshots",
+    "model",
+    "cache",
+    "fidelity",
+    "experiment",
+)  # of a run, in which files are written whole
 
 
 class Held(BadInput):

@@ -50,13 +50,14 @@ def test_a_folder_is_taken_once_and_given_back(tmp_path: Path) -> None:
 
 def test_what_the_dead_have_left_goes_when_the_folder_is_taken(tmp_path: Path) -> None:
     taken(tmp_path).release()
-    (tmp_path / "model").mkdir()
+    for name in ("model", "cache"):
+        (tmp_path / name).mkdir()
     probe = "0123456789abcdef"
     (tmp_path / probe).mkdir()
     (tmp_path / "another").mkdir()
     kept = unfinished_name(tmp_path / "another" / "result.json")  # a run in there may be alive
     kept.touch()
-    names = ("result.json", "model/files.json", f"{probe}/result.json", "model")
+    names = ("result.json", "model/files.json", "cache/files.json", f"{probe}/result.json", "model")
     left = [unfinished_name(tmp_path / name) for name in names]
     for path in left[:-1]:
         path.touch()
