@@ -319,6 +319,17 @@ class Recurrent(nn.Module):
         return self.a(self.layer(x[:, None].expand(-1, 3, -1))[0][:, -1])
 
 
+class RecurrentNorm(nn.Module):
+    """torch.compile leaves the recurrent layer to Python, and with it the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.layer(x[:, None])[0][:, 0])
+
+
 class Cell(nn.Module):
     """Three steps of torch's recurrent cells."""
 
@@ -414,6 +425,7 @@ WRITING: dict[str, Callable[[], nn.Module]] = {
     "BidirectionalGru": lambda: Recurrent(nn.GRU, 2),
     "Lstm": lambda: Recurrent(nn.LSTM),
     "Rnn": lambda: Recurrent(nn.RNN),
+    "RecurrentNorm": RecurrentNorm,
     "GruCell": lambda: Cell(nn.GRUCell),
     "LstmCell": lambda: Cell(nn.LSTMCell),
     "RnnCell": lambda: Cell(nn.RNNCell),

@@ -254,10 +254,15 @@ def test_what_torch_would_compile_wrongly_is_refused(option: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
 @pytest.mark.parametrize(
-    ("knobs", "names"), [("", ["NumpyMask", "OwnGenerator", "InstanceNorm"]), ("ckpt=selective", ["Gru", "Rnn"])]
+    ("knobs", "names"),
+    [
+        ("", ["NumpyMask", "OwnGenerator", "InstanceNorm"]),
+        ("ckpt=selective", ["Gru", "Rnn", "RecurrentNorm"]),
+        ("ckpt=every1", ["RecurrentNorm"]),
+    ],
 )
 def test_a_compiled_step_is_that_of_a_plain_loop(knobs: str, names: list[str]) -> None:
-    """torch would draw numpy's numbers by itself, and keep what a kernel changes in place."""
+    """torch would draw numpy's numbers by itself, keep what a kernel changes in place, and count statistics twice."""
     for name in names:
         check_same(name, f"{knobs} compile=blocks compile.backend=aot_eager")
 

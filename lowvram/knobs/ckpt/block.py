@@ -20,7 +20,10 @@ def recompute(block: nn.Module) -> None:
         if not has_backward(block, (inputs, named)):
             return forward(*inputs, **named)
         if torch.compiler.is_compiling():  # recomputation inside a graph doesn't update buffers
-            return checkpoint(forward, *inputs, use_reentrant=False, **named)
+            try:  # in which no graph can end: if torch.compile leaves code to Python, it leaves this function, too
+                return checkpoint(forward, *inputs, use_reentrant=False, **named)
+            except UnboundLocalError:
+                raise
         keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": repeatable.passes}
         with inputs_kept(block, (inputs, named)):
             return checkpoint(as_first_called(forward, inputs, named), *inputs, **keywords, **named)

@@ -65,7 +65,10 @@ def keep_products(block: nn.Module) -> None:
         if not has_backward(block, (inputs, named)):
             return forward(*inputs, **named)
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *inputs, use_reentrant=False, context_fn=compiled_contexts, **named)
+            try:  # as in block.py
+                return checkpoint(forward, *inputs, use_reentrant=False, context_fn=compiled_contexts, **named)
+            except UnboundLocalError:
+                raise
         context_fn = partial(contexts, repeatable)
         keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
         with inputs_kept(block, (inputs, named)):
