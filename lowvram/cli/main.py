@@ -88,6 +88,12 @@ def failed(error: Exception) -> int:
     if isinstance(error, OSError | RuntimeError) and thread_limits.says_so(message(error)):
         tell(f"{thread_limits.limits()}: nothing was run", sys.stderr)
         return EXIT_FAILED
+    if isinstance(error, MemoryError) or isinstance(error.__context__, MemoryError):
+        tell(
+            "this program gets no more memory (ulimit -v, ulimit -d, or the machine has none): it can't go on",
+            sys.stderr,
+        )
+        return EXIT_FAILED
     refused = error if isinstance(error, OSError) else error.__context__  # Hydra makes other errors of some
     if not isinstance(refused, OSError):
         raise error

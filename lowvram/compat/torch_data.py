@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from multiprocessing.queues import Queue
 from typing import Any
 
 
@@ -27,3 +29,15 @@ def says_timed_out(error: RuntimeError) -> bool:
     of its own class, if torch raises one.
     """
     return str(error).startswith("DataLoader timed out after")
+
+
+def tell_what_is_not_sent() -> None:
+    """In a worker of a DataLoader: a batch that the queue's own thread can't send is one line instead of a traceback.
+
+    multiprocessing.queues.Queue._on_queue_feeder_error, since Python 3.7: its docstring calls it a private hook.
+    Replaced by a public one, if Python gets it.
+    """
+    hook: Any = Queue
+    hook._on_queue_feeder_error = staticmethod(
+        lambda error, _: print(f"a loader's worker can't send a batch: {error}", file=sys.stderr)
+    )

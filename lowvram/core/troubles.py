@@ -17,6 +17,7 @@ OUT_OF_MEMORY_WORDS = ("can't allocate memory", "bad_alloc", "cannot allocate me
 # Whole messages of oneDNN and of Python's import. They don't say whether memory ran out, but under `vram` it most
 # likely did; so it did for a thread that can't be started.
 VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set")
+NOT_MAPPED = "failed to map segment from shared object"  # of a library; where nothing limits memory, a mount forbids it
 # What a failing file is told as. Those of `PLAIN_WORDS` are recognised by their words too, in whatever error.
 DISK_TROUBLES = {
     **{number: os.strerror(number) for number in (errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE)},
@@ -57,9 +58,14 @@ def says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    is_refused |= isinstance(error, ImportError) and NOT_MAPPED in message(error) and has_limited_addresses()
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
     is_vague = message(error) in VAGUE_MESSAGES or thread_limits.says_so(message(error))
     return is_refused or says_so or (is_vague and is_capped())
+
+
+def has_limited_addresses() -> bool:
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def is_capped() -> bool:

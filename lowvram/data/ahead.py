@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lowvram.compat.torch_data import end_workers, says_timed_out
+from lowvram.compat.torch_data import end_workers, says_timed_out, tell_what_is_not_sent
 from lowvram.config.errors import Shortage
 from lowvram.config.texts import first_line
 from lowvram.core.rig import Part
@@ -100,7 +100,8 @@ def arrived(workers: Iterator[Part], made: Made, number: int) -> Part:
             if not says_timed_out(error):
                 raise
         if was_made:
-            where = f"{SHARED} or the folder for temporary files ({tempfile.gettempdir()}) may be full"
+            folders = f"{SHARED} or the folder for temporary files ({tempfile.gettempdir()})"
+            where = f"{folders} may be full, or too few files may be open (ulimit -n)"
             raise Shortage(f"batch {number} of the loader's workers was made, but never came: {where}; {REMEDY}")
         was_made = made.has(number)
 
@@ -140,6 +141,7 @@ class BatchDataset(Dataset[Part]):
         part = self.make(key)
         if not self.is_checked:
             self.is_checked = True
+            tell_what_is_not_sent()
             check_temporary_folder()
             check_shared(part, self.made.num_missing())
         try:

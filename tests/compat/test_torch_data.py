@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -47,3 +48,22 @@ def test_a_batch_that_is_late_is_told_apart_and_still_comes() -> None:
             num_late += says_timed_out(error)
     assert (found, num_late > 0) == ([0, 1], True)
     assert not says_timed_out(RuntimeError("another"))
+
+
+@needed("multiprocessing.queues.Queue._on_queue_feeder_error", by="the line about a batch that can't be sent")
+def test_what_cannot_be_sent_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    from lowvram.compat.torch_data import tell_what_is_not_sent
+
+    def send() -> None:
+        tell_what_is_not_sent()
+        queue.put(lambda: None)
+        queue.close()
+        queue.join_thread()
+
+    queue = multiprocessing.get_context("fork").Queue()
+    worker = multiprocessing.get_context("fork").Process(target=send)
+    worker.start()
+    worker.join()
+    said = capfd.readouterr().err
+    assert said.startswith("a loader's worker can't send a batch: ")
+    assert said.count("\n") == 1

@@ -100,7 +100,9 @@ class Unsendable(torch.Tensor):
         raise OSError("no socket")
 
 
-def test_a_batch_that_was_made_and_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_was_made_and_does_not_come_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(ahead, "LOST_AFTER_S", 0.5)
 
     def make(key: int) -> Part:
@@ -110,6 +112,7 @@ def test_a_batch_that_was_made_and_does_not_come_is_an_error(monkeypatch: pytest
     assert [int(next(batches).targets) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(Shortage, match=r"^batch 3 of the loader's workers was made, but never came: /dev/shm or"):
         next(batches)
+    assert capfd.readouterr().err == "a loader's worker can't send a batch: no socket\n"
 
 
 def test_slow_batches_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

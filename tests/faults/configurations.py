@@ -20,6 +20,7 @@ from tests.faults.lab import Ended, Lab, Trial, tail
 from tests.faults.scenarios import OWN_CODE, RUN, Scenario
 from tests.faults.telling import Draw, Told
 
+BEFORE_STEPS = re.compile(r"data: |run: started, ")
 NOTHING = Scenario("nothing", (), RUN)
 RARE = 0.08  # options that start more processes, or compile
 USUAL = 0.12
@@ -112,7 +113,7 @@ def trial(lab: Lab, draw: Draw) -> Told:
 @cache
 def mistakes() -> list[tuple[tuple[str, ...], Sequence[str]]]:
     """Words that are refused, and what is said of them."""
-    everyday = [(tuple(shlex.split(words)), parts) for words, parts in MISTAKES.items()]
+    everyday = [(tuple(words.split(" ")), parts) for words, parts in MISTAKES.items()]
     return [*everyday, *HOSTILE.items()]
 
 
@@ -201,7 +202,8 @@ def row_of(folder: Path) -> dict[str, Any] | None:
 
 def refused(folder: Path, ended: Ended) -> list[str]:
     problems = [f"refused, and {folder.name} is there"] if folder.exists() else []
-    lines = [line for line in ended.said.splitlines() if line]
+    # What is known only in the first step, as how many samples a layer has, is told after these.
+    lines = [line for line in ended.said.splitlines() if line and not BEFORE_STEPS.match(line)]
     return problems if len(lines) == 1 else [*problems, f"no one sentence: {tail(ended.said)}"]
 
 

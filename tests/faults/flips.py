@@ -17,7 +17,7 @@ from random import Random
 from lowvram.results.loggers.wandb import RUN_ID_FILE
 from tests.faults.lab import Lab, Trial
 from tests.faults.results import Results, differences
-from tests.faults.scenarios import BY_NAME, SWEEP, Scenario
+from tests.faults.scenarios import BY_NAME, SWEEP, TAUGHT, Scenario
 from tests.faults.telling import Draw, Told
 
 READERS = (
@@ -25,6 +25,7 @@ READERS = (
     *("resume own", "images again", "learn", "load int8", "load int4", "resume wandb"),
     *(name for name in ("load torch_export", "load pt2e") if name in BY_NAME),
 )
+OF_TEACHERS = re.compile(r"result\.json$")  # the row of whoever wrote a cache isn't read with it
 UNREAD = re.compile(r"native.*\.log$|report\.html$|table\.(md|csv)$|multirun\.yaml$")  # by lowvram
 # How a program says that a file which it names in the same line was damaged. Lines about other files prove nothing.
 NOTICED = re.compile(
@@ -125,6 +126,8 @@ def readable(trial: Trial, cache: Path) -> list[Path]:
     around = cache if cache.is_relative_to(trial.folder) else trial.work / trial.scenario.folder
     files = (path for path in sorted(around.glob("**/*")) if path.is_file() and not path.is_symlink())
     files = [path for path in files if path not in trial.foreign.paths and not UNREAD.search(path.name)]
+    if trial.scenario.folder == TAUGHT:
+        files = [path for path in files if not OF_TEACHERS.search(path.name)]
     return [path for path in files if path.name == RUN_ID_FILE] or files
 
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -278,9 +279,13 @@ def how_ended(program: warm.Program, problems: Sequence[str]) -> Ended:
 
 
 def free_port() -> int:
+    """One that no program is given by chance, until torchrun's has it."""
     with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+        for port in random.sample(range(20000, 30000), 100):
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                return port
+    raise RuntimeError("no port is free")
 
 
 def reap() -> None:

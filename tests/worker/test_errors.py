@@ -178,6 +178,13 @@ def test_an_error_that_is_none_of_memory() -> None:
     }
 
 
+def test_a_library_that_finds_no_room_among_limited_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ImportError("libarrow.so: failed to map segment from shared object")
+    assert ending(error)["status"] == "error"  # as where a mount forbids it
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**30, 2**30))
+    assert ending(error)["status"] == "oom"
+
+
 def test_where_an_error_of_the_run_s_own_files_was_raised_is_not_told(tmp_path: Path) -> None:
     full = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "run" / "metrics.jsonl"))
     assert says_all(full, str(tmp_path / "run"))

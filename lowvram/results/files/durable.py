@@ -38,13 +38,14 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """A new, empty folder beside `path`; removed at the end, with what is still in it."""
+    """A new, empty folder beside `path`; removed at the end, with what is still in it. What a failing disk keeps
+    there is a leftover."""
     beside = unfinished_name(path)
     beside.mkdir()
     try:
         yield beside
     finally:
-        shutil.rmtree(beside)
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def unfinished_name(path: Path) -> Path:

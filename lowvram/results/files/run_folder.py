@@ -36,6 +36,7 @@ NUM_TRIES, TRY_S = 5, 0.05  # another program may hold the lock only for a momen
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
 LARGEST_MARKER_BYTES = 2**16
+MARKER_BYTES = 2**10  # of each marker that is written, padded with blanks
 SNAPSHOTS = "snapshots"  # the folder
 SNAPSHOT_NAME = re.compile(r"step_(\d+)\.([0-9a-f]{16})\.pt")
 
@@ -142,6 +143,7 @@ class Claim:
         self.folder, self.kind, self._key = folder.absolute(), kind, key
         self.created = made_folders(self.folder)
         self._before = b""  # the marker's content before this claim
+        self._has_written = False  # into the marker
         self.is_new = False  # whether this program has made the marker
         self.was_cut_off = False  # see `was_cut_off`, as it was before this claim
         self.run: str | None = None  # id of the run, stored in its snapshots
@@ -269,19 +271,19 @@ class Claim:
             "point": point or read_marker(self._before).get("point"),
             "run": self.run,
         }
-        self._rewrite(json.dumps(fields | {"owner": owner and vars(owner)}).encode() + b"\n")
+        self._has_written = True
+        self._rewrite(json.dumps(fields | {"owner": owner and vars(owner)}).encode())
 
     def _rewrite(self, text: bytes) -> None:
-        """Overwrite the old text in one call: a process killed before the second call leaves only blanks at the end."""
-        os.pwrite(self.fd, text.ljust(os.fstat(self.fd).st_size), 0)
-        os.ftruncate(self.fd, len(text))
+        """Overwrite the old text as a whole, in one call. All texts have one size, since another program of the sweep
+        may write its own at the same time: cutting the file to the size of this one could cut that one."""
+        os.pwrite(self.fd, text.rstrip().ljust(max(MARKER_BYTES, os.fstat(self.fd).st_size) - 1) + b"\n", 0)
 
     def release(self) -> None:
         """Unlock the folder; its results stay, and other programs may resume them."""
         if self.fd >= 0:
             with suppress(OSError):
-                text = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
-                self._rewrite(json.dumps(text | {"owner": None}).encode() + b"\n")
+                self._give_back()
             os.close(self.fd)
             self.fd = -1
 
@@ -291,11 +293,17 @@ class Claim:
             with suppress(OSError):
                 if self.is_new and self._is_alone():
                     self._remove_ours()
-                elif not self.is_new:
+                elif not self.is_new and self._has_written:
                     self._rewrite(self._before)
             os.close(self.fd)
             self.fd = -1
         remove_empty(self.created)
+
+    def _give_back(self) -> None:
+        """Nobody holds the folder any more."""
+        fields = read_marker(os.pread(self.fd, LARGEST_MARKER_BYTES, 0))
+        if "lowvram" in fields:
+            self._rewrite(json.dumps(fields | {"owner": None}).encode())
 
     def _is_alone(self) -> bool:
         """Whether no other program has joined."""
@@ -306,11 +314,16 @@ class Claim:
         return True
 
     def _remove_ours(self) -> None:
-        """Remove the files that a refused run leaves. Their names were free when this program took the folder."""
-        logs = [*self.folder.glob("native.log"), *self.folder.glob("native.*.log")]
-        remove_files([*(self.folder / name for name in (*NOTES, "multirun.yaml")), *logs])
-        remove_empty([self.folder / ".hydra"])
-        self.marker.unlink()
+        """Remove the files that a refused run leaves, if only in its first step: their names were free when this
+        program took the folder. If others of ours are left, such as W&B's, the folder stays a run's."""
+        patterns = ("native.log", "native.*.log", "tensorboard/events.out.tfevents.*")
+        found = [path for pattern in patterns for path in self.folder.glob(pattern)]
+        remove_files([*(self.folder / name for name in (*NOTES, "multirun.yaml", "metrics.jsonl")), *found])
+        remove_empty([self.folder / ".hydra", self.folder / "tensorboard"])
+        if any(True for name in NAMES[self.kind] for _ in self.folder.glob(name)):
+            self._give_back()
+        else:
+            self.marker.unlink()
 
 
 def other_point(key: str, folder: str) -> BadInput:

@@ -16,8 +16,8 @@ import pytest
 
 from lowvram.config.errors import BadInput
 from lowvram.results.files.durable import made_folders, unfinished_name
-from lowvram.results.files.marker import MARKER
-from lowvram.results.files.run_folder import Claim, Held, Kind, Owner, is_running
+from lowvram.results.files.marker import MARKER, read_marker
+from lowvram.results.files.run_folder import Claim, Held, Kind, Owner, is_running, owner_of
 
 
 def taken(folder: Path, **about: Any) -> Claim:
@@ -151,16 +151,37 @@ def test_a_marker_of_somebody_else_is_left_alone(tmp_path: Path, text: str) -> N
     assert (tmp_path / MARKER).read_text() == text
 
 
-def test_a_marker_can_be_read_whenever_its_writer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also between the two calls that make it shorter, as who has run there is dead."""
-    claim = taken(tmp_path)
-    if os.fork() == 0:
-        monkeypatch.setattr(os, "ftruncate", lambda *_: os._exit(9))
-        claim.release()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
-    os.close(claim.fd)
-    taken(tmp_path).release()
+def test_programs_of_a_sweep_that_write_at_once_leave_a_whole_marker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (taken(tmp_path, kind=Kind.SWEEP) for _ in range(2))
+    written = os.pwrite
+
+    def at_once(fd: int, text: bytes, offset: int) -> int:
+        monkeypatch.setattr(os, "pwrite", written)
+        size = written(fd, text, offset)
+        other._write_marker(Owner(1, "host" * 50, "now", 1), None)  # a longer text
+        return size
+
+    monkeypatch.setattr(os, "pwrite", at_once)
+    one.release()
+    assert owner_of(read_marker((tmp_path / MARKER).read_bytes())) == Owner(1, "host" * 50, "now", 1)
+    (tmp_path / MARKER).write_text("damaged")
+    other.release()
+    assert (tmp_path / MARKER).read_text() == "damaged"
+
+
+def test_what_a_run_has_logged_goes_if_its_first_step_is_refused(tmp_path: Path) -> None:
+    names = ("metrics.jsonl", "native.1.log", "tensorboard/events.out.tfevents.1.host", ".hydra/config.yaml")
+    for more in ([], ["wandb/run.log", "thesis.tex"]):
+        claim = taken(tmp_path / "run")
+        for name in [*names, *more]:
+            (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "run" / name).touch()
+        claim.undo()
+        assert (tmp_path / "run").exists() == bool(more)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [MARKER, "thesis.tex", "wandb"]
+    taken(tmp_path / "run").release()  # it is a run's still
 
 
 def test_a_run_has_a_name_of_its_own_that_stays(tmp_path: Path) -> None:
