@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.compat.torch_compiler import use_eager_random_numbers, use_numpys_generator
+from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import own_buffers
+from lowvram.compat.torch_ops import CopyOps
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import OfTorch, global_sources, restore
@@ -202,6 +204,7 @@ class Traced:
             Incompatible: the trace would compute something else than the block.
         """
         device, first, saved = inputs[0].device, Repeatable(self.block).passes().first, set[torch.dtype]()
+        reading = Reading()
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
         examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
 
@@ -215,6 +218,8 @@ class Traced:
         try:
             with plain, saved_tensors_hooks(note, itself), warnings.catch_warnings(), first:
                 warnings.simplefilter("ignore")  # deprecation (`apply` says it); constant shapes (in the key)
+                with reading, torch.no_grad():  # not while it is traced, as the tracer reads shapes in this way, too
+                    self.block(*examples)
                 trace = torch.jit.trace(self.block, examples, check_trace=False)
         finally:
             self.block.forward = self
@@ -223,25 +228,36 @@ class Traced:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-        self.check(first, saved)
+        self.check(first, saved, reading.has_read)
         return trace
 
-    def check(self, first: First, saved: Collection[torch.dtype]) -> None:
-        """Refuse a block that changes more than buffers in place, or draws from other generators than torch's own: its
-        trace would repeat what it recorded. And one with complex numbers: TorchScript's (2.13) gradients of products
-        don't conjugate them."""
+    def check(self, first: First, saved: Collection[torch.dtype], has_read: bool) -> None:
+        """Refuse a block that changes more than buffers in place, draws from other generators than torch's own, or
+        reads numbers from tensors, as `if` does: its trace would repeat what it recorded. And one with complex numbers:
+        TorchScript's (2.13) gradients of products don't conjugate them."""
         buffers = [id(own_buffers(module)) for module in self.block.modules()]
         changed = (each for each in first.changes if not is_in_place(each, buffers))
         reasons = [f"{each.what} changes in each forward pass" for each in changed]
         recorded = [source.generator for source in global_sources() if isinstance(source, OfTorch)]
         drawn = (source for source, _ in first.drawn if getattr(source, "generator", None) not in recorded)
         reasons += [f"it draws from {source.name}" for source in drawn]
+        reasons += ["its code reads numbers from tensors (item(), if, float())"] if has_read else []
         reasons += ["it computes with complex numbers"] if any(dtype.is_complex for dtype in saved) else []
         if reasons:
             raise Incompatible(
                 f"compile=torchscript can't record {type(self.block).__name__}: {', '.join(reasons)} (choose"
                 " compile=blocks or compile=none)"
             )
+
+
+class Reading(TorchDispatchMode):
+    """Notes whether Python reads a number from a tensor."""
+
+    has_read = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_read |= func is CopyOps.NUMBER.default
+        return func(*args, **(kwargs or {}))
 
 
 class Pass:

@@ -350,6 +350,13 @@ class Filter(restless.Mlp):
         return torch.fft.irfft(torch.fft.rfft(x) * self.weights, n=restless.WIDTH)
 
 
+class Gated(restless.Mlp):
+    """Goes a way that depends on the values."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else x * 2
+
+
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
@@ -359,6 +366,8 @@ class Filter(restless.Mlp):
         (restless.OwnNorm, "OwnNorm.mean changes"),
         (restless.NumpyScale, "it draws from numpy's generator"),
         (restless.PythonNormal, "it draws from Python's generator"),
+        (restless.CumulativeNorm, "its code reads numbers"),
+        (Gated, "its code reads numbers"),
     ],
 )
 def test_what_a_trace_would_repeat_as_it_was_recorded_is_refused(block: type[nn.Module], reason: str) -> None:
