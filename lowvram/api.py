@@ -45,6 +45,7 @@ from lowvram.models.outputs import all_outputs, logits_of
 from lowvram.models.restless_finder import find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
+from lowvram.models.uncalled_finder import find_uncalled
 from lowvram.models.write_finder import find_written
 from lowvram.planning.devices import load_device
 from lowvram.planning.estimate import PlanDevice, needs
@@ -142,6 +143,9 @@ class ModuleTask(Task):
 
     def has_plain_blocks(self, model: nn.Module) -> bool:
         return self.find_blocks().has_plain_blocks
+
+    def uncalled(self, model: nn.Module) -> frozenset[str]:
+        return find_uncalled(model, self.call, self.samples(2))
 
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         return find_written(model, self.call, self.samples(2), self.blocks(model))

@@ -30,6 +30,7 @@ from lowvram.models.outputs import all_outputs
 from lowvram.models.restless_finder import Deeds, find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
+from lowvram.models.uncalled_finder import find_uncalled
 from lowvram.models.write_finder import Written, find_written
 
 
@@ -82,6 +83,7 @@ BYTES = ", whose images can be made float32 in the data set (image.float() / 255
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
 FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
+FOUND_UNCALLED: dict[str, frozenset[str]] = {}
 FOUND_WRITTEN: dict[str, Written] = {}
 FOUND_DRAWS: dict[str, str | None] = {}  # by the description of a problem
 FOUND_DEEDS: dict[str, Deeds] = {}  # by it, and by the blocks and compiled modules
@@ -158,6 +160,11 @@ class Problem(Task):
         if self.description not in FOUND_DRAWS:
             FOUND_DRAWS[self.description] = find_draw(model, self.call, self.short_inputs(2))
         return FOUND_DRAWS[self.description]
+
+    def uncalled(self, model: nn.Module) -> frozenset[str]:
+        if self.description not in FOUND_UNCALLED:
+            FOUND_UNCALLED[self.description] = find_uncalled(model, self.call, self.short_inputs(2))
+        return FOUND_UNCALLED[self.description]
 
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         if self.description not in FOUND_WRITTEN:

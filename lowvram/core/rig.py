@@ -270,6 +270,12 @@ class Task(ABC):
         drops = (name for name, module in model.named_modules() if isinstance(module, Dropout) and module.p > 0)
         return next((f"{name} does" for name in drops), None)
 
+    def uncalled(self, model: nn.Module) -> frozenset[str]:
+        """The names of layers with whose weights a forward pass computes without calling them, as far as it is
+        known."""
+        del model
+        return frozenset()
+
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         """The names of a weight that a forward pass writes into, and of one that it writes into while a block computes;
         None if there is none, or that isn't known."""

@@ -78,6 +78,9 @@ class Adapted(Task):
     def drawn_by(self, model: nn.Module) -> str | None:
         return self.plain.drawn_by(model)
 
+    def uncalled(self, model: nn.Module) -> frozenset[str]:
+        return self.plain.uncalled(model)
+
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         return self.plain.written(model)
 

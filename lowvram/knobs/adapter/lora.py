@@ -19,7 +19,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from lowvram.config.errors import require
+from lowvram.config.errors import Incompatible, require
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.knob import Fact, Kind
 from lowvram.core.misfits import ONCE, TAKES_PART
@@ -68,6 +68,13 @@ class Lora(Frozen):
         return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train, self.train_a)
 
     def apply(self, rig: Rig) -> Rig:
+        layers = self.targeted(rig.task, rig.model)
+        if uncalled := [name for name in layers if name in rig.task.uncalled(rig.model)]:
+            raise Incompatible(
+                f"adapter={type(self).__name__.lower()}: the model computes with {uncalled[0]}.weight instead of"
+                f" calling {uncalled[0]}, so that an adapter there would do nothing: name other layers in adapter.targets, or"
+                " choose adapter=freeze"
+            )
         self.adapt(rig.task, rig.model)
         return replace(rig, task=Adapted(rig.task, self.adapt))
 

@@ -1,0 +1,54 @@
+"""Layers whose weights are read, and that are never called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowvram
+from lowvram.config.errors import Incompatible
+from lowvram.models.uncalled_finder import find_uncalled
+from tests import restless
+
+WIDTH = restless.WIDTH
+
+
+class Reading(restless.Mlp):
+    """Computes with one weight, calls the layer of another, and has a third for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.linear(x, self.a.weight.to(x.dtype), self.a.bias).tanh())
+
+
+class Regularised(restless.Mlp):
+    """Calls a layer, and reads its weight, too."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.a.weight.norm()
+
+
+def found(model: nn.Module) -> frozenset[str]:
+    return find_uncalled(model, lambda model, x: model(x), torch.randn(2, WIDTH))
+
+
+def test_only_what_is_read_instead_of_called() -> None:
+    assert found(restless.Net(Reading, 2)) == {"blocks.0.a", "blocks.1.a"}
+    assert found(restless.Net(Regularised)) == frozenset()
+    assert found(restless.Net(restless.AttentionDropout, 1)) == {"blocks.0.attention.out_proj"}
+
+
+def test_an_adapter_there_is_refused() -> None:
+    x = torch.randn(4, WIDTH)
+    for words, is_refused in (("", True), (" adapter.targets=[b]", False)):
+        task = lowvram.task(restless.Net(Reading), x)
+        if is_refused:
+            with pytest.raises(Incompatible, match=r"computes with blocks\.0\.a\.weight instead of calling"):
+                lowvram.assemble(task, f"adapter=lora{words}", "cpu")
+        else:
+            lowvram.assemble(task, f"adapter=lora{words}", "cpu")

@@ -1,0 +1,81 @@
+"""Weights that a forward pass writes into, in whatever way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowvram.models.write_finder import Written, find_written
+from tests import restless
+from tests.restless import WIDTH, Mlp, Net
+
+
+class InPlace(Mlp):
+    def between(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.b.weight.clamp_(-0.1, 0.1)
+        return x
+
+
+class ThroughData(Mlp):
+    def between(self, x: Tensor) -> Tensor:
+        self.b.weight.data[0] = 0
+        return x
+
+
+class ThroughAView(Mlp):
+    def between(self, x: Tensor) -> Tensor:
+        self.b.weight.detach().view(-1)[:3].mul_(0.5)
+        return x
+
+
+class OtherData(Mlp):
+    def between(self, x: Tensor) -> Tensor:
+        self.b.weight.data = self.b.weight.data * 0.9
+        return x
+
+
+class OtherParameter(Mlp):
+    def between(self, x: Tensor) -> Tensor:
+        self.b.weight = nn.Parameter(self.b.weight.detach() * 0.9)
+        return x
+
+
+class AsOut(Mlp):
+    def between(self, x: Tensor) -> Tensor:
+        torch.tanh(self.b.weight.detach(), out=self.b.weight.detach())
+        return x
+
+
+class Outside(Net):
+    """Writes into its stem, which is in no block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stem.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+def found(model: Net) -> Written:
+    return find_written(model, lambda model, x: model(x), torch.randn(2, WIDTH), list(model.blocks))
+
+
+@pytest.mark.parametrize("block", [InPlace, ThroughData, ThroughAView, OtherData, OtherParameter, AsOut])
+def test_a_write_in_a_block(block: Callable[[], nn.Module]) -> None:
+    model = Net(block)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert found(model) == ("blocks.0.b.weight", "blocks.0.b.weight")
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_write_elsewhere() -> None:
+    assert found(Outside(Mlp)) == ("stem.weight", None)
+    looked_up = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))
+    assert find_written(looked_up, lambda model, x: model(x), torch.arange(2), []) == ("0.weight", None)
+
+
+def test_blocks_that_change_something_else_write_into_no_weight() -> None:
+    for name, block in restless.BLOCKS.items():
+        assert found(Net(block)) == (None, None), name
