@@ -70,10 +70,10 @@ class Lora(Frozen):
     def apply(self, rig: Rig) -> Rig:
         layers = self.targeted(rig.task, rig.model)
         if uncalled := [name for name in layers if name in rig.task.uncalled(rig.model)]:
+            kind, name = type(self).__name__.lower(), uncalled[0]
             raise Incompatible(
-                f"adapter={type(self).__name__.lower()}: the model computes with {uncalled[0]}.weight instead of"
-                f" calling {uncalled[0]}, so that an adapter there would do nothing: name other layers in adapter.targets, or"
-                " choose adapter=freeze"
+                f"adapter={kind}: the model computes with {name}.weight instead of calling {name}, so that an adapter"
+                " there would do nothing: name other layers in adapter.targets, or choose adapter=freeze"
             )
         self.adapt(rig.task, rig.model)
         return replace(rig, task=Adapted(rig.task, self.adapt))
