@@ -29,7 +29,7 @@ def unfinished(path: Path) -> Iterator[Path]:
     try:
         yield beside
     except OSError as error:
-        error.filename = error.filename or str(path)
+        name_file(error, path)
         raise
     finally:
         with suppress(OSError):  # it was moved if all went well; else the earlier error counts
@@ -39,11 +39,14 @@ def unfinished(path: Path) -> Iterator[Path]:
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
     """A new, empty folder beside `path`; removed at the end, with what is still in it. What a failing disk keeps
-    there is a leftover."""
+    there is a leftover. OSErrors as in `unfinished`."""
     beside = unfinished_name(path)
     beside.mkdir()
     try:
         yield beside
+    except OSError as error:
+        name_file(error, path)
+        raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -51,6 +54,12 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
 def unfinished_name(path: Path) -> Path:
     """A free name beside `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
+
+
+def name_file(error: OSError, path: Path) -> None:
+    """Let an error of the system's that names no file name this one. Others have a text of their own."""
+    if error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def settle(beside: Path, path: Path) -> None:
@@ -97,7 +106,7 @@ def flush(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        error.filename = str(path)
+        name_file(error, path)
         raise
     finally:
         os.close(fd)

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from lowvram.results.files import durable
-from lowvram.results.files.durable import LEFTOVER, flush_folder, remove_leftovers, unfinished_name, write, write_text
+from lowvram.results.files.durable import (
+    LEFTOVER,
+    flush_folder,
+    remove_leftovers,
+    unfinished_folder,
+    unfinished_name,
+    write,
+    write_text,
+)
 from lowvram.results.row import empty_row
 from lowvram.results.row import write as write_row
 
@@ -62,6 +70,9 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(
             assert Path(str(failed.value.filename)).name.strip(".").startswith("a")
     with pytest.raises(ZeroDivisionError):
         write(tmp_path / "a", lambda file: 1 // file.write(b""))
+    with pytest.raises(OSError, match="full") as failed, unfinished_folder(tmp_path / "b"):
+        raise OSError(errno.ENOSPC, "full")
+    assert failed.value.filename == str(tmp_path / "b")
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a").read_text() == "old"
 
