@@ -130,13 +130,14 @@ class TrainingRun:
     @contextmanager
     def rescuing(self) -> Iterator[None]:
         """Around what follows the last whole step: if it fails, that step is saved, if that is still possible."""
-        whole = WholeStep(self.step, self.session.rig.model)
+        whole, held = WholeStep(self.step, self.session.rig.model), self.unregistered.before_step()
         try:
             yield
         except Interrupted:
             raise
         except BaseException as error:
-            whole.rescue(error, self.saved_step, self.save_alone if num_ranks() > 1 else self.save)
+            save = self.save_alone if num_ranks() > 1 else self.save
+            whole.rescue(error, self.saved_step, partial(save, held=held))
             raise
 
     def stepped(self, batch: Part) -> tuple[Tensor, Update] | None:
@@ -201,17 +202,18 @@ class TrainingRun:
             self.journal.send(self.step, self.evaluation[1].metrics())
         return self.evaluation[1]
 
-    def save(self, random: dict[str, Any] | None = None) -> bool:
+    def save(self, random: dict[str, Any] | None = None, held: dict[str, Any] | None = None) -> bool:
         """Save a snapshot after the last step, unless that was done. Rank 0 writes it, once the rows of its steps are
         on disk. A collective: all ranks must call it.
 
         Args:
             random: the random state after the step; None: the present one.
+            held: what modules kept after the step; None: what they keep.
         """
         if self.saved_step != self.step:
             if not self.savable.check(self.formed_state(), self.step):
                 return False
-            randoms = gather_from_all(self.with_unregistered(random or generators.saved()))
+            randoms = gather_from_all(self.with_unregistered(random or generators.saved(), held))
             state = gathered(self.state(randoms))
             if state is not None:
                 self.write(state | self.journal.state())
@@ -220,21 +222,21 @@ class TrainingRun:
             self.snapshots.forget_older()
         return True
 
-    def with_unregistered(self, random: dict[str, Any]) -> dict[str, Any]:
+    def with_unregistered(self, random: dict[str, Any], held: dict[str, Any] | None) -> dict[str, Any]:
         """A random state with what modules keep in attributes. Tells once what can't be saved."""
         if not self.has_told_loss and rank() == 0 and (told := self.unregistered.told()) is not None:
             print(told)
             self.has_told_loss = True
-        return random | {"unregistered": self.unregistered.state()}
+        return random | {"unregistered": held or self.unregistered.state()}
 
-    def save_alone(self, random: dict[str, Any]) -> bool:
+    def save_alone(self, random: dict[str, Any], held: dict[str, Any] | None) -> bool:
         """The same, of one of several ranks that has failed, as other ranks may have; returns whether it has written
         the snapshot, as the last one."""
         if not self.savable.check(self.formed_state(), self.step):
             return False
         posts, state = Posts(self.session.folder, self.step), self.state([])
         made_folders(self.snapshots.folder)
-        post = {"random": self.with_unregistered(random), "log": self.journal.state()}
+        post = {"random": self.with_unregistered(random, held), "log": self.journal.state()}
         posts.leave(post, state, unfinished_name(self.snapshots.folder / f"rank_{rank()}"))
         if not posts.is_complete():
             return False

@@ -17,6 +17,7 @@ from lowvram.core.generators import sources_of
 
 NUMBERS = (int, float, bool, str, type(None))
 MOST_NAMED = 3
+FIRST_LOOKS = 3  # before steps, after which it is known whether they change anything
 
 
 @final
@@ -27,6 +28,7 @@ class Unregistered:
         self._modules = dict(model.named_modules())
         self._begun = {name: numbers_in(module) for name, module in self._modules.items()}
         self._sources = sources_of(model)
+        self._num_looks, self._is_changing = 0, False
         places = Places(model)
         places.with_values = [each for each in places.with_values if is_others(each)]
         self._look = Look(places, with_tensors=False)
@@ -42,6 +44,16 @@ class Unregistered:
             "values": {name: each for name, each in changed.items() if each},
             "generators": [source.text() for source in self._sources],
         }
+
+    def before_step(self) -> dict[str, Any] | None:
+        """The state before a step, as a step that fails may change it; None where the first steps have changed nothing,
+        which costs no time then."""
+        if self._num_looks >= FIRST_LOOKS and not self._is_changing:
+            return None
+        state = self.state()
+        self._num_looks += 1
+        self._is_changing = bool(state["values"] or state["generators"])
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`, in a model that was made again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowvram.core.generators import sources_of
 from lowvram.core.knob import Knob
 from lowvram.core.rig import IGNORE
 from lowvram.core.untouched import marking
@@ -211,3 +213,36 @@ def test_statistics_that_count_the_failed_step_are_named(
     told = capsys.readouterr().err
     assert "step 3 is saved (" in told
     assert "already count samples of the next one)" in told
+
+
+class Counting(nn.Module):
+    """As a part of a user's model that counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.draws = 0, random.Random(0)
+
+    def forward(self) -> None:
+        self.steps += 1
+        self.draws.random()
+
+
+def test_what_modules_count_is_that_of_the_last_whole_step(make_session: MakeSession, monkeypatch: Patch) -> None:
+    session = make_session()
+    counting, forward = Counting(), session.rig.forward
+    session.rig.model.add_module("counting", counting)
+    states = list[str]()
+
+    def counted(part: Any) -> Any:
+        counting()
+        states.append(sources_of(counting)[0].text())
+        return forward(part)
+
+    session = in_loss(replace(session, rig=replace(session.rig, forward=counted)), monkeypatch, ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        Train().run(session)
+    (path,) = snapshots_in(session.folder / "snapshots")
+    held = torch.load(path, weights_only=True)["random"][0]["unregistered"]
+    assert counting.steps == FAILING
+    assert held["values"] == {"counting": {"steps": FAILING - 1}}
+    assert held["generators"] == [states[FAILING - 2]]
