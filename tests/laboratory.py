@@ -24,9 +24,10 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.ranks import num_ranks, rank
-from lowvram.core.rig import IGNORE, Method, Part, Rig, Tail, Task, Update
+from lowvram.core.rig import IGNORE, Method, Part, Rig, Tail, Task
 from lowvram.core.shards import whole
 from lowvram.core.step import step
+from lowvram.core.stepper import Update
 from lowvram.core.values import Fill
 from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed

@@ -172,6 +172,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
     assert {name for name in SOURCES if calls(name, "backward")} == {
         "core.phases",  # a stepper around another, with marks
         "core.rig",  # asks the stepper
+        "core.stepper",  # one around another
         "knobs.adapter.over_time",  # a stepper around another, which leaves out parts in which nothing trains
         "loops.noise_scale",  # a stepper around another, which measures gradients
         "knobs.precision.autocast",  # a stepper around another

@@ -8,7 +8,8 @@ from typing import Protocol, final
 
 from torch import Tensor
 
-from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
+from lowvram.core.rig import Part, Rig
+from lowvram.core.stepper import Stepper, StepperAround, Update
 
 BETWEEN = "between"
 

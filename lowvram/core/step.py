@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowvram.core.rig import Part, Rig, Update
+    from lowvram.core.rig import Part, Rig
+from lowvram.core.stepper import Update
 
 
 def step(rig: Rig, batch: Part) -> tuple[Tensor, Update]:

@@ -18,8 +18,9 @@ from lowvram.core.copies import original
 from lowvram.core.generators import global_sources, restore, sources_of, states_of
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.ranks import rank
-from lowvram.core.rig import Rig, Update
+from lowvram.core.rig import Rig
 from lowvram.core.shards import whole
+from lowvram.core.stepper import Update
 from lowvram.loops.fields import common
 from lowvram.loops.session import Session
 from lowvram.results.files.durable import unfinished_folder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowvram.config.errors import require
-from lowvram.core.rig import Update
+from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.loops import fields
 from lowvram.loops.evaluate import evaluate

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from lowvram.config.settings import TrainSettings
 from lowvram.core.knob import Fact, Knob, Stage
 from lowvram.core.ranks import num_ranks, summed
-from lowvram.core.rig import Part, Rig, Run, Stepper, StepperAround, Update
+from lowvram.core.rig import Part, Rig, Run
 from lowvram.core.shards import square_sum
+from lowvram.core.stepper import Stepper, StepperAround, Update
 
 # Averages are over about the last fifth of the steps so far, as the noise scale rises while a run goes on, and over 100
 # at most.

@@ -15,8 +15,9 @@ from torch import Tensor
 from lowvram.config.settings import Settings
 from lowvram.core.knob import Knob
 from lowvram.core.ranks import agree, num_ranks, summed
-from lowvram.core.rig import IGNORE, Part, Rig, Update
+from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.step import step
+from lowvram.core.stepper import Update
 from lowvram.data.batch_sizes import BatchSizes
 from lowvram.data.loader import Loader, TimedBatches
 from lowvram.data.source import Data

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lowvram.core import generators
 from lowvram.core.ranks import gather_from_all, num_ranks, rank
-from lowvram.core.rig import Part, Update
+from lowvram.core.rig import Part
 from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
+from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.export.folder import check_free, checked_format
 from lowvram.loops import fields

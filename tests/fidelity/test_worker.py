@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Update
+from lowvram.core.stepper import Update
 from lowvram.fidelity import worker as fidelity
 from lowvram.fidelity.worker import Fidelity, compared, first_step
 from lowvram.knobs.precision import Fp16

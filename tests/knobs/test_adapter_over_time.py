@@ -15,9 +15,10 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Rig, StepperAround
+from lowvram.core.rig import Rig
 from lowvram.core.states import load_whole, trained_state
 from lowvram.core.step import step
+from lowvram.core.stepper import StepperAround
 from lowvram.knobs.adapter import BAdam, Lisa, Order, Progressive
 from lowvram.knobs.adapter.over_time import OverTime
 from lowvram.knobs.adapter.units import Units

@@ -16,8 +16,8 @@ from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import BadInput
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob
-from lowvram.core.rig import Stepper
 from lowvram.core.step import step
+from lowvram.core.stepper import Stepper
 from lowvram.knobs.optimizer import (
     SGD,
     Adafactor,

@@ -20,8 +20,9 @@ from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Kind, conflicts
 from lowvram.core.ledger import ledger
 from lowvram.core.phases import with_phases
-from lowvram.core.rig import Rig, Stepper, StepperAround, Update
+from lowvram.core.rig import Rig
 from lowvram.core.step import step
+from lowvram.core.stepper import Stepper, StepperAround, Update
 from lowvram.knobs.norms import KeepOutput
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import SMALLEST_SCALE, Bf16, Fp16, Fp32, ScaledStepper, Tf32

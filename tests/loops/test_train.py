@@ -15,7 +15,8 @@ import torch
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
-from lowvram.core.rig import IGNORE, Update
+from lowvram.core.rig import IGNORE
+from lowvram.core.stepper import Update
 from lowvram.export.folder import load
 from lowvram.knobs.optimizer import AdamW
 from lowvram.knobs.precision import Fp16

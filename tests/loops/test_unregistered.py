@@ -61,7 +61,8 @@ class OfTorch:
 
 def test_what_torch_notes_for_itself_is_not_told() -> None:
     model = Net(BLOCKS["Counter"])
-    model.blocks[0].state = {"fsdp": OfTorch()}
+    state = OfTorch()
+    vars(model.blocks[0])["state"] = {"fsdp": state}
     kept = Unregistered(model)
-    model.blocks[0].state["fsdp"].count = 1
+    state.count = 1
     assert kept.told() is None

@@ -18,10 +18,11 @@ from lowvram.compat.torch_autograd import base_of
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ranks import rank
-from lowvram.core.rig import Rig, Stepper, StepperAround, Update
+from lowvram.core.rig import Rig
 from lowvram.core.rounding import MOST_SEEDS
 from lowvram.core.saved import Copy, Keeper, Saved, forward_with
 from lowvram.core.seeds import seed_of
+from lowvram.core.stepper import Stepper, StepperAround, Update
 from lowvram.knobs.activations.codes import empty_codes, read_codes, write_codes
 
 

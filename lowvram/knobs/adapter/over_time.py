@@ -16,7 +16,8 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact
 from lowvram.core.misfits import TAKES_PART
-from lowvram.core.rig import Rig, Stepper, StepperAround, Update
+from lowvram.core.rig import Rig
+from lowvram.core.stepper import Stepper, StepperAround, Update
 from lowvram.knobs.adapter.parts import Frozen
 from lowvram.knobs.adapter.units import Units
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lowvram.core.rig import Stepper, StepperAround, Update
+from lowvram.core.stepper import Stepper, StepperAround, Update
 
 
 @final

@@ -23,7 +23,8 @@ from lowvram.compat.torch_fake import is_fake
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.layers import layer_norms, rms_norms
 from lowvram.core.misfits import ONCE
-from lowvram.core.rig import Rig, Stepper, StepperAround
+from lowvram.core.rig import Rig
+from lowvram.core.stepper import Stepper, StepperAround
 from lowvram.knobs.norms.from_output import KeepingLayerNorm, KeepingNorm, KeepingRmsNorm
 
 MOST_SHIFT = 4.0  # of a bias to its weight: the rounding of an output is multiplied by up to one more than that

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
-from lowvram.core.rig import Part, Rig, Stepper, StepperAround, Update
+from lowvram.core.rig import Part, Rig
+from lowvram.core.stepper import Stepper, StepperAround, Update
 
 SMALLEST_SCALE = 2.0**-14  # of the loss: if gradients overflow even here, no scale can help
 UNDER_AUTOCAST = "the model's own code and this device compute under torch.autocast: choose precision=fp32"

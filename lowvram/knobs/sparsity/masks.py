@@ -28,8 +28,9 @@ from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Kind
 from lowvram.core.layers import is_transposed
 from lowvram.core.ledger import announce
-from lowvram.core.rig import MakeOptimizer, Rig, Stepper, StepperAround, Update
+from lowvram.core.rig import MakeOptimizer, Rig
 from lowvram.core.rounding import CORRECTION
+from lowvram.core.stepper import Stepper, StepperAround, Update
 
 
 @final

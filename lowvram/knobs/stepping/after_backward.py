@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.core.knob import Fact, Knob, Stage
-from lowvram.core.rig import Rig, Stepper, Update, is_finite
+from lowvram.core.rig import Rig, is_finite
 from lowvram.core.rounding import forget
 from lowvram.core.shards import total_norm
+from lowvram.core.stepper import Stepper, Update
 from lowvram.knobs.stepping.scaling import check_clip, factor, rescale
 
 

@@ -21,9 +21,10 @@ from lowvram.core import host
 from lowvram.core.copies import register_copy
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
-from lowvram.core.rig import MakeOptimizer, Rig, Stepper, Update, is_finite
+from lowvram.core.rig import MakeOptimizer, Rig, is_finite
 from lowvram.core.rounding import forget
 from lowvram.core.shards import local, placed, spread_as
+from lowvram.core.stepper import Stepper, Update
 from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.scaling import check_clip, factor, rescale

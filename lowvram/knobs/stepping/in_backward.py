@@ -21,8 +21,9 @@ from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
-from lowvram.core.rig import MakeOptimizer, Rig, Update, is_finite
+from lowvram.core.rig import MakeOptimizer, Rig, is_finite
 from lowvram.core.shards import SquareSum, local
+from lowvram.core.stepper import Update
 from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.device_sums import DeviceSums
 from lowvram.knobs.stepping.host_sums import HostSums

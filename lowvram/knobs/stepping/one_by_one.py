@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowvram.core.rig import MakeOptimizer, Stepper
+from lowvram.core.rig import MakeOptimizer
 from lowvram.core.rounding import forget
+from lowvram.core.stepper import Stepper
 
 
 class OneByOneStepper(Stepper):

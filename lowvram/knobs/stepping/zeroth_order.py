@@ -18,8 +18,9 @@ from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
 from lowvram.core.repeat import Repeatable
-from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, Update, is_finite
+from lowvram.core.rig import MakeOptimizer, Part, Rig, Run, is_finite
 from lowvram.core.seeds import generator_for
+from lowvram.core.stepper import Update
 from lowvram.knobs.stepping.one_by_one import OneByOneStepper
 from lowvram.knobs.stepping.scaling import check_clip, factor
 

@@ -1,0 +1,100 @@
+"""The stepper: what takes gradients and changes weights, as one object that steps don't look into."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lowvram.core.gradient_sink import GradientSink
+
+
+class Update(NamedTuple):
+    """The result of one update."""
+
+    grad_norm: Tensor  # global, before clipping; 0-dim
+    applied: bool  # False: a gradient was not finite; unless the stepper says otherwise, no weight was changed
+    recoverable: bool = False  # not applied because a loss scale was too large; the next step tries a smaller one
+
+
+class Stepper(ABC):
+    """Owns the backward passes and the update of one step."""
+
+    @abstractmethod
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        """Begin a step of `num_parts` backward calls, whose gradients will be `divisor` times too large.
+
+        A `divisor` that is a tensor (0-dim), whatever its value, is a loss scale: a step whose gradients are not finite
+        must change no weight. With the plain 1.0 such a step ends the run.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of one part."""
+
+    def sink_of(self, parameter: Tensor) -> GradientSink | None:
+        """Where the running backward pass may add the parameter's gradient a few rows at a time; None if the whole
+        gradient is needed."""
+        del parameter
+        return None
+
+    @abstractmethod
+    def update(self) -> Update:
+        """Use the gradients of the step and free them."""
+
+    @abstractmethod
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        """Free what is kept for these parameters between steps, apart from their weights: the next steps don't train
+        them. Called between two steps."""
+
+    @abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the updates to come."""
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What the stepper did, for a run's row: fields by the name of their section."""
+        return {}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, as tensors and plain values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+
+class StepperAround(Stepper):
+    """A stepper around another one; passes every call on to it."""
+
+    def __init__(self, inner: Stepper) -> None:
+        self.inner = inner
+
+    def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
+        self.inner.begin(num_parts, divisor)
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss)
+
+    def sink_of(self, parameter: Tensor) -> GradientSink | None:
+        return self.inner.sink_of(parameter)
+
+    def update(self) -> Update:
+        return self.inner.update()
+
+    def forget(self, parameters: Collection[nn.Parameter]) -> None:
+        self.inner.forget(parameters)
+
+    def set_lr(self, lr: float) -> None:
+        self.inner.set_lr(lr)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        return self.inner.figures()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
