@@ -16,25 +16,25 @@ import json
 import os
 import re
 import secrets
-import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from lowvram.config.errors import BadInput
 from lowvram.config.version import __version__
 from lowvram.results import row as rows
 from lowvram.results.files.durable import made_folders, remove_empty, remove_files, remove_leftovers
 from lowvram.results.files.links import strange_in
-from lowvram.results.files.marker import MARKER, read_marker
+from lowvram.results.files.marker import MARKER, Owner, owner_of, read_marker
 from lowvram.results.files.regular import SHORT_BYTES, read_regular
 
 NUM_TRIES, TRY_S = 5, 0.05  # another program may hold the lock only for a moment, to test it
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
 NOTES = (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
+LOGGED = ("metrics.jsonl", "native.log", "native.*.log", "tensorboard", "tensorboard/events.out.tfevents.*")
+LEFT_BY_REFUSED = (".hydra", *NOTES, "multirun.yaml", *LOGGED)  # patterns
 LARGEST_MARKER_BYTES = 2**16
 MARKER_BYTES = 2**10  # of each marker that is written, padded with blanks
 SNAPSHOTS = "snapshots"  # the folder
@@ -95,36 +95,6 @@ class Held(BadInput):
         super().__init__(key, str(folder), f"a folder in which nobody else runs: {self.who} does; {mend}")
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The program that a marker names."""
-
-    pid: int
-    host: str
-    started: str  # UTC
-    born_ticks: int  # start time in clock ticks since boot: another process may get the same pid
-
-    @classmethod
-    def me(cls) -> Owner:
-        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(os.getpid(), socket.gethostname(), started, born_ticks(os.getpid()) or 0)
-
-    def may_be_alive(self) -> bool:
-        """Whether the process may still run, judged without the lock."""
-        return self.host != socket.gethostname() or born_ticks(self.pid) == self.born_ticks
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.started}"
-
-
-def born_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since boot; None: there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 @final
 class Claim:
     """A folder that this program may write in, until `release` or `undo`.
@@ -145,6 +115,7 @@ class Claim:
         self._before = b""  # the marker's content before this claim
         self._has_written = False  # into the marker
         self.is_new = False  # whether this program has made the marker
+        self._there_before = set[Path]()  # of what has the name of something that a refused run leaves
         self.was_cut_off = False  # see `was_cut_off`, as it was before this claim
         self.run: str | None = None  # id of the run, stored in its snapshots
         self.fd = -1
@@ -187,6 +158,7 @@ class Claim:
             return os.open(self.marker, flags)
         except FileNotFoundError:
             self._check_names()
+        self._there_before = self._found()
         try:
             fd = os.open(self.marker, flags | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -305,6 +277,9 @@ class Claim:
         if "lowvram" in fields:
             self._rewrite(json.dumps(fields | {"owner": None}).encode())
 
+    def _found(self) -> set[Path]:
+        return {path for pattern in LEFT_BY_REFUSED for path in self.folder.glob(pattern)}
+
     def _is_alone(self) -> bool:
         """Whether no other program has joined."""
         try:
@@ -314,12 +289,12 @@ class Claim:
         return True
 
     def _remove_ours(self) -> None:
-        """Remove the files that a refused run leaves, if only in its first step: their names were free when this
-        program took the folder. If others of ours are left, such as W&B's, the folder stays a run's."""
-        patterns = ("native.log", "native.*.log", "tensorboard/events.out.tfevents.*")
-        found = [path for pattern in patterns for path in self.folder.glob(pattern)]
-        remove_files([*(self.folder / name for name in (*NOTES, "multirun.yaml", "metrics.jsonl")), *found])
-        remove_empty([self.folder / ".hydra", self.folder / "tensorboard"])
+        """Remove the files that a refused run leaves, if only in its first step, and none that was there before. If
+        others of ours are left, such as W&B's, the folder stays a run's."""
+        found = self._found() - self._there_before
+        folders = {path for path in found if path.is_dir() and not path.is_symlink()}
+        remove_files(found - folders)
+        remove_empty(folders)
         if any(True for name in NAMES[self.kind] for _ in self.folder.glob(name)):
             self._give_back()
         else:
@@ -338,13 +313,6 @@ def is_same_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def owner_of(fields: dict[str, Any]) -> Owner | None:
-    try:
-        return Owner(**fields["owner"])
-    except (KeyError, TypeError):
-        return None
 
 
 def is_running(folder: Path) -> bool:

@@ -16,8 +16,8 @@ import pytest
 
 from lowvram.config.errors import BadInput
 from lowvram.results.files.durable import made_folders, unfinished_name
-from lowvram.results.files.marker import MARKER, read_marker
-from lowvram.results.files.run_folder import Claim, Held, Kind, Owner, is_running, owner_of
+from lowvram.results.files.marker import MARKER, Owner, owner_of, read_marker
+from lowvram.results.files.run_folder import Claim, Held, Kind, is_running
 
 
 def taken(folder: Path, **about: Any) -> Claim:
@@ -182,6 +182,22 @@ def test_what_a_run_has_logged_goes_if_its_first_step_is_refused(tmp_path: Path)
         assert (tmp_path / "run").exists() == bool(more)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [MARKER, "thesis.tex", "wandb"]
     taken(tmp_path / "run").release()  # it is a run's still
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_what_was_there_before_stays_after_a_refusal(tmp_path: Path, kind: Kind) -> None:
+    """In a folder without a marker: of somebody else's for a sweep, or of a run whose marker its user has removed."""
+    names = ["metrics.jsonl", "native.log", "tensorboard/events.out.tfevents.1.host", ".hydra/overrides.yaml"]
+    for name in [*names, "snapshots/step_00000001.0123456789abcdef.pt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    claim = taken(tmp_path, kind=kind)
+    (tmp_path / "multirun.yaml").touch()
+    (tmp_path / ".hydra" / "config.yaml").touch()
+    claim.undo()
+    assert {(tmp_path / name).read_text() for name in names} == {"mine"}
+    assert not (tmp_path / "multirun.yaml").exists()
+    assert [path.name for path in (tmp_path / ".hydra").iterdir()] == ["overrides.yaml"]
 
 
 def test_a_run_has_a_name_of_its_own_that_stays(tmp_path: Path) -> None:
