@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.config.errors import Incompatible
 
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer
 
@@ -23,6 +24,23 @@ def owns_weight(layer: nn.Module) -> bool:
     `weight_norm`, in its forward pass or before it."""
     named = layer.named_parameters(recurse=False)
     return any(name == "weight" and not weight.is_complex() for name, weight in named)
+
+
+def require_called(
+    model: nn.Module, layers: Collection[nn.Module], uncalled: Collection[str], option: str, mend: str
+) -> None:
+    """Raises Incompatible if the model never calls one of the layers in whose place an option puts another.
+
+    Args:
+        uncalled: `Task.uncalled`.
+        mend: what the user can do.
+    """
+    names = [name for name, module in model.named_modules() if module in layers and name in uncalled]
+    if names:
+        raise Incompatible(
+            f"{option} would have no effect on {names[0]}: the model computes with {names[0]}.weight instead of calling"
+            f" {names[0]}; {mend}"
+        )
 
 
 def inner_linears(model: nn.Module, last: Collection[Tensor]) -> list[nn.Linear]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.last_layer import known_last_weights
-from lowvram.core.layers import convolutions, inner_linears
+from lowvram.core.layers import convolutions, inner_linears, require_called
 from lowvram.core.rig import Rig
 
 GROUP = 32  # weights of a row that share a scale in 4 bits
@@ -95,6 +95,7 @@ class Int8(FakeQuantized):
         has_convolutions = self.layers is Layers.all or (self.layers is Layers.auto and not linears)
         found = convolutions(rig.model) if has_convolutions else []
         require(bool(linears or found), "qat", "int8", "another option: no inner layer has more than one input")
+        require_called(rig.model, [*linears, *found], rig.task.uncalled(rig.model), self.name, "choose qat=none")
         exchange(rig.model, {layer: FakeQuantizedLinear(layer, LARGEST) for layer in linears})
         exchange(rig.model, {layer: FakeQuantizedConv2d(layer) for layer in found})
         return rig
@@ -122,6 +123,7 @@ class Int4(FakeQuantized):
         divided = [layer for layer in linears if divides(self.group, layer)]
         allowed = "another option: the rows of no linear layer but the last can be divided into groups (qat.group)"
         require(bool(divided), "qat", "int4", allowed)
+        require_called(rig.model, divided, rig.task.uncalled(rig.model), self.name, "choose qat=none")
         exchange(rig.model, {layer: FakeQuantizedLinear(layer, LARGEST_OF_4, self.group) for layer in divided})
         return rig
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import mha
 
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.ranks import num_ranks, summed
@@ -57,12 +58,16 @@ def evaluate(session: Session) -> Evaluation:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Inside it the model is in evaluation mode; afterwards each module is in the mode in which it was."""
-    modes = {module: module.training for module in model.modules()}
+    """Inside it the model is in evaluation mode; afterwards each module is in the mode in which it was. The fast
+    path of torch's nn.TransformerEncoderLayer is off: it reads the weights of layers instead of calling them, and so
+    would leave out adapters and rounding."""
+    modes, is_fast = {module: module.training for module in model.modules()}, mha.get_fastpath_enabled()
     model.eval()
+    mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        mha.set_fastpath_enabled(is_fast)
         model.train()  # first, as some models undo there what they do in `eval`
         for module, mode in modes.items():
             module.training = mode

@@ -16,7 +16,7 @@ from lowvram.core.generators import seed_all
 from lowvram.core.rig import IGNORE, Part
 from lowvram.knobs.depth import EarlyExit
 from lowvram.loops import evaluate as evaluate_module
-from lowvram.loops.evaluate import Evaluation, evaluate
+from lowvram.loops.evaluate import Evaluation, evaluate, in_evaluation
 from lowvram.loops.session import Session
 from tests.laboratory import relative_error
 from tests.loops.sessions import Drawn
@@ -97,6 +97,26 @@ def test_each_module_gets_its_own_mode_back(make_session: Callable[..., Session]
     modes = [module.training for module in session.rig.model.modules()]
     evaluate(session)
     assert [module.training for module in session.rig.model.modules()] == modes
+
+
+class Counted(nn.Linear):
+    num_calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return super().forward(input)
+
+
+@torch.no_grad()
+def test_an_evaluation_calls_the_layers_of_torchs_own_encoder() -> None:
+    """What is put in their place would be left out by a path that reads their weights."""
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder.linear1 = Counted(8, 16)
+    encoder.eval()(torch.randn(2, 3, 8))
+    assert encoder.linear1.num_calls == 0  # else torch has no such path any more
+    with in_evaluation(encoder):
+        encoder(torch.randn(2, 3, 8))
+    assert encoder.linear1.num_calls == 1
 
 
 def test_what_an_evaluation_draws_changes_no_training(make_session: Callable[..., Session]) -> None:

@@ -43,12 +43,15 @@ def test_only_what_is_read_instead_of_called() -> None:
     assert found(restless.Net(restless.AttentionDropout, 1)) == {"blocks.0.attention.out_proj"}
 
 
-def test_an_adapter_there_is_refused() -> None:
+def test_an_adapter_there_is_refused_and_so_is_rounding() -> None:
     x = torch.randn(4, WIDTH)
+    for option in ("qat=int8", "qat=int4 qat.group=2"):
+        with pytest.raises(Incompatible, match=r"no effect on blocks\.0\.a: the model computes"):
+            lowvram.assemble(lowvram.task(restless.Net(Reading), x), option, "cpu")
     for words, is_refused in (("", True), (" adapter.targets=[b]", False)):
         task = lowvram.task(restless.Net(Reading), x)
         if is_refused:
-            with pytest.raises(Incompatible, match=r"computes with blocks\.0\.a\.weight instead of calling"):
+            with pytest.raises(Incompatible, match=r"no effect on blocks\.0\.a: the model computes"):
                 lowvram.assemble(task, f"adapter=lora{words}", "cpu")
         else:
             lowvram.assemble(task, f"adapter=lora{words}", "cpu")

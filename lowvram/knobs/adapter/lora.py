@@ -19,9 +19,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from lowvram.config.errors import Incompatible, require
+from lowvram.config.errors import require
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.knob import Fact, Kind
+from lowvram.core.layers import require_called
 from lowvram.core.misfits import ONCE, TAKES_PART
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
@@ -68,13 +69,9 @@ class Lora(Frozen):
         return Lora(self.rank, self.alpha, self.dropout, self.targets, self.train, self.train_a)
 
     def apply(self, rig: Rig) -> Rig:
-        layers = self.targeted(rig.task, rig.model)
-        if uncalled := [name for name in layers if name in rig.task.uncalled(rig.model)]:
-            kind, name = type(self).__name__.lower(), uncalled[0]
-            raise Incompatible(
-                f"adapter={kind}: the model computes with {name}.weight instead of calling {name}, so that an adapter"
-                " there would do nothing: name other layers in adapter.targets, or choose adapter=freeze"
-            )
+        layers, option = self.targeted(rig.task, rig.model).values(), f"adapter={type(self).__name__.lower()}"
+        mend = "name other layers in adapter.targets, or choose adapter=freeze"
+        require_called(rig.model, list(layers), rig.task.uncalled(rig.model), option, mend)
         self.adapt(rig.task, rig.model)
         return replace(rig, task=Adapted(rig.task, self.adapt))
 
