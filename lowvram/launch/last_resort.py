@@ -90,8 +90,9 @@ class LastResort:
             now = time.monotonic()
             if self._num_signals >= MOST_SIGNALS and now - self._last_signal_s > SIGNAL_GRACE_S:
                 self._end("interrupted", "ended by a third signal before it could save", EXIT_INTERRUPTED)
-            if self._late_s is not None and now > self._late_s and now - self._heard_s > BLOCKED_S:
-                self._end_late(now - self._late_s)
+            late_s = self._late_s  # once: the main thread sets it to None when the point ends
+            if late_s is not None and now > late_s and now - self._heard_s > BLOCKED_S:
+                self._end_late(now - late_s)
 
     def _end_late(self, late_s: float) -> None:
         """First ask the processes of the point to end, as they may save a snapshot."""

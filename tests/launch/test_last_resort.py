@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.launch.last_resort import LOOK_S, MOST_SIGNALS, SIGNAL_GRACE_S, last_resort
+from lowvram.launch.last_resort import LOOK_S, MOST_SIGNALS, SIGNAL_GRACE_S, LastResort, last_resort
 from lowvram.launch.stop import SignalCount
 from tests.calls import TINY, Outcome, Running, goes_on
 
@@ -71,6 +72,19 @@ def test_a_limit_on_threads_is_left_to_those_who_need_them(monkeypatch: pytest.M
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with last_resort.watching():
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_point_may_end_while_the_watcher_looks_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher that fails then would hear no third signal any more."""
+    values = itertools.cycle([0.0, None])  # late, and ended right after that was read
+    monkeypatch.setattr(LastResort, "_late_s", property(lambda _: next(values), lambda *_: None), raising=False)
+    looks, errors = list[float](), list[object]()
+    monkeypatch.setattr(LastResort, "_end_late", lambda _, late_s: looks.append(late_s))
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    with LastResort().watching():
+        time.sleep(5 * LOOK_S)
+    assert looks
+    assert not errors
 
 
 def blocked(start: Start, folder: Path, name: str, *words: str) -> Running:
