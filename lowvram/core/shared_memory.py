@@ -36,26 +36,65 @@ def in_one_memory(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def overlaps(group: list[Tensor]) -> list[Tensor]:
     """Of tensors in one memory those that have a number in common with another."""
     with without_dispatch_modes():  # in a plan tensors have no values
-        places = {tensor: places_of(tensor) for tensor in group}
+        found, still_open = set[Tensor](), list[Tensor]()
+        for tensor in sorted(group, key=first_byte):
+            still_open = [each for each in still_open if first_byte(tensor) < end_byte(each)]
+            for each in still_open:
+                if not found.issuperset((each, tensor)) and have_common(each, tensor):
+                    found |= {each, tensor}
+            still_open.append(tensor)
+    return [tensor for tensor in group if tensor in found]
 
-        def is_shared(tensor: Tensor) -> bool:
-            return any(torch.isin(places[tensor], places[each]).any() for each in group if each is not tensor)
 
-        return [tensor for tensor in group if is_shared(tensor)]
+def have_common(earlier: Tensor, later: Tensor) -> bool:
+    """Whether two tensors in one memory have a byte in common. `later` starts between the first and the last byte of
+    `earlier`."""
+    first = first_byte(earlier)
+    if first_byte(later) == first or is_without_gaps(earlier):
+        return True
+    unit_bytes = min(earlier.itemsize, later.itemsize)
+    num_units = (max(end_byte(earlier), end_byte(later)) - first) // unit_bytes
+    marks = torch.zeros(num_units, dtype=torch.bool, device="cpu")
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        """The marks of a tensor's numbers."""
+        units = tensor.itemsize // unit_bytes
+        sizes, strides = zip(*((size, stride * units) for size, stride in steps_of(tensor)), (units, 1), strict=True)
+        return marks.as_strided(sizes, strides, (first_byte(tensor) - first) // unit_bytes)
+
+    laid_out(earlier).fill_(True)
+    return bool(laid_out(later).any())
 
 
-def places_of(tensor: Tensor) -> Tensor:
-    """The places of a tensor's numbers in its memory, in bytes: (numel,) int64 on the CPU."""
-    places = torch.full((1,), int(tensor.storage_offset()), device="cpu")
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = (places[:, None] + torch.arange(int(size), device="cpu") * int(stride)).flatten()
-    return places * tensor.itemsize
+def is_without_gaps(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers, in whatever order, fill the memory between its first and its last."""
+    next_place = 1
+    for size, stride in sorted(steps_of(tensor), key=lambda step: step[1]):
+        if stride > next_place:
+            return False
+        next_place += (size - 1) * stride
+    return True
+
+
+def steps_of(tensor: Tensor) -> list[tuple[int, int]]:
+    """Size and stride, in numbers, of the dimensions along which a tensor moves in its memory."""
+    steps = [(int(size), int(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return [(size, stride) for size, stride in steps if size > 1 and stride > 0]
+
+
+def first_byte(tensor: Tensor) -> int:
+    """The place of a tensor's first byte in its memory."""
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def end_byte(tensor: Tensor) -> int:
+    """The place behind a tensor's last byte in its memory."""
+    return (last_place(tensor) + 1) * tensor.itemsize
 
 
 def last_place(tensor: Tensor) -> int:
     """The place of the last of a tensor's numbers in its memory, in numbers."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset()) + sum((int(size) - 1) * int(stride) for size, stride in steps)
+    return int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps_of(tensor))
 
 
 def names_sharing(model: nn.Module) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob, Stage
 from lowvram.core.rig import Part, Rig
-from lowvram.core.shared_memory import copied, names_sharing
+from lowvram.core.shared_memory import copied, names_sharing, overlaps
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models import layout
@@ -69,6 +70,42 @@ def test_names_are_those_that_have_a_number_in_common() -> None:
     assert sorted(map(sorted, names_sharing(Sliced()))) == [["dec.bias", "enc.weight"], ["embed.weight", "head.weight"]]
     assert names_sharing(Apart()) == []
     assert names_sharing(copied(Tied(), "meta")) == names_sharing(Tied())
+
+
+def bytes_of(tensor: Tensor) -> set[int]:
+    places = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize)
+    numbers = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten().tolist()
+    return {number * tensor.itemsize + byte for number in numbers for byte in range(tensor.itemsize)}
+
+
+def test_overlaps_are_those_that_a_list_of_all_bytes_shows() -> None:
+    draw = random.Random(20261127)
+    num_overlapping = 0
+    for _ in range(300):
+        memory, group = torch.zeros(60), list[Tensor]()
+        while len(group) < 4:
+            typed = memory.view(draw.choice([torch.float32, torch.bfloat16, torch.complex64]))
+            shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 3))]
+            strides, offset = [draw.randint(0, 8) for _ in shape], draw.randrange(len(typed))
+            last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            if last < len(typed):
+                group.append(typed.as_strided(shape, strides, offset))
+        wanted = [one for one in group if any(bytes_of(one) & bytes_of(each) for each in group if each is not one)]
+        assert list(map(id, overlaps(group))) == list(map(id, wanted)), [
+            (each.dtype, each.shape, each.stride(), each.storage_offset()) for each in group
+        ]
+        num_overlapping += len(wanted)
+    assert 100 < num_overlapping < 1100
+
+
+def test_overlaps_of_weights_of_any_size_are_found_without_listing_their_numbers() -> None:
+    """This memory has 4 TB: one byte for each number would be too much."""
+    memory = torch.empty(2**20, 2**20, device="meta")
+    rows = [memory[2**8 * number : 2**8 * (number + 1)] for number in range(2**12)]  # as an LSTM's weights on a card
+    assert len(overlaps([memory, memory.detach()])) == 2  # decoder.weight.data = encoder.weight.data
+    assert overlaps(rows) == []
+    assert len(overlaps([memory, memory.t(), memory[5:], *rows])) == 3 + len(rows)
+    assert len(overlaps([memory[:, ::2], memory[:, ::2].detach()])) == 2
 
 
 def trained_by_a_plain_loop(kind: Any, batch: Part) -> dict[str, Tensor]:
