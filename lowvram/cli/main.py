@@ -28,7 +28,6 @@ from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from lowvram.config.secret import learn, text_without_secrets
-from lowvram.config.texts import message
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, launch_from
@@ -85,7 +84,7 @@ def run_call(call: Call, words: list[str], aside: Path | None, wants_traceback: 
 
 def failed(error: Exception) -> int:
     """Tell what the machine refused, and return the exit code. Raises other errors again."""
-    if isinstance(error, OSError | RuntimeError) and thread_limits.says_so(message(error)):
+    if isinstance(error, OSError | RuntimeError) and thread_limits.is_cause_of(error):
         tell(f"{thread_limits.limits()}: nothing was run", sys.stderr)
         return EXIT_FAILED
     if isinstance(error, MemoryError) or isinstance(error.__context__, MemoryError):

@@ -6,20 +6,41 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
-# What Python, libgomp, OpenBLAS, torch and C++ say, in lower case.
-WORDS = ("thread creation failed", "can't start new thread", "pthread_create failed", "unable to create thread")
-WORDS += ("failed to create thread", os.strerror(errno.EAGAIN).lower())
+from lowvram.config.texts import message
+
+# What Python, libgomp, OpenBLAS, torch and C++ say.
+WORDS = "thread creation failed|can't start new thread|pthread_create failed|(?:unable|failed) to create thread"
+# The system's word for it, which sockets and files that don't block get as well: it counts only from what starts a
+# process or a thread, as its message or its line in a traceback says, and as all that an error of C++ says.
+AGAIN = re.escape(os.strerror(errno.EAGAIN))
+STARTS = (
+    r"\b(?:v?fork|clone3?|pthread_create)\b|thread creation|(?:create|start|spawn)\w* .*thread|ThreadPoolBuild|OMP:"
+)
+CALLS = r"(?:fork|spawn|child_exception_type)\w*\("
+SAYS_SO = re.compile(
+    rf"{WORDS}|(?:{STARTS}).*{AGAIN}|std::system_error'?\s+what\(\):\s+{AGAIN}"
+    rf"|{CALLS}.*\n(?: {{4}}.*\n)*\w*Error: .*{AGAIN}|^RuntimeError: {AGAIN}$",
+    re.IGNORECASE | re.MULTILINE,
+)
 PIDS = ("sys/fs/cgroup/{}/pids.max", "sys/fs/cgroup/pids/{}/pids.max")  # of both versions of cgroups
 
 
 def says_so(text: str) -> bool:
-    """Whether a message says that no thread or process could be started."""
-    text = text.lower()
-    return any(word in text for word in WORDS)
+    """Whether a text, of an error or of a log, says that no thread or process could be started."""
+    return SAYS_SO.search(text) is not None
+
+
+def is_cause_of(error: BaseException) -> bool:
+    """Whether an error was raised because no thread or process could be started."""
+    is_systems = isinstance(error, OSError) and error.errno == errno.EAGAIN
+    lines = [f"    {frame.line}\n" for frame in traceback.extract_tb(error.__traceback__)[-1:]] if is_systems else []
+    return says_so(f"{''.join(lines)}{type(error).__name__}: {message(error)}")
 
 
 def limits(root: Path = Path("/")) -> str:

@@ -60,7 +60,7 @@ def says_out_of_memory(error: BaseException) -> bool:
     is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     is_refused |= isinstance(error, ImportError) and NOT_MAPPED in message(error) and has_limited_addresses()
     says_so = isinstance(error, RuntimeError) and any(word in message(error).lower() for word in OUT_OF_MEMORY_WORDS)
-    is_vague = message(error) in VAGUE_MESSAGES or thread_limits.says_so(message(error))
+    is_vague = message(error) in VAGUE_MESSAGES or thread_limits.is_cause_of(error)
     return is_refused or says_so or (is_vague and is_capped())
 
 
@@ -76,7 +76,7 @@ def is_capped() -> bool:
 
 def thread_trouble(error: BaseException) -> str | None:
     """Which limit keeps the machine from starting a thread or a process, if that is why the error was raised."""
-    is_refused = any(thread_limits.says_so(message(cause)) for cause in chain(error))
+    is_refused = any(map(thread_limits.is_cause_of, chain(error)))
     return thread_limits.limits() if is_refused else None
 
 

@@ -70,6 +70,8 @@ def test_native_code_that_got_no_thread_met_a_limit_unless_memory_is_capped(judg
     status, reason = judge([ended(0)], {})
     assert (status, reason[:45]) == ("error", "no further process or thread may be started (")
     assert judge([ended(0)], {}, vram="12MiB") == ("oom", "out of memory in native code (see native.log)")
+    (tmp_path / "native.log").write_text("recv: Resource temporarily unavailable\n")  # of a socket
+    assert judge([ended(0, signal.SIGABRT)], {}, vram="12MiB")[1].startswith("the process died of SIGABRT")
     (tmp_path / "native.log").unlink()
     assert judge([ended(0, EXIT_NOT_FORKED << 8)], {})[0] == "error"
 

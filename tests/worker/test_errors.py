@@ -32,8 +32,12 @@ NO_THREAD = {
     "OpenMP": RuntimeError("OMP: Error #34: Thread creation failed"),
     "gloo": RuntimeError(os.strerror(errno.EAGAIN)),  # std::system_error
     "OpenBLAS": RuntimeError("blas_thread_init: pthread_create failed for thread 1 of 2"),
-    "fork": BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    "OpenMP's helper": RuntimeError(f"OMP: System error #11: {os.strerror(errno.EAGAIN)}"),
 }
+NO_LIMIT = (  # of a user's socket, and of what the user's code says of it
+    BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    RuntimeError(f"the queue: {os.strerror(errno.EAGAIN)}"),
+)
 
 
 def raised(error: BaseException, filename: str) -> BaseException:
@@ -72,6 +76,8 @@ def test_what_libraries_do_not_tell_is_memory_under_a_cap(
     assert ending(SystemError("error return without exception set"))["status"] == status
     for error in NO_THREAD.values():
         assert ending(error)["status"] == status
+    for error in NO_LIMIT:
+        assert ending(error)["status"] == "error"
 
 
 def test_a_limit_on_threads_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +89,8 @@ def test_a_limit_on_threads_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch
         assert end["reason"].startswith(
             "no further process or thread may be started (ulimit -u is 3, for all processes of this user"
         )
+    for error in NO_LIMIT:
+        assert ending(error)["reason"].startswith(f"{type(error).__name__}: ")
 
 
 @pytest.mark.parametrize("number", DISK_TROUBLES)
