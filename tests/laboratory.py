@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from lowvram.config.registry import all_options, knob_of, neutral_options, ready_options
-from lowvram.core.assemble import absent_of, assemble, bare_model
+from lowvram.core.assemble import assemble, bare_model
 from lowvram.core.copies import original
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
@@ -28,6 +28,7 @@ from lowvram.core.rig import IGNORE, Method, Part, Rig, Tail, Task
 from lowvram.core.shards import whole
 from lowvram.core.step import step
 from lowvram.core.stepper import Update
+from lowvram.core.task_facts import absent_of
 from lowvram.core.values import Fill
 from lowvram.data.documents import Documents
 from lowvram.data.packed import Packed

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.assemble import absent_of, apply_stage, assemble, bare_model
+from lowvram.core.assemble import apply_stage, assemble, bare_model
 from lowvram.core.knob import WRITES, Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.ledger import Peak, ledger
 from lowvram.core.packed import PackedWeight
 from lowvram.core.rig import Rig
 from lowvram.core.step import step
+from lowvram.core.task_facts import absent_of
 from lowvram.knobs.tile import TiledBlocks
 from lowvram.models.resnet import NormKind
 from lowvram.tasks import Auto, Problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 
@@ -14,7 +14,6 @@ from lowvram.config.errors import Incompatible
 from lowvram.core import host
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
-from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_norms
 from lowvram.core.ledger import announce
 from lowvram.core.misfits import with_reasons
 from lowvram.core.ranks import num_ranks
@@ -22,6 +21,7 @@ from lowvram.core.real_views import with_real_views
 from lowvram.core.rig import Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
 from lowvram.core.states import with_load_hooks
+from lowvram.core.task_facts import absent_of
 from lowvram.core.trainable import check_something_trains, check_trainable
 from lowvram.core.values import materialise
 
@@ -50,21 +50,16 @@ def assemble(
     check_trainable(rig.model)
     model, shared = rig.model, names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
-    absent = absent_facts(device, num_ranks()) if absent is None else absent
-    needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
+    check_conflicts(task, model, knobs, absent_facts(device, num_ranks()) if absent is None else absent)
     if shared and device.type == "cuda":
         raise Incompatible(f"{parted(shared)}: a card updates many weights at once, and so loses updates of such ones")
-    if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
-        raise Incompatible("; ".join(reasons))
     check_compilable(task, model, knobs)
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.BUILD:
             check_something_trains(rig.model)
         if stage is Stage.SHARD:
-            materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
-            rig.model.train()  # as the model overrides it: its constructor may have left any mode
-            rig = task.with_teacher(rig)
+            rig = task.with_teacher(with_values(rig, seed))
             check_still_shared(rig.model, shared)
         if stage is Stage.OPTIMIZER:
             rig = replace(rig, make_optimizer=with_real_views(with_load_hooks(rig.make_optimizer)))
@@ -72,6 +67,20 @@ def assemble(
             rig = rig.over_time(rig, seed)
     rig = task.with_added_loss(rig)
     return replace(rig, run=with_reasons(rig.run, knobs))
+
+
+def check_conflicts(task: Task, model: nn.Module, knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> None:
+    """Raises Incompatible for all conflicts between the knobs, and with the machine's or the task's absent facts."""
+    needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
+    if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
+        raise Incompatible("; ".join(reasons))
+
+
+def with_values(rig: Rig, seed: int) -> Rig:
+    """The rig whose weights have memory and initial values."""
+    materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
+    rig.model.train()  # as the model overrides it: its constructor may have left any mode
+    return rig
 
 
 def check_still_shared(model: nn.Module, shared: list[list[str]]) -> None:
@@ -148,93 +157,6 @@ def bare_model(task: Task) -> nn.Module:
     computed on the CPU, and fake tensors have none."""
     with without_dispatch_modes(), torch.device("meta"):
         return task.make_model()
-
-
-# The facts that `absent_of` may return: knobs that need none of them can be checked without making a model.
-# It takes forward passes to find out about these.
-BY_TRIAL = frozenset(
-    {
-        Fact.MLPS,
-        Fact.SEPARATE_SAMPLES,
-        Fact.NORMS,
-        Fact.SKIPPABLE,
-        Fact.BRANCHES,
-        Fact.NO_RANDOMNESS,
-        Fact.STEADY_WEIGHTS,
-        Fact.STEADY_BLOCKS,
-    }
-)
-TASK_FACTS = BY_TRIAL | {
-    *(Fact.HEAD, Fact.BLOCKS, Fact.EXITS, Fact.INNER_LINEARS, Fact.INNER_PRODUCTS, Fact.PLAIN_BLOCKS, Fact.FEW_SHAPES),
-    *(Fact.HARD_TARGETS, Fact.SEPARATE_MEMORY, Fact.REAL_WEIGHTS, Fact.SHARDABLE),
-}
-
-
-def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS) -> dict[Fact, str]:
-    """The facts that a task lacks, each with what the user can do about it.
-
-    Args:
-        asked: those of `BY_TRIAL` are only looked for if they are among these.
-    """
-    absent: dict[Fact, str] = {}
-    if task.head(model) is None:
-        absent[Fact.HEAD] = "this task names none: leave logits=full, and list what trains in adapter.train"
-    if not task.blocks(model):
-        why = task.blocks_trouble(model)
-        told = (
-            "none were found" if why is None else f"none were found, as the model can't be tried without memory ({why})"
-        )
-        absent[Fact.BLOCKS] = f"{told}: name their class with model.blocks=CLASS"
-    if Fact.MLPS in asked and not task.mlps(model):
-        absent[Fact.MLPS] = "none were found: leave tile=none or, if they have unusual names, list those in tile.names"
-    if Fact.SEPARATE_SAMPLES in asked and not task.separate_blocks(model):
-        absent[Fact.SEPARATE_SAMPLES] = "not known of this model: leave tile=none, and choose ckpt and accum"
-    if (tail := task.tail(model)) is None or len(tail.blocks) < 2:
-        absent[Fact.EXITS] = "not known of this model: leave depth=none"
-    if Fact.SKIPPABLE in asked and len(task.same_shape_blocks(model)) < 2:
-        absent[Fact.SKIPPABLE] = "not known of this model: leave depth=none"
-    if Fact.BRANCHES in asked and not (task.branches(model) or task.same_shape_blocks(model)):
-        absent[Fact.BRANCHES] = "not known of this model: leave depth=none"
-    if Fact.NORMS in asked and not (layer_norms(model) or rms_norms(model)):
-        absent[Fact.NORMS] = "this model has none: leave norms=input"
-    if not (linears := inner_linears(model, task.last_weights(model))):
-        absent[Fact.INNER_LINEARS] = "this model has none: leave qat=none (qat=int8 takes convolutions too)"
-    if not linears and not convolutions(model):
-        absent[Fact.INNER_PRODUCTS] = "this model has none: leave qat=none"
-    if task.blocks(model) and not task.has_plain_blocks(model):
-        absent[Fact.PLAIN_BLOCKS] = "this model calls its blocks otherwise: choose compile=blocks or compile=none"
-    if not task.has_few_shapes():
-        absent[Fact.FEW_SHAPES] = (
-            "here nearly every batch has its own shape: choose compile=blocks with compile.dynamic=true"
-        )
-    if task.has_soft_targets():
-        absent[Fact.HARD_TARGETS] = "this task has a teacher, whose predictions count, too: choose logits=chunked"
-    if complex_ones := [name for name, each in model.named_parameters() if each.is_complex()]:
-        absent[Fact.REAL_WEIGHTS] = f"{complex_ones[0]} is: leave that option, or keep it as two real weights"
-    if (why := unshardable(model, task.blocks(model))) is not None:
-        absent[Fact.SHARDABLE] = why
-    if shared := names_sharing(model):
-        absent[Fact.SEPARATE_MEMORY] = f"{' and '.join(shared[0])} do: make them one parameter, or copy the values"
-    if Fact.NO_RANDOMNESS in asked and (who := task.drawn_by(model)):
-        absent[Fact.NO_RANDOMNESS] = who
-    if asked & {Fact.STEADY_WEIGHTS, Fact.STEADY_BLOCKS}:
-        for fact, name in zip((Fact.STEADY_WEIGHTS, Fact.STEADY_BLOCKS), task.written(model), strict=True):
-            if name is not None:
-                absent[fact] = f"it writes into {name}: compute a new tensor from it there, or choose another option"
-    return absent
-
-
-def unshardable(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
-    """Why FSDP2 can't shard a weight of the model, block by block, and what to do; None if it can."""
-    for name, weight in model.named_parameters():
-        if weight.dim() == 0:
-            return f"{name} is a single number: make it a vector of one, as by torch.ones(1)"
-        if weight.numel() == 0:
-            return f"{name} of shape {tuple(weight.shape)} is empty: leave it out"
-        holders = [block for block in blocks if any(weight is each for each in block.parameters())]
-        if len(holders) > 1:
-            return f"{name} is in {len(holders)} blocks: give each a weight of its own, or leave that option"
-    return None
 
 
 def apply_stage(stage: Stage, knobs: Mapping[str, Knob], rig: Rig) -> Rig:

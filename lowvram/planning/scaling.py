@@ -19,9 +19,10 @@ from typing import NamedTuple, final
 import torch
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.assemble import TASK_FACTS, absent_of, bare_model
+from lowvram.core.assemble import bare_model
 from lowvram.core.device import Card
 from lowvram.core.knob import Fact, Kind, Knob, Stage, conflicts
+from lowvram.core.task_facts import TASK_FACTS, absent_of
 from lowvram.knobs.accum import Parts
 from lowvram.planning.cache import TraceCache, key_of
 from lowvram.planning.target import Target

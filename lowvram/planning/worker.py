@@ -12,10 +12,11 @@ from torch import nn
 from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.registry import knob_of
 from lowvram.config.settings import KNOB_GROUPS, Settings, check_batch_size
-from lowvram.core.assemble import BY_TRIAL, block_names, skeleton
+from lowvram.core.assemble import block_names, skeleton
 from lowvram.core.device import card_of, choose_device
 from lowvram.core.free_memory import free_host_bytes
 from lowvram.core.knob import Fact, Knob, Stage, is_compiled
+from lowvram.core.task_facts import BY_TRIAL
 from lowvram.data.source import Data
 from lowvram.loops.distillation.teach import Teach
 from lowvram.loops.fields import about_model

@@ -77,12 +77,16 @@ def run(
     about = (is_resumed, started, resident_bytes, malloc_bytes, chosen(request), request.get("run"), noise)
     sizes = SameSize(settings.train.batch_size)
     session = Session(settings, knobs, problem, rig, data, sizes, events, stop, folder, *about)
-    results = settings.groups["mode"].run(session)
-    choices, samples_per_s = request["choices"], whole_samples_per_s(session, results.get("throughput", {}))
+    return row_fields(session, settings.groups["mode"].run(session), request["choices"]["allocator"])
+
+
+def row_fields(session: Session, results: dict[str, Any], allocator: str) -> dict[str, Any]:
+    """The fields of the point's row, given those that its mode returns, and the allocator that took effect."""
+    samples_per_s = whole_samples_per_s(session, results.get("throughput", {}))
     return fields.merged(
         results,
         compile_fields(session),
-        {"choices": {"allocator": choices["allocator"]}, "time": {"total_s": session.age_s()}},
+        {"choices": {"allocator": allocator}, "time": {"total_s": session.age_s()}},
         {"throughput": {"mfu": mfu(session, samples_per_s)}},
     )
 

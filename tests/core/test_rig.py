@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.assemble import TASK_FACTS, absent_of, assemble
+from lowvram.core.assemble import assemble
 from lowvram.core.device import absent_facts
 from lowvram.core.knob import Fact, Knob, Stage
-from lowvram.core.rig import IGNORE, Part, Rig, Task
+from lowvram.core.rig import IGNORE, Part, Rig
 from lowvram.core.seeds import generator_for
-from lowvram.core.values import Fill
 from lowvram.models.resnet import ResNetConfig
 from lowvram.models.transformer import TransformerConfig
 from lowvram.tasks import Auto
@@ -42,50 +41,6 @@ def test_a_part_moves_as_a_whole() -> None:
     moved = part.to(torch.device("meta"))
     assert all(tensor.is_meta for tensor in moved.tensors())
     assert not any(tensor.is_meta for tensor in part.tensors())
-
-
-# Facts
-
-
-@dataclass(frozen=True)
-class Lacking(Task):
-    """Knows nothing of its model but, maybe, the blocks."""
-
-    has_blocks: bool
-
-    def make_model(self) -> nn.Module:
-        model = nn.Sequential(nn.Dropout(0.5))
-        model.temperature = nn.Parameter(torch.tensor(1.0 + 1.0j))  # a single number, and complex
-        model.shared = nn.Parameter(torch.ones(2, 3))
-        model.transposed = nn.Parameter(model.shared.detach().t())
-        return model
-
-    def values(self, model: nn.Module, seed: int) -> Fill:
-        raise NotImplementedError
-
-    def criterion(self, outputs: Any, part: Part) -> Tensor:
-        raise NotImplementedError
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.children()) if self.has_blocks else []
-
-    def has_plain_blocks(self, model: nn.Module) -> bool:
-        return False
-
-    def has_few_shapes(self) -> bool:
-        return False
-
-    def has_soft_targets(self) -> bool:
-        return True
-
-    def written(self, model: nn.Module) -> tuple[str | None, str | None]:
-        return "shared", "shared"
-
-
-def test_the_facts_of_a_task_are_those_that_it_may_lack() -> None:
-    """A fact that `TASK_FACTS` misses would be asked of no task in plans; one too many asks models in vain."""
-    lacking = [absent_of(task, task.make_model()) for task in (Lacking(True), Lacking(False))]
-    assert set().union(*lacking) == TASK_FACTS
 
 
 # Assembly

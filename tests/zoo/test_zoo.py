@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from lowvram.config.errors import BadInput, Incompatible, Refused
-from lowvram.core.assemble import absent_of, bare_model
+from lowvram.core.assemble import bare_model
 from lowvram.core.generators import seed_all
 from lowvram.core.knob import Exactness, Fact, Stage
+from lowvram.core.task_facts import absent_of
 from lowvram.knobs.accum import Parts
 from lowvram.knobs.qat import Int4
 from lowvram.knobs.tile import TiledBlocks, TiledMLP
