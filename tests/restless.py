@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -306,6 +306,47 @@ class TensorInList(Mlp):
         return x * self.state.levels[0]
 
 
+class CountingArray(Mlp):
+    """Counts in an array of numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(3)
+
+    def between(self, x: Tensor) -> Tensor:
+        self.counts[1] += 1
+        return x / float(self.counts[1])
+
+
+class CountingInTuple(Mlp):
+    """Counts in a list in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = ("scales", [1.0])
+
+    def between(self, x: Tensor) -> Tensor:
+        self.held[1].append(self.held[1][-1] * 0.9)
+        return x * self.held[1][-1]
+
+
+class Sharing(Mlp):
+    """Every second block reads what the one before it has left in an object that all blocks hold."""
+
+    made: ClassVar[list[Sharing]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = len(self.made) % 4  # in a Net
+        self.is_writing, self.shared = number % 2 == 0, self.made[-1].shared if number else SimpleNamespace(kv=None)
+        self.made.append(self)
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.is_writing:
+            self.shared.kv = torch.tanh(x)
+        return x * self.shared.kv
+
+
 class Recurrent(nn.Module):
     """Three steps of torch's recurrent layers."""
 
@@ -417,7 +458,7 @@ CHANGING: dict[str, Callable[[], nn.Module]] = {
             Counter,
             NestedState,
         ),
-        *(PlainTensor, TensorInList, SometimesDrops),
+        *(PlainTensor, TensorInList, SometimesDrops, CountingArray, CountingInTuple),
     )
 }
 WRITING: dict[str, Callable[[], nn.Module]] = {
@@ -426,6 +467,7 @@ WRITING: dict[str, Callable[[], nn.Module]] = {
     "Lstm": lambda: Recurrent(nn.LSTM),
     "Rnn": lambda: Recurrent(nn.RNN),
     "RecurrentNorm": RecurrentNorm,
+    "Sharing": Sharing,
     "GruCell": lambda: Cell(nn.GRUCell),
     "LstmCell": lambda: Cell(nn.LSTMCell),
     "RnnCell": lambda: Cell(nn.RNNCell),

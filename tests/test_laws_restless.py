@@ -142,6 +142,72 @@ def test_a_step_is_that_of_a_plain_loop(knobs: str, name: str) -> None:
     check_same(name, knobs)
 
 
+class Timed(restless.Mlp):
+    """A block that is called several times, and told beforehand how."""
+
+    scale = 1.0
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class TimedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Timed(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for time in range(3):
+            self.block.scale = 1.0 - 0.3 * time
+            x = self.block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("knobs", ["ckpt=every1", "ckpt=selective"])
+def test_a_block_is_computed_again_as_it_was_told_when_it_was_called(knobs: str) -> None:
+    (x, y), *_ = batches()
+    seed_all(0)
+    model = TimedNet()
+    loss = F.cross_entropy(model(x), y)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    rig = lowvram.assemble(lowvram.task(model, x, sum_of_losses, blocks="Timed"), f"{SGD} {knobs}", CPU)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    lowvram.step(rig, lowvram.Part(x, y))
+    for parameter, value, gradient in zip(model.parameters(), before, wanted, strict=True):
+        assert torch.allclose(value - LR * gradient, parameter, rtol=1e-9, atol=1e-12)
+    assert model.block.scale == pytest.approx(0.4)
+
+
+def test_what_cannot_be_put_back_is_refused() -> None:
+    """Of blocks that are computed again."""
+
+    class InTuple(restless.Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = (torch.ones(()),)
+
+        def between(self, x: Tensor) -> Tensor:
+            self.held[0].mul_(0.9)
+            return x * self.held[0].clone()
+
+    class OthersTensor(restless.Sharing):
+        def between(self, x: Tensor) -> Tensor:
+            if self.is_writing:
+                self.shared.kv = torch.ones(()) if self.shared.kv is None else self.shared.kv.mul_(0.9)
+            return x * self.shared.kv.clone()
+
+    for block, match in (
+        (InTuple, "a tensor in a tuple"),
+        (OthersTensor, "OthersTensor.shared was changed in place after"),
+    ):
+        restless.BLOCKS[block.__name__] = block
+        try:
+            with pytest.raises(Incompatible, match=match):
+                trained(block, "ckpt=every1")
+        finally:
+            del restless.BLOCKS[block.__name__]
+
+
 def derivatives(name: str, knobs: str) -> tuple[float, float]:
     """Of a step's loss along a direction: by finite differences of the loss that the step returns, and by its
     update."""

@@ -7,27 +7,21 @@ pass can run a second time as it ran first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_autograd import version_of
-from lowvram.compat.torch_modules import BatchNorm, is_plain_module, own_buffers
+from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
+from lowvram.core.places import LARGE_BYTES, PLAIN, Places, arrays_in, containers_in, identity, tensors_in
 
 MISSING: Any = object()
-LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them in place
-DEEPEST = 3  # containers in containers that are looked into
-OF_MODULES = frozenset(vars(nn.Module()))  # nn.Module's own attributes
-OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
-PLAIN = (int, float, complex, str, bytes, tuple, torch.dtype, torch.device, type(None))
 
 
 class Change(ABC):
@@ -91,6 +85,23 @@ class OfContents(Change):
         self.now = MISSING
 
 
+@final
+class OfArray(Change):
+    """An array of numpy has other numbers than before."""
+
+    def __init__(self, what: str, array: Any, before: Any) -> None:
+        self.what, self.array, self.before = what, array, before
+        self.now: Any = MISSING
+
+    def undo(self) -> None:
+        self.now = self.array.copy()
+        self.array[...] = self.before
+
+    def redo(self) -> None:
+        self.array[...] = self.now
+        self.now = MISSING
+
+
 class Held(NamedTuple):
     """A tensor that a module holds, at the first look."""
 
@@ -102,36 +113,9 @@ class Held(NamedTuple):
     copy: Tensor | None
 
 
-class Places:
-    """Where a module and those in it may keep what a forward pass changes.
-
-    BatchNorms of torch are left out: in training they write their running statistics without reading them, so that
-    `StatisticsFrozen` is enough, which copies nothing.
-
-    Args:
-        earlier: places of the same module, found before a forward pass that may have added some.
-    """
-
-    def __init__(self, module: nn.Module, earlier: Places | None = None) -> None:
-        modules = list(module.modules())
-        self.norms = [each for each in modules if isinstance(each, BatchNorm) and is_batch_norm(each)]
-        self.with_buffers = [each for each in modules if own_buffers(each) and not is_batch_norm(each)]
-        self.with_values = [each for each in modules if not is_plain_module(each)]
-        # Owners and names of tensors that are changed in place.
-        self.written: set[tuple[int, Any]] = set() if earlier is None else earlier.written
-        # Those that the first forward pass changed through `.data`, of which a tensor's version doesn't tell.
-        self.unversioned: set[tuple[int, Any]] = set() if earlier is None else earlier.unversioned
-        self.num_looks = 0 if earlier is None else earlier.num_looks
-
-    def look(self) -> Look:
-        """A first look."""
-        self.num_looks += 1
-        return Look(self)
-
-
 @final
 class Look:
-    """What there is before a forward pass.
+    """What there is before a forward pass: a first look at the places.
 
     Args:
         with_tensors: look at tensors that may be changed in place; else at which ones there are.
@@ -139,9 +123,12 @@ class Look:
 
     def __init__(self, places: Places, with_tensors: bool = True) -> None:
         self.places = places
+        places.num_looks += 1
         self.held = [self.hold(*place) for place in tensors_in(places)] if with_tensors else []
         self.values = [(module, dict(vars(module))) for module in places.with_values]
         self.contents = [(what, each, contents_of(each)) for what, each in containers_in(places)]
+        self.arrays = [(what, each, each.copy()) for what, each in arrays_in(places)]
+        self.own: dict[int, Change] = {}  # what the forward pass has changed, by the place among `held`
 
     def hold(self, what: str, owner: MutableMapping[Any, Any], name: Any, tensor: Tensor) -> Held:
         is_small = tensor.numel() * tensor.element_size() <= LARGE_BYTES
@@ -150,16 +137,33 @@ class Look:
         return Held(what, owner, name, tensor, version_of(tensor), copy)
 
     def changes(self) -> list[Change]:
-        """What has changed since.
+        """What the forward pass has changed. Afterwards only copies of what it has changed are kept.
 
         Raises:
             Incompatible: a large tensor was changed in place for the first time, so that there is no copy of it.
         """
-        tensors = [change for held in self.held if (change := self.change_of(held)) is not None]
+        found = {place: self.change_of(held) for place, held in enumerate(self.held)}
+        self.own = {place: change for place, change in found.items() if change is not None}
+        self.held = [held._replace(version=version_of(held.tensor), copy=None) for held in self.held]
+        return [*self.besides_tensors(), *self.own.values()]
+
+    def besides_tensors(self) -> list[Change]:
         held = {id(each.tensor) for each in self.held}
         values = [change for module, before in self.values for change in changed_values(module, before, held)]
         contents = [OfContents(*look) for look in self.contents if not are_same(*look[1:])]
-        return [*values, *contents, *tensors]  # tensors last: what a list held before may have been changed in place
+        arrays = [OfArray(*look) for look in self.arrays if not same_numbers(*look[1:])]
+        return [*values, *contents, *arrays]
+
+    def changes_by_anyone(self) -> list[Change]:
+        """What differs now from what there was before the forward pass, whoever has changed it: what several blocks
+        hold, or what the model sets in a block before it calls it.
+
+        Raises:
+            Incompatible: another part of the model has changed a tensor in place.
+        """
+        tensors = (self.own.get(place) or change_by_others(held) for place, held in enumerate(self.held))
+        # Tensors last: what a list held before may have been changed in place.
+        return [*self.besides_tensors(), *(change for change in tensors if change is not None)]
 
     def change_of(self, held: Held) -> Change | None:
         place = (identity(held.owner), held.name)
@@ -177,84 +181,16 @@ class Look:
         return OfEntry(held.what, held.owner, held.name, held.tensor) if is_replaced else None
 
 
-@final
-class Slots(MutableMapping[Any, Any]):
-    """A list or a deque, by the number of each entry."""
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= len(self.container):
-            raise KeyError(index)
-        return self.container[index]
-
-    def __setitem__(self, index: int, value: Any) -> None:
-        if index < len(self.container):
-            self.container[index] = value
-
-    def __delitem__(self, index: int) -> None:
-        """Entries go with `OfContents`."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self.container)))
-
-    def __len__(self) -> int:
-        return len(self.container)
-
-
-def identity(owner: MutableMapping[Any, Any]) -> int:
-    return id(owner.container if isinstance(owner, Slots) else owner)
-
-
-def tensors_in(places: Places) -> Iterator[tuple[str, MutableMapping[Any, Any], Any, Tensor]]:
-    """The buffers, and other tensors that attributes hold, also in lists, dictionaries and plain objects, each with its
-    owner and name there."""
-    for what, container in containers_in(places):
-        if not isinstance(container, set):
-            owner = container if isinstance(container, dict) else Slots(container)
-            for name, value in list(owner.items()):
-                if isinstance(value, Tensor) and not value.is_inference():
-                    yield what, owner, name, value
-    for module in places.with_buffers:
-        for name, buffer in own_buffers(module).items():
-            if buffer is not None and not buffer.is_inference():
-                yield f"{type(module).__name__}.{name}", own_buffers(module), name, buffer
-    for module in places.with_values:
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not value.is_inference():
-                yield f"{type(module).__name__}.{name}", vars(module), name, value
-
-
-def containers_in(places: Places) -> Iterator[tuple[str, Any]]:
-    """The lists, dictionaries, sets and plain objects in attributes of modules, and in each other, each once."""
-    seen: set[int] = set()
-    for module in places.with_values:
-        for name, value in vars(module).items():
-            if name not in OF_MODULES:
-                yield from containers(f"{type(module).__name__}.{name}", value, seen, DEEPEST)
-
-
-def containers(what: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    container = as_container(value)
-    if container is None or id(container) in seen or not depth:
-        return
-    seen.add(id(container))
-    yield what, container
-    inner = container.values() if isinstance(container, dict) else container
-    for each in list(inner):
-        if not isinstance(each, PLAIN):
-            yield from containers(what, each, seen, depth - 1)
-
-
-def as_container(value: Any) -> Any:
-    """The value, if its content can be replaced; the attributes of an object of a class written in Python; else
-    None, as for torch's own objects: what FSDP notes in its states isn't the model's."""
-    if isinstance(value, (*PLAIN, *OPAQUE)):
-        return None
-    if isinstance(value, dict | list | set | deque):
-        return value
-    return None if type(value).__module__.partition(".")[0] == "torch" else getattr(value, "__dict__", None)
+def change_by_others(held: Held) -> Change | None:
+    """Of a tensor that the forward pass has left as it was, since then."""
+    if held.owner.get(held.name, MISSING) is not held.tensor:
+        return OfEntry(held.what, held.owner, held.name, held.tensor)
+    if version_of(held.tensor) != held.version:
+        raise Incompatible(
+            f"{held.what} was changed in place after a block that holds it had computed, so that the block can't be"
+            " computed again: assign a new tensor instead, or choose ckpt=none and tile=none"
+        )
+    return None
 
 
 def contents_of(container: Any) -> Any:
@@ -278,6 +214,11 @@ def are_same(container: Any, before: Any) -> bool:
     return all(map(is_same, container, before))
 
 
+def same_numbers(now: Any, before: Any) -> bool:
+    """Of two arrays, bit for bit."""
+    return now.dtype == before.dtype and now.shape == before.shape and now.tobytes() == before.tobytes()
+
+
 def is_same(now: Any, before: Any) -> bool:
     return now is before or (isinstance(now, PLAIN) and type(now) is type(before) and is_equal(now, before))
 
@@ -295,11 +236,6 @@ def changed_values(module: nn.Module, before: dict[str, Any], held: set[int]) ->
         was = before.get(name, MISSING)
         if not is_same(now.get(name, MISSING), was) and id(was) not in held:
             yield OfEntry(f"{type(module).__name__}.{name}", now, name, was)
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a BatchNorm that computes as torch's do."""
-    return isinstance(module, BatchNorm) and type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class StatisticsFrozen:

@@ -21,7 +21,8 @@ from torch import nn
 
 from lowvram.compat.random_states import numpy_bytes, python_bytes
 from lowvram.compat.torch_modes import without_dispatch_modes
-from lowvram.core.changes import Places, containers_in, contents_of
+from lowvram.core.changes import contents_of
+from lowvram.core.places import Places, containers_in
 
 NUM_FULL_LOOKS = 64  # at numpy's generator, before only its words are looked at
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, final
 from torch import nn
 
 from lowvram.core import generators
-from lowvram.core.changes import Change, Look, Places, StatisticsFrozen
+from lowvram.core.changes import Change, Look, StatisticsFrozen
 from lowvram.core.generators import Source, States, global_sources, sources_of, states_of
+from lowvram.core.places import Places
 
 
 class Passes(NamedTuple):
@@ -47,6 +48,7 @@ class First(AbstractContextManager[None]):
     Attributes:
         drawn: the generators that it moved, with their states before.
         changes: what it changed in the modules, apart from the statistics of BatchNorms.
+        look: what there was before.
     """
 
     def __init__(self, places: Places, sources: list[Source]) -> None:
@@ -57,15 +59,14 @@ class First(AbstractContextManager[None]):
         self.changes: list[Change] = []
 
     def __enter__(self) -> None:
-        self.look = self.places.look()
+        self.look = Look(self.places)
         self.before = states_of([*global_sources(), *self.sources])
 
     def __exit__(self, *error: Any) -> None:
-        before, look = self.before, self.look
-        self.before, self.look = [], None
-        if error[0] is None and look is not None:
+        before, self.before = self.before, []
+        if error[0] is None and self.look is not None:
             self.drawn = generators.moved(before)
-            self.changes = look.changes()
+            self.changes = self.look.changes()
 
 
 @final
@@ -76,17 +77,20 @@ class Again(AbstractContextManager[None]):
         self.first = first
         self.frozen = StatisticsFrozen(first.places.norms)
         self.now: States = []
+        self.changes: list[Change] = []
 
     def __enter__(self) -> None:
         self.now = states_of([source for source, _ in self.first.drawn])
         generators.restore(self.first.drawn)
-        for change in self.first.changes:
+        self.changes = [] if self.first.look is None else self.first.look.changes_by_anyone()
+        for change in self.changes:
             change.undo()
         self.frozen.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.frozen.__exit__(*error)
-        for change in reversed(self.first.changes):
+        for change in reversed(self.changes):
             change.redo()
+        self.changes = []
         generators.restore(self.now)
         self.now = []

@@ -12,8 +12,9 @@ from torch import nn
 
 from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modules import own_buffers
-from lowvram.core.changes import OF_MODULES, Look, OfEntry, Places, tensors_in
+from lowvram.core.changes import Look, OfEntry
 from lowvram.core.generators import sources_of
+from lowvram.core.places import OF_MODULES, Places, tensors_in
 
 NUMBERS = (int, float, bool, str, type(None))
 MOST_NAMED = 3

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import FakeTensorMode, GuessingFakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
-from lowvram.core.changes import Look, Places
+from lowvram.core.changes import Look
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.places import Places
 from lowvram.core.shared_memory import copied
 
 T = TypeVar("T")

@@ -15,8 +15,9 @@ from torch import nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import own_buffers
-from lowvram.core.changes import Change, OfEntry, tensors_in
+from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
+from lowvram.core.places import tensors_in
 from lowvram.core.repeat import First, Repeatable
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.write_finder import Writes

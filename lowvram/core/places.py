@@ -1,0 +1,159 @@
+"""Where modules keep what a forward pass may change: buffers, and tensors, arrays and containers in attributes."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lowvram.compat.torch_modules import BatchNorm, is_plain_module, own_buffers
+from lowvram.config.errors import Incompatible
+
+LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them in place
+DEEPEST = 3  # containers in containers that are looked into
+OF_MODULES = frozenset(vars(nn.Module()))  # nn.Module's own attributes
+OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
+PLAIN = (int, float, complex, str, bytes, tuple, torch.dtype, torch.device, type(None))
+
+
+class Places:
+    """Where a module and those in it may keep what a forward pass changes.
+
+    BatchNorms of torch are left out: in training they write their running statistics without reading them, so that
+    `StatisticsFrozen` is enough, which copies nothing.
+
+    Args:
+        earlier: places of the same module, found before a forward pass that may have added some.
+    """
+
+    def __init__(self, module: nn.Module, earlier: Places | None = None) -> None:
+        modules = list(module.modules())
+        self.norms = [each for each in modules if isinstance(each, BatchNorm) and is_batch_norm(each)]
+        self.with_buffers = [each for each in modules if own_buffers(each) and not is_batch_norm(each)]
+        self.with_values = [each for each in modules if not is_plain_module(each)]
+        # Owners and names of tensors that are changed in place.
+        self.written: set[tuple[int, Any]] = set() if earlier is None else earlier.written
+        # Those that the first forward pass changed through `.data`, of which a tensor's version doesn't tell.
+        self.unversioned: set[tuple[int, Any]] = set() if earlier is None else earlier.unversioned
+        self.num_looks = 0 if earlier is None else earlier.num_looks
+
+
+@final
+class Slots(MutableMapping[Any, Any]):
+    """A list, a deque or a tuple, by the number of each entry."""
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= len(self.container):
+            raise KeyError(index)
+        return self.container[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        if isinstance(self.container, tuple):
+            raise Incompatible(
+                "a tensor in a tuple that a module holds is changed in place by its forward pass, and can't be put back"
+                " there when a block is computed again: keep it in a list, or choose ckpt=none and tile=none"
+            )
+        if index < len(self.container):
+            self.container[index] = value
+
+    def __delitem__(self, index: int) -> None:
+        """Entries go with `OfContents`."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.container)))
+
+    def __len__(self) -> int:
+        return len(self.container)
+
+
+def identity(owner: MutableMapping[Any, Any]) -> int:
+    return id(owner.container if isinstance(owner, Slots) else owner)
+
+
+def tensors_in(places: Places) -> Iterator[tuple[str, MutableMapping[Any, Any], Any, Tensor]]:
+    """The buffers, and other tensors that attributes hold, also in lists, dictionaries and plain objects, each with its
+    owner and name there."""
+    for what, container in containers_in(places):
+        if not isinstance(container, set):
+            owner = container if isinstance(container, dict) else Slots(container)
+            for name, value in list(owner.items()):
+                if isinstance(value, Tensor) and not value.is_inference():
+                    yield what, owner, name, value
+    for module in places.with_buffers:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and not buffer.is_inference():
+                yield f"{type(module).__name__}.{name}", own_buffers(module), name, buffer
+    for module in places.with_values:
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_inference():
+                yield f"{type(module).__name__}.{name}", vars(module), name, value
+
+
+def containers_in(places: Places) -> Iterator[tuple[str, Any]]:
+    """The lists, dictionaries, sets, tuples and plain objects in attributes of modules, and in each other, each once.
+    Not tuples of plain values."""
+    seen: set[int] = set()
+    for module in places.with_values:
+        for name, value in vars(module).items():
+            if name not in OF_MODULES:
+                yield from containers(f"{type(module).__name__}.{name}", value, seen, DEEPEST)
+
+
+def containers(what: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    container = as_container(value)
+    if container is None or id(container) in seen or not depth:
+        return
+    seen.add(id(container))
+    yield what, container
+    inner = container.values() if isinstance(container, dict) else container
+    for each in list(inner):
+        if not isinstance(each, PLAIN) or isinstance(each, tuple):
+            yield from containers(what, each, seen, depth - 1)
+
+
+def arrays_in(places: Places) -> Iterator[tuple[str, Any]]:
+    """The arrays of numpy that attributes hold, also in containers, each once. Not those too large to be copied each
+    time."""
+    seen: set[int] = set()
+    held = [
+        (f"{type(module).__name__}.{name}", each)
+        for module in places.with_values
+        for name, each in vars(module).items()
+    ]
+    for what, container in containers_in(places):
+        held += [(what, each) for each in (container.values() if isinstance(container, dict) else container)]
+    for what, value in held:
+        if is_array(value) and value.nbytes <= LARGE_BYTES and id(value) not in seen:
+            seen.add(id(value))
+            yield what, value
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of numpy, which nobody may have imported."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def as_container(value: Any) -> Any:
+    """The value, if its content can be replaced; the attributes of an object of a class written in Python; else
+    None, as for torch's own objects: what FSDP notes in its states isn't the model's."""
+    if isinstance(value, tuple):
+        return None if all(isinstance(each, PLAIN) for each in value) else value
+    if isinstance(value, (*PLAIN, *OPAQUE)):
+        return None
+    if isinstance(value, dict | list | set | deque):
+        return value
+    return None if type(value).__module__.partition(".")[0] == "torch" else getattr(value, "__dict__", None)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm that computes as torch's do."""
+    return isinstance(module, BatchNorm) and type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
