@@ -51,13 +51,12 @@ def assemble(
     model, shared = rig.model, names_sharing(rig.model)
     rig = apply_stage(Stage.PROCESS, knobs, rig)
     check_conflicts(task, model, knobs, absent_facts(device, num_ranks()) if absent is None else absent)
-    if shared and device.type == "cuda":
-        raise Incompatible(f"{parted(shared)}: a card updates many weights at once, and so loses updates of such ones")
     check_compilable(task, model, knobs)
     for stage in list(Stage)[1:]:
         rig = apply_stage(stage, knobs, rig)
         if stage is Stage.BUILD:
             check_something_trains(rig.model)
+            check_updates(rig.model, device)
         if stage is Stage.SHARD:
             rig = task.with_teacher(with_values(rig, seed))
             check_still_shared(rig.model, shared)
@@ -81,6 +80,14 @@ def with_values(rig: Rig, seed: int) -> Rig:
     materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
     rig.model.train()  # as the model overrides it: its constructor may have left any mode
     return rig
+
+
+def check_updates(model: nn.Module, device: torch.device) -> None:
+    """Raises Incompatible if weights that train share memory on a card."""
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    groups = [group for group in names_sharing(model) if not trained.isdisjoint(group)]
+    if groups and device.type == "cuda":
+        raise Incompatible(f"{parted(groups)}: a card updates many weights at once, and so loses updates of such ones")
 
 
 def check_still_shared(model: nn.Module, shared: list[list[str]]) -> None:

@@ -144,6 +144,53 @@ def test_the_tie_is_kept_or_refused(kind: Any, way: str) -> None:
 REFUSED = ("stepping=in_backward", "stepping=cpu_offload", "offload=parameters")
 
 
+class Masked(Apart):
+    """Two constant buffers, of which one is a part of the other."""
+
+    def tie(self) -> None:
+        mask = torch.ones(8, 8).tril()
+        self.register_buffer("mask", mask)
+        self.register_buffer("short", mask[:, :4])
+
+
+class Frozen(Tied):
+    def tie(self) -> None:
+        super().tie()
+        self.enc.requires_grad_(False)
+        self.dec.requires_grad_(False)
+
+
+class HalfFrozen(Tied):
+    def tie(self) -> None:
+        super().tie()
+        self.enc.requires_grad_(False)
+
+
+class ReachedError(Exception):
+    """The checks before the weights have memory have passed."""
+
+
+@dataclass(frozen=True)
+class Stops(Knob):
+    stage = Stage.CHECKPOINT
+
+    def apply(self, rig: Rig) -> Rig:
+        raise ReachedError
+
+
+def test_a_card_takes_shared_memory_in_which_nothing_trains() -> None:
+    def check(kind: type[nn.Module], **options: str) -> None:
+        task = Auto().pose(ExternalConfig(f"{__name__}.{kind.__name__}"), WORDS)
+        assemble(task, {**knobs_of(**options), "stops": Stops()}, torch.device("cuda"), absent={})
+
+    for kind, options in ((Masked, {}), (Frozen, {}), (Tied, {"adapter": "lora"}), (Apart, {})):
+        with pytest.raises(ReachedError):
+            check(kind, **options)
+    for kind in (Tied, Sliced, HalfFrozen):
+        with pytest.raises(Incompatible, match=r"share memory .* a card updates many weights at once"):
+            check(kind)
+
+
 @dataclass(frozen=True)
 class Parts(Knob):
     """Gives a layer a weight of its own."""
