@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import re
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lowvram.config.errors import Incompatible
+from lowvram.core.troubles import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +24,23 @@ ONCE: Mapping[str, str] = {
 }
 # For knobs with which only some of the model's weights train.
 TAKES_PART: Mapping[str, str] = {
-    "does not require grad": "weights that train take part in the loss of every step: choose adapter=none, or let the"
-    " model leave no blocks out",
+    "does not require grad": "weights that train take part in the loss of every step: let the model leave no blocks"
+    " out, or choose adapter=none (if that fails alike, the model's own code detaches its loss)",
 }
+# The number formats that knobs leave as they are, and fp32, as torch names them.
+OTHERS = r"\b(?:CPU|CUDA)?(?i:(?:(?:complex)?double|complexfloat|long|int|short|char|byte|bool)(?:Tensor|Type)?)\b"
+OTHERS = rf"(?:{OTHERS}|complex<(?:float|double)\b)"
+SINGLE = r"(?<!complex<)\b(?:CPU|CUDA)?(?i:float(?:Tensor|Type)?)\b"
+
+
+def of_format(name: str) -> str:
+    """A pattern of torch's errors where numbers in a knob's format meet fp32, or an operator lacks that format. Not
+    where they meet integers or fp64: there fp32 would fail, too.
+
+    Args:
+        name: BFloat16 or Half.
+    """
+    return rf"(?s:\A(?!(?=.*{OTHERS})(?!.*{SINGLE})).*{name}(?:Tensor|Type)?\b)"
 
 
 def with_reasons(run: Run, knobs: Mapping[str, Knob]) -> Run:
@@ -36,12 +52,24 @@ def _run(run: Run, knobs: Mapping[str, Knob], rig: Rig, parts: list[Part], total
     try:
         return run(rig, parts, total)
     except RuntimeError as error:
+        if is_out_of_memory(error) or not is_of_torch(error):
+            raise
         words = str(error)
         for name, knob in knobs.items():
             for pattern, need in knob.misfits.items():
                 if re.search(pattern, words):
                     raise Incompatible(f"{name} needs that {need} (torch: {brief(words)})") from error
         raise
+
+
+def is_of_torch(error: BaseException) -> bool:
+    """Whether an error that was caught is raised by torch, and not by a `raise` in the model's own code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return True
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
 
 
 def brief(words: str) -> str:

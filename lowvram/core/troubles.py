@@ -14,6 +14,7 @@ from lowvram.config import thread_limits
 from lowvram.config.texts import message
 
 OUT_OF_MEMORY_WORDS = ("can't allocate memory", "bad_alloc", "cannot allocate memory")
+OUT_OF_MEMORY_WORDS += ("out of memory. tried to allocate",)  # torch's, where TorchScript's interpreter repeats it
 # Whole messages of oneDNN and of Python's import. They don't say whether memory ran out, but under `vram` it most
 # likely did; so it did for a thread that can't be started.
 VAGUE_MESSAGES = ("could not create a primitive", "error return without exception set")

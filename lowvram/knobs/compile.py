@@ -31,6 +31,8 @@ from lowvram.core.rig import Rig
 
 # Graphs of the same code: kinds of blocks x train and eval x shapes. torch's default of 8 is too low for a ResNet-50.
 RECOMPILE_LIMIT = 64
+# Errors by the values of a batch, which the block itself would raise, too. TorchScript's interpreter repeats them.
+OF_VALUES = "index out of range|out of bounds|device-side assert"
 
 
 @final
@@ -140,7 +142,8 @@ class TorchScript(Knob):
     band = 1e-5
     extra_memory = True
     misfits: ClassVar[Mapping[str, str]] = {
-        "TorchScript": "TorchScript can run the model's blocks: choose compile=blocks or compile=none",
+        rf"(?s:\A(?!.*(?:{OF_VALUES})).*TorchScript)": "TorchScript can run the model's blocks: choose compile=blocks"
+        " or compile=none",
     }
 
     def needs(self) -> frozenset[Fact]:

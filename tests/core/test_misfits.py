@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
+from lowvram.core.misfits import of_format, with_reasons
+from lowvram.core.troubles import is_out_of_memory
+from lowvram.knobs.compile import TorchScript
 
 WIDTH = 4
 
@@ -66,6 +70,99 @@ def step(model: nn.Module, knobs: str) -> Tensor:
 def test_a_misfit_is_a_refusal(model: type[nn.Module], knobs: str, sentence: str) -> None:
     with pytest.raises(Incompatible, match=f"^{knobs.split()[0]} needs that .*{sentence}.* \\(torch: [^\n]+\\)$"):
         step(model(), knobs)
+
+
+class View(Block):
+    """Has a view of another size, the user's bug."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, WIDTH + 1)
+
+
+class Strided(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_strided((9, 9), (9, 9))
+
+
+class Chunked(Block):
+    """Changes one of several views in place, which autograd allows nowhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.layer(x).chunk(2, -1)
+        return x + torch.cat([one.add_(1), other], -1)
+
+
+class InDouble(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double() @ self.layer.weight
+
+
+class Indexed(Block):
+    """Looks numbers up that are no whole ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.layer.weight)
+
+
+class Strict(Block):
+    """Refuses its inputs in words of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("Half of the batch is empty, which BFloat16 needn't be; setStorage: for storage of size 0")
+
+
+def of_blocks(block: type[nn.Module]) -> Net:
+    net = Net()
+    net.blocks = nn.ModuleList([block(), block()])
+    return net
+
+
+@pytest.mark.parametrize("block", [View, Strided, Chunked, InDouble, Indexed, Strict])
+def test_a_bug_of_the_models_own_is_not_the_knobs(block: type[nn.Module]) -> None:
+    """It fails without the knob as well."""
+    for knobs in ("", "offload=parameters", "precision=bf16", "precision=fp16", "precision=bf16_pure"):
+        with pytest.raises(RuntimeError):
+            step(of_blocks(block), knobs)
+
+
+def test_a_format_counts_where_it_meets_fp32_or_an_operator_lacks_it() -> None:
+    of_knob = (
+        "\"cdist\" not implemented for 'BFloat16'",
+        "expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16",
+        "mat1 and mat2 must have the same dtype, but got BFloat16 and Float",
+        "Input type (CPUBFloat16Type) and weight type (torch.FloatTensor) should be the same",
+        "Expected both inputs to be Half, Float or Double tensors but got BFloat16 and BFloat16",
+        "view_as_complex is only supported for half, float and double tensors, but got ... scalar type: BFloat16",
+        "Unsupported dtype BFloat16",
+        "value cannot be converted to type at::BFloat16 without overflow",
+    )
+    of_model = (
+        "expected m1 and m2 to have the same dtype, but got: double != c10::BFloat16",
+        "expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != long long",
+        "expected m1 and m2 to have the same dtype, but got: c10::complex<float> != c10::BFloat16",
+        "expected one of the following scalar types: Long, Int; but got CPUBFloat16Type instead",
+        "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)",
+    )
+    assert [words for words in of_knob if not re.search(of_format("BFloat16"), words)] == []
+    assert [words for words in of_model if re.search(of_format("BFloat16"), words)] == []
+    for words in (
+        "Unsupported dtype ComplexHalf",
+        "expected scalar type Half but found Float",
+        "got: c10::Half != float",
+    ):
+        assert re.search(of_format("Half"), words)
+
+
+def test_missing_memory_is_not_the_knobs() -> None:
+    def run(*_: object) -> Tensor:
+        raise RuntimeError(
+            "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:\n"
+            "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+        )
+
+    with pytest.raises(RuntimeError, match="out of memory") as failed:
+        with_reasons(run, {"compile=torchscript": TorchScript()})(cast("Any", None), [], torch.ones(()))
+    assert is_out_of_memory(failed.value)
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -40,10 +40,11 @@ class Parameters(Knob):
     moves_to_host = True
     misfits: ClassVar[Mapping[str, str]] = {
         **ONCE,
-        "setStorage|invalid for input of size": "weights are read in forward passes of their modules alone, as"
+        r"for (?:storage|input) of size 0\b": "weights are read in forward passes of their modules alone, as"
         " derivatives in the model's forward pass aren't: choose offload=none",
-        "is a view and is being modified inplace": "blocks change nothing in place that they are given: choose"
-        " offload=none",
+        # FSDP2's function around the inputs of a block. Torch forbids such a change of other views with every option.
+        "RegisterPostBackwardFunction.* is being modified inplace": "blocks change nothing in place that they are"
+        " given: choose offload=none",
     }
     band = 2e-6  # AdamW is equal to the bit; torch 2.13 has no fused SGD for shards, and the other one rounds otherwise
     saves = Kind.PARAMETERS

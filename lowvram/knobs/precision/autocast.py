@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.misfits import of_format
 from lowvram.core.rig import Part, Rig
 from lowvram.core.stepper import Stepper, StepperAround, Update
 
@@ -30,7 +31,7 @@ class Bf16(Knob):
     exactness = Exactness.ROUNDING
     band = 2e-2
     saves = Kind.ACTIVATIONS
-    misfits: ClassVar[Mapping[str, str]] = {"BFloat16|primitive descriptor": UNDER_AUTOCAST}
+    misfits: ClassVar[Mapping[str, str]] = {f"{of_format('BFloat16')}|primitive descriptor": UNDER_AUTOCAST}
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.BF16})
@@ -61,7 +62,7 @@ class Fp16(Knob):
     exactness = Exactness.ROUNDING
     band = 5e-3
     saves = Kind.ACTIVATIONS
-    misfits: ClassVar[Mapping[str, str]] = {"Half|primitive descriptor": UNDER_AUTOCAST}
+    misfits: ClassVar[Mapping[str, str]] = {f"{of_format('Half')}|primitive descriptor": UNDER_AUTOCAST}
 
     def __post_init__(self) -> None:
         allowed = f"between {SMALLEST_SCALE} and 2**31"

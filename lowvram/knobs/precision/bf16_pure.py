@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.misfits import of_format
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import Rounding, Stochastic
 from lowvram.core.values import own_tensors
@@ -34,7 +35,7 @@ class Bf16Weights(Knob, ABC):
     band = 2e-2
     saves = Kind.PARAMETERS
     misfits: ClassVar[Mapping[str, str]] = {
-        "BFloat16": "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
+        of_format("BFloat16"): "the model's own code computes with weights in bf16: choose precision=bf16, or fp32",
     }
 
     def needs(self) -> frozenset[Fact]:
