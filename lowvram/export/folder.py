@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from lowvram.config.errors import BadInput, Incompatible, require
+from lowvram.config.errors import BadInput, BadSample, Incompatible, Shortage, require
 from lowvram.config.settings import ExportFormat
 from lowvram.config.texts import first_line
 from lowvram.core.assemble import bare_model
-from lowvram.core.troubles import disk_trouble, is_out_of_memory
+from lowvram.core.troubles import disk_trouble, is_out_of_memory, thread_trouble
 from lowvram.export import plain
 from lowvram.export.format import Format, Trained
 from lowvram.export.graph import TorchExport
@@ -105,14 +105,14 @@ def export_as(
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Inside it a library that can't write or load a model in this format is a BadInput that says how to get the
-    weights; a failing disk or memory isn't."""
+    """Inside it a library that can't write, load or call a model in this format is a BadInput that says how to get the
+    weights. What isn't the format's fault passes: a sample that can't be read, and a machine that lacks something."""
     try:
         yield
-    except BadInput:
+    except (BadInput, BadSample, Shortage):
         raise
     except Exception as error:  # of any library, and of the model's own code
-        if disk_trouble(error) or is_out_of_memory(error):
+        if disk_trouble(error) or is_out_of_memory(error) or thread_trouble(error):
             raise
         allowed = "another format, such as resume=RUN export.format=safetensors: this model can't be written so"
         raise BadInput("export.format", name, f"{allowed} ({type(error).__name__}: {first_line(error)})") from error

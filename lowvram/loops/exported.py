@@ -58,7 +58,7 @@ def written_as(chosen: Format, session: Session, model: nn.Module, origin: Origi
         trained = export_as(chosen, folder, model, origin, session.problem, batches)
         with refusing(chosen.name):
             loaded = chosen.load(folder, lambda: with_extra_state(made_from(origin.config, origin.spec), folder))
-            fields = fields_of(session, chosen, trained, loaded)
+        fields = fields_of(session, chosen, trained, loaded)
     return fields | {"export": fields["export"] | {"file_bytes": file_bytes(folder)}}
 
 
@@ -72,7 +72,11 @@ def held_out(session: Session) -> Iterator[Part]:
 @torch.no_grad()
 def fields_of(session: Session, chosen: Format, trained: Trained, loaded: nn.Module) -> dict[str, Any]:
     problem = session.problem
-    exported: Outputs = lambda inputs: chosen.outputs(problem, loaded, inputs)  # noqa: E731
+
+    def exported(inputs: Any) -> Any:
+        with refusing(chosen.name):  # around the file alone: samples and the criterion aren't the format's
+            return chosen.outputs(problem, loaded, inputs)
+
     latency_ms, fp32_ms = interleaved_ms(exported, trained.outputs, trained.batches[0])
     return {
         "eval": {"loss_exported": mean_loss(problem, exported, held_out(session))},

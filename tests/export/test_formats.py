@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, BadSample, Shortage
 from lowvram.config.settings import ExportFormat
 from lowvram.core.assemble import assemble
 from lowvram.export import load, onnx
@@ -272,9 +272,17 @@ def test_a_format_of_later_versions_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_library_that_fails_on_a_model_is_a_refusal_that_names_the_way_out(tmp_path: Path) -> None:
-    """And a disk or memory that fails isn't the model's fault."""
-    for error, is_refused in ((ValueError("no such operator\n…"), True), (OSError(28, "full"), False)):
-        with pytest.raises(BadInput if is_refused else OSError) as failed, refusing("int8"):
+    """And a disk, a memory or a sample that fails isn't the model's fault."""
+    others = (
+        OSError(28, "full"),
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        BadSample("one"),
+        Shortage("a"),
+    )
+    for error in (ValueError("no such operator\n…"), *others):
+        is_refused = error not in others
+        with pytest.raises(BadInput if is_refused else type(error)) as failed, refusing("int8"):
             raise error
         if is_refused:
             assert "resume=RUN export.format=safetensors" in str(failed.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lowvram.config.errors import BadInput
+from lowvram.config.errors import BadInput, BadSample
 from lowvram.config.settings import ExportFormat
 from lowvram.export import load
-from lowvram.export.folder import file_bytes
+from lowvram.export.folder import file_bytes, format_of
 from lowvram.loops import train
 from lowvram.loops.exported import held_out, interleaved_ms, mean_loss
 from lowvram.loops.profiling import post_run
@@ -38,6 +39,31 @@ def test_the_loss_is_that_of_the_file(make_session: MakeSession) -> None:
 def test_a_file_that_rounds_nothing_has_the_loss_of_the_model(make_session: MakeSession) -> None:
     row = Train().run(make_session("resnet", export=ExportFormat.torch_export))
     assert row["eval"]["loss_exported"] == pytest.approx(row["loss"]["eval"], rel=1e-5)
+
+
+def test_only_what_the_file_does_is_the_formats_fault(
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A held-out sample that can't be read any more, after the training, tells of itself."""
+    session = make_session(export=ExportFormat.int8)
+    samples, num_read = session.data.eval, itertools.count(1)
+    sample = samples.sample
+
+    def damaged(index: int, epoch: int) -> Any:
+        if next(num_read) > 2 * len(samples):  # in the evaluation, for the file, and now through the file
+            raise BadSample("3.png: can't be read")
+        return sample(index, epoch)
+
+    monkeypatch.setattr(samples, "sample", damaged)
+    with pytest.raises(BadSample):
+        Train().run(session)
+
+    def broken(*_: object) -> Any:
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(type(format_of(ExportFormat.int8)), "outputs", broken)
+    with pytest.raises(BadInput, match=r"^export\.format='int8': must be another format.*no such operator"):
+        Train().run(make_session(is_resumed=True, export=ExportFormat.int8))
 
 
 def test_plain_weights_are_not_evaluated_again(make_session: MakeSession) -> None:
