@@ -33,10 +33,15 @@ MOST_NAMED = 2  # buffers that a message names
 
 @final
 class WholeStep:
-    """A whole step and what it has left, as long as no later one changes the weights."""
+    """A whole step and what it has left, as long as nothing later changes the weights.
 
-    def __init__(self, step: int, model: nn.Module) -> None:
-        self.step, self._before = step, generators.states_of(generators.global_sources())
+    Args:
+        following: what comes after the step and may fail, as a message names it.
+    """
+
+    def __init__(self, step: int, model: nn.Module, following: str) -> None:
+        self.step, self._following = step, following
+        self._before = generators.states_of(generators.global_sources())
         self._model, self._untouched = model, Untouched(model)
 
     def rescue(self, error: BaseException, newest: int, save: Callable[[dict[str, Any]], bool]) -> None:
@@ -61,12 +66,12 @@ class WholeStep:
             why = f"{type(failure).__name__}: {first_line(failure)}"
             say(f"step {self.step} can't be saved ({why}): {newest_is(newest)}")
             return
-        say(f"step {self.step + 1} has failed; step {self.step} is saved{self._but()}")
+        say(f"{self._following} has failed; step {self.step} is saved{self._but()}")
 
     def _lost_by(self, error: BaseException) -> str | None:
         """Why the step's weights are lost; None if they are still there."""
         if not self._untouched.is_still(error):
-            return "the next one has changed weights before it failed"
+            return f"{self._following} has changed weights before it failed"
         is_finite = not isinstance(error, NonFinite) or all(map(all_finite, self._model.parameters()))
         return None if is_finite else "its weights aren't finite"
 
@@ -74,7 +79,7 @@ class WholeStep:
         if not (names := self._untouched.changed_buffers()):
             return ""
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return f" ({', '.join(names[:MOST_NAMED])}{more} already count samples of the next one)"
+        return f" ({', '.join(names[:MOST_NAMED])}{more} already count samples of {self._following})"
 
 
 def newest_is(step: int) -> str:

@@ -57,13 +57,13 @@ class Train:
         with session.stop.defer_interrupts():
             run.make_up()
             while run.step < settings.train.steps:
-                with run.rescuing(), clock.lap("step"):
+                with run.rescuing(f"step {run.step + 1}"), clock.lap("step"):
                     batch = next(batches)
                     with run.compiling.step():
                         stepped = run.stepped(batch)
                 run.count(stepped, batch)
                 if is_due(run.step, settings.train.eval_every):
-                    with run.rescuing():
+                    with run.rescuing(f"the evaluation after step {run.step}"):
                         run.evaluate()
                 if is_due(run.step, settings.snapshot.every_steps):
                     run.save()
@@ -129,9 +129,9 @@ class TrainingRun:
             self.evaluate()
 
     @contextmanager
-    def rescuing(self) -> Iterator[None]:
+    def rescuing(self, following: str) -> Iterator[None]:
         """Around what follows the last whole step: if it fails, that step is saved, if that is still possible."""
-        whole, held = WholeStep(self.step, self.session.rig.model), self.unregistered.before_step()
+        whole, held = WholeStep(self.step, self.session.rig.model, following), self.unregistered.before_step()
         try:
             yield
         except Interrupted:

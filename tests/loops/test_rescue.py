@@ -128,7 +128,8 @@ def test_an_error_in_a_step_loses_no_step(
         with monkeypatch.context() as patch, pytest.raises(type(error)):
             Train().run(breaks(make_session(told=before, **about), patch, error))
         assert [path.name.partition(".")[0] for path in snapshots_in(whole.folder / "snapshots")] == ["step_00000003"]
-        assert "step 3 is saved" in capsys.readouterr().err
+        what = "the evaluation after step 3" if breaks is in_evaluation else f"step {FAILING}"
+        assert f"{what} has failed; step 3 is saved\n" in capsys.readouterr().err
         Train().run(make_session(told=after, is_resumed=True, **about))
         for name in ("loss/train", "loss/eval"):
             assert before.values(name) + after.values(name) == wanted.values(name)
@@ -136,8 +137,8 @@ def test_an_error_in_a_step_loses_no_step(
 
 
 LOST: dict[str, tuple[dict[str, str | Knob], Breaks, str]] = {
-    "after the update": ({"optimizer": "sgd"}, late_in_optimizer, "the next one has changed weights"),
-    "between two movements": ({"stepping": "zeroth_order"}, between_movements, "the next one has changed weights"),
+    "after the update": ({"optimizer": "sgd"}, late_in_optimizer, "since step 4 has changed weights"),
+    "between two movements": ({"stepping": "zeroth_order"}, between_movements, "since step 4 has changed weights"),
 }
 
 
@@ -212,7 +213,7 @@ def test_statistics_that_count_the_failed_step_are_named(
         Train().run(session)
     told = capsys.readouterr().err
     assert "step 3 is saved (" in told
-    assert "already count samples of the next one)" in told
+    assert "already count samples of step 4)" in told
 
 
 class Counting(nn.Module):
