@@ -174,7 +174,8 @@ class Look:
             if held.copy is None:
                 raise Incompatible(
                     f"{held.what} was changed in place by a forward pass, which none did before, and it is too large to"
-                    " be copied each time: what computes a forward pass again (ckpt, tile) can't be used with it"
+                    " be copied each time: options that compute a forward pass again, or undo what it changed, can't be"
+                    " used with it (ckpt, tile, compile=torchscript, stepping=zeroth_order)"
                 )
             return OfEntry(held.what, held.owner, held.name, held.copy, is_copied=True)
         is_replaced = held.owner.get(held.name, MISSING) is not held.tensor
