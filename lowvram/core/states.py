@@ -120,6 +120,10 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
         for name, tensor in own_tensors(module):
             if tensor not in real:
                 value = values[f"{prefix}.{name}".removeprefix(".")].detach().cpu()
+                if (
+                    value.untyped_storage().nbytes() > value.nbytes
+                ):  # without the rows that even shards are filled up by
+                    value = value.clone()  # else safetensors can't write it under two names
                 is_parameter = isinstance(tensor, nn.Parameter)
                 real[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
             setattr(module, name, real[tensor])

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from lowvram.core.assemble import assemble
-from lowvram.core.states import whole_model
+from lowvram.core.states import whole_model, with_values
 from lowvram.core.step import step
 from lowvram.models.external import ExternalConfig
 from lowvram.models.layout import save
@@ -75,3 +76,15 @@ def test_a_sharded_model_of_any_kind_is_whole_again(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_values_that_lie_in_larger_memory_can_be_saved(tmp_path: Path) -> None:
+    """As those of rows that don't divide evenly over the ranks."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": nn.Embedding(11, 8), "head": nn.Linear(8, 11, bias=False)})
+    model["head"].weight = model["embed"].weight
+    padded = torch.randn(12, 8)
+    whole = with_values(model, dict.fromkeys(("embed.weight", "head.weight"), padded[:11]))
+    save_model(whole, str(tmp_path / "model.safetensors"))
+    (saved,) = load_file(tmp_path / "model.safetensors").values()
+    assert torch.equal(saved, padded[:11])

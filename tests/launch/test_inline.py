@@ -116,7 +116,7 @@ def test_an_error_is_a_row_and_goes_up_as_it_is(mine: tuple[str, ...], train: Ca
     assert outcome.code == 1
     assert outcome.row["status"] == "error"
     assert outcome.row["reason"] == "ValueError: mine"
-    assert outcome.err.startswith("Traceback (most recent call last):\n")
+    assert outcome.err.startswith("step 3 has failed; step 2 is saved\nTraceback (most recent call last):\n")
     assert outcome.err.endswith("ValueError: mine\n")
     assert "mine.py" in outcome.err
     assert f"error: {outcome.row['reason']}" in outcome.out

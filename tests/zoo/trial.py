@@ -48,8 +48,10 @@ class Trained:
 def default_format(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def make(foreign: Foreign) -> nn.Module:
