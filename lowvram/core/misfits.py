@@ -28,8 +28,8 @@ TAKES_PART: Mapping[str, str] = {
     " out, or choose adapter=none (if that fails alike, the model's own code detaches its loss)",
 }
 # The number formats that knobs leave as they are, and fp32, as torch names them.
-OTHERS = r"\b(?:CPU|CUDA)?(?i:(?:(?:complex)?double|complexfloat|long|int|short|char|byte|bool)(?:Tensor|Type)?)\b"
-OTHERS = rf"(?:{OTHERS}|complex<(?:float|double)\b)"
+NAMED = r"\b(?:CPU|CUDA)?(?i:(?:(?:complex)?double|complexfloat|long|int|short|char|byte|bool)(?:Tensor|Type)?)\b"
+OTHERS = rf"(?:{NAMED}|complex<(?:float|double)\b)"
 SINGLE = r"(?<!complex<)\b(?:CPU|CUDA)?(?i:float(?:Tensor|Type)?)\b"
 
 
