@@ -23,9 +23,10 @@ from lowvram.cli.objective import Objective
 from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
+from lowvram.config.parent_settings import LoggerSettings, check_own
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
-from lowvram.config.settings import LoggerSettings, check_own, check_root, is_inline, is_plan, is_search, is_transform
+from lowvram.config.settings import check_root, is_inline, is_plan, is_search, is_transform
 from lowvram.config.source_checks import check_groups
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Logged, Point

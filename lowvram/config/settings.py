@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -31,11 +31,9 @@ UNITS = {
 KNOB_GROUPS = knob_groups()
 OTHER_GROUPS = ("model", "task", "data", "loader", "schedule", "mode")  # also built from their YAML, but no knobs
 GROUPS = (*OTHER_GROUPS, *KNOB_GROUPS)
-LONGEST_TAG, LONGEST_GROUP = 64, 128  # characters that W&B takes
-MODEL = "model"  # the artifact: the folder with the exported weights
 CHILD, INLINE = "child", "inline"  # where a point runs
 SCORES = ("accuracy", "perplexity", "loss")  # names of figures of an evaluation
-PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses
+PARENT_ONLY = ("logger", "paths")  # groups of plain values that only the parent uses: see parent_settings.py
 
 
 @dataclass(frozen=True)
@@ -346,47 +344,6 @@ def check_batch_size(batch_size: int, parts: int, num_ranks: int) -> None:
 
 
 CHILDS_OWN = (*ROOT_KEYS, *GROUPS, *PARENT_ONLY)  # the keys that are sent to a child, and that `check_root` expects
-
-
-@dataclass(frozen=True)
-class LoggerSettings:
-    """`logger.*`: which loggers a run has, and what they are told beside its figures. All off: result.json alone."""
-
-    wandb: bool = False
-    tensorboard: bool = False
-    entity: str | None = None
-    project: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
-    notes: str | None = None
-    artifact: str | None = None
-
-    def __post_init__(self) -> None:
-        allowed = f"a list of texts of 1 to {LONGEST_TAG} characters, such as [thesis,first]"
-        for tag in self.tags:
-            require(1 <= len(tag) <= LONGEST_TAG, "logger.tags", tag, allowed)
-        allowed = f"null (lowvram chooses it) or 1 to {LONGEST_GROUP} characters"
-        require(self.group is None or 1 <= len(self.group) <= LONGEST_GROUP, "logger.group", self.group, allowed)
-        allowed = f"null or {MODEL}, which uploads the run's {MODEL}/ at its end"
-        require(self.artifact in (None, MODEL), "logger.artifact", self.artifact, allowed)
-
-
-def logger_settings(values: Mapping[str, Any]) -> LoggerSettings:
-    """The typed values of `logger.*`."""
-    return build_as(LoggerSettings, dict(values), "logger")
-
-
-@dataclass(frozen=True)
-class PathSettings:
-    """`paths.*`"""
-
-    outputs: str
-
-
-def check_own(config: DictConfig) -> None:
-    """Check the groups that only the parent uses. Raises BadInput for an unknown key or a wrong value."""
-    for key, cls in {"logger": LoggerSettings, "paths": PathSettings}.items():
-        build_as(cls, checked_values(config[key], key), key)
 
 
 def is_plan(choices: Mapping[str, str]) -> bool:

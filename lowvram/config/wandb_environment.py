@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lowvram.config.settings import LONGEST_GROUP
+from lowvram.config.parent_settings import LONGEST_GROUP
 
 DEFAULT_PROJECT = "lowvram"
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -47,7 +46,16 @@ from lowvram.models.hf_source import (
     transformers,
     weight_files,
 )
-from lowvram.models.hf_weights import Differences, Place, check_index, described, of_new_head, start_new_head
+from lowvram.models.hf_weights import (
+    Differences,
+    Missing,
+    Place,
+    Weights,
+    check_index,
+    described,
+    of_new_head,
+    start_new_head,
+)
 from lowvram.models.hf_widths import Check, Trials
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
@@ -57,22 +65,6 @@ from lowvram.results.row import size_text
 
 LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
 USUAL_IMAGE_SIZE = 224  # pixels, for models that accept any size
-
-
-class Weights(Enum):
-    """Where the weights come from. The names are what a user types."""
-
-    auto = "pretrained if there are any, else random"
-    pretrained = "as they were saved"
-    random = "as the model's author starts them"
-
-
-class Missing(Enum):
-    """What becomes of weights that the pretrained files lack and that are no new head's. The names are what a user
-    types."""
-
-    refuse = "an error that names them"
-    allow = "random values, as the model's author starts them"
 
 
 @final

@@ -1,5 +1,5 @@
-"""Loads the pretrained weights of a model of transformers, and holds what the files have against what the model has.
-The library itself starts whatever is missing at random."""
+"""Where the weights of a model of transformers come from: loads pretrained ones, and holds what the files have against
+what the model has. The library itself starts whatever is missing at random."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -24,6 +25,22 @@ from lowvram.models.wrappers import few, plain_names, taken_off, tell
 
 INDEX = "model.safetensors.index.json"
 BROKEN = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError)
+
+
+class Weights(Enum):
+    """Where the weights come from. The names are what a user types."""
+
+    auto = "pretrained if there are any, else random"
+    pretrained = "as they were saved"
+    random = "as the model's author starts them"
+
+
+class Missing(Enum):
+    """What becomes of weights that the pretrained files lack and that are no new head's. The names are what a user
+    types."""
+
+    refuse = "an error that names them"
+    allow = "random values, as the model's author starts them"
 
 
 @final

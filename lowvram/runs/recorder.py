@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowvram.config.parent_settings import logger_settings
 from lowvram.config.secret import text_without_secrets, without_secrets
-from lowvram.config.settings import logger_settings
 from lowvram.launch.client import Ending, Event
 from lowvram.launch.native_log import native_log
 from lowvram.launch.outcome import Circumstances, RankReport, outcome_of

@@ -15,8 +15,9 @@ from lowvram.config import identity
 from lowvram.config.compose import chosen, plain
 from lowvram.config.defaults import CONF
 from lowvram.config.errors import require
+from lowvram.config.parent_settings import check_own
 from lowvram.config.secret import words_without_secrets
-from lowvram.config.settings import check_own, check_root, is_inline, is_plan, is_search
+from lowvram.config.settings import check_root, is_inline, is_plan, is_search
 from lowvram.launch.client import Server
 from lowvram.launch.point import Point
 from lowvram.planning.client import Plans, plan_for_row, request_for

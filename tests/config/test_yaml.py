@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowvram.config.defaults import CONF, default_options
 from lowvram.config.identity import register_resolvers
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.config.registry import node_of
 from lowvram.config.schema import build
 from lowvram.config.settings import (
@@ -21,7 +22,6 @@ from lowvram.config.settings import (
     PARENT_ONLY,
     ROOT_KEYS,
     SECTIONS,
-    LoggerSettings,
     RootSettings,
     check_root,
     settings,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import final
 
-from lowvram.config.settings import LoggerSettings
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.results.loggers.logger import LoggedRun, Logger, reason
 from lowvram.results.loggers.tensorboard import TensorBoard
 from lowvram.results.loggers.wandb import WandbRun

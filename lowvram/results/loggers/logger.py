@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.config.secret import text_without_secrets
-from lowvram.config.settings import LoggerSettings
 from lowvram.config.texts import first_line
 from lowvram.results.columns import at
 from lowvram.results.metrics import METRICS

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from lowvram.config import wandb_environment
+from lowvram.config.parent_settings import MODEL
 from lowvram.config.secret import text_without_secrets, without_secrets
-from lowvram.config.settings import MODEL
 from lowvram.results.files import manifest
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.regular import SHORT_BYTES, read_regular

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowvram.config.parent_settings import logger_settings
 from lowvram.config.secret import without_secrets
-from lowvram.config.settings import logger_settings
 from lowvram.results.ablation import ablations
 from lowvram.results.loggers.logger import LoggedRun, final_values, reason
 from lowvram.results.loggers.wandb import WandbRun

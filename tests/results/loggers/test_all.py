@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, final
 
 import pytest
 
-from lowvram.config.settings import LoggerSettings
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.results.loggers import all as all_loggers
 from lowvram.results.loggers.all import LOGGERS, Loggers, switched_on
 from lowvram.results.loggers.logger import LoggedRun, Logger

@@ -12,8 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.config.secret import REFUSED
-from lowvram.config.settings import LoggerSettings
 from lowvram.results.loggers import event_file
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
@@ -144,7 +144,7 @@ def test_nothing_imports_torch(tmp_path: Path):
     code = f"""
 import sys
 from pathlib import Path
-from lowvram.config.settings import LoggerSettings
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.results.loggers.logger import LoggedRun
 from lowvram.results.loggers.tensorboard import TensorBoard
 from lowvram.results.row import empty_row

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from lowvram.config.parent_settings import MODEL, LoggerSettings
 from lowvram.config.secret import REFUSED
-from lowvram.config.settings import MODEL, LoggerSettings
 from lowvram.results.files.manifest import Manifest, content_of, write
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun, config_of
@@ -313,7 +313,7 @@ def test_a_key_that_cannot_be_one(without_account: Path, monkeypatch: pytest.Mon
 DEATH = """
 import json, os, signal, sys
 from pathlib import Path
-from lowvram.config.settings import LoggerSettings
+from lowvram.config.parent_settings import LoggerSettings
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.all import Loggers
 from lowvram.results.loggers.logger import LoggedRun
