@@ -30,7 +30,8 @@ Record = Callable[[str, str], None]  # of a row: status and reason
 
 @final
 class LastResort:
-    """The thread, and what it must know."""
+    """The thread, and what it must know. The main thread may change each field while the thread runs, which therefore
+    reads each once."""
 
     def __init__(self) -> None:
         self.server_pid: int | None = None  # of the fork server, while it runs
@@ -90,14 +91,15 @@ class LastResort:
             now = time.monotonic()
             if self._num_signals >= MOST_SIGNALS and now - self._last_signal_s > SIGNAL_GRACE_S:
                 self._end("interrupted", "ended by a third signal before it could save", EXIT_INTERRUPTED)
-            late_s = self._late_s  # once: the main thread sets it to None when the point ends
+            late_s = self._late_s
             if late_s is not None and now > late_s and now - self._heard_s > BLOCKED_S:
                 self._end_late(now - late_s)
 
     def _end_late(self, late_s: float) -> None:
         """First ask the processes of the point to end, as they may save a snapshot."""
-        if not self._is_asked and self.server_pid is not None:
-            for pid in children(self.server_pid):
+        server_pid = self.server_pid
+        if not self._is_asked and server_pid is not None:
+            for pid in children(server_pid):
                 signal_if_there(pid, signal.SIGTERM)
         self._is_asked = True
         if late_s > SAVING_S:
@@ -105,10 +107,10 @@ class LastResort:
             self._end("timeout", why, EXIT_FAILED)
 
     def _end(self, status: str, reason: str, code: int) -> None:
-        if self.server_pid is not None:
+        server_pid, record = self.server_pid, self._record
+        if server_pid is not None:
             with suppress(OSError):
-                kill_all(self.server_pid)
-        record = self._record
+                kill_all(server_pid)
         if record is not None:
             with suppress(Exception):  # whatever state the main thread has left
                 record(status, reason)

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowvram.launch.last_resort import LOOK_S, MOST_SIGNALS, SIGNAL_GRACE_S, LastResort, last_resort
+from lowvram.launch.last_resort import LOOK_S, MOST_SIGNALS, SAVING_S, SIGNAL_GRACE_S, LastResort, last_resort
 from lowvram.launch.stop import SignalCount
 from tests.calls import TINY, Outcome, Running, goes_on
 
@@ -85,6 +86,20 @@ def test_a_point_may_end_while_the_watcher_looks_at_its_time(monkeypatch: pytest
         time.sleep(5 * LOOK_S)
     assert looks
     assert not errors
+
+
+def test_the_fork_server_may_end_while_the_watcher_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = itertools.cycle([7, None])  # a process, which has ended right after that was read
+    pids, codes = list[object](), list[int]()
+    monkeypatch.setattr(LastResort, "server_pid", property(lambda _: next(values), lambda *_: None), raising=False)
+    monkeypatch.setattr("lowvram.launch.last_resort.children", lambda pid: pids.append(pid) or [])
+    monkeypatch.setattr("lowvram.launch.last_resort.kill_all", pids.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    watcher: Any = LastResort()
+    watcher._end_late(SAVING_S + 1)
+    assert len(codes) == 1
+    assert None not in pids
 
 
 def blocked(start: Start, folder: Path, name: str, *words: str) -> Running:
