@@ -34,6 +34,17 @@ def mapped_lists(column: Any) -> Iterator[np.ndarray]:
             yield values[start:stop]
 
 
+def mapped_value(array: Any) -> Any | None:
+    """The bytes of the only value of an Arrow array of bytes or texts, as an Arrow buffer: a part of the mapped file,
+    where one of Arrow's scalars would be a copy. None for null."""
+    if array.null_count:
+        return None
+    _, offsets, contents = array.buffers()
+    offset_type = np.int64 if str(array.type).startswith("large_") else np.int32
+    start, stop = np.frombuffer(offsets, offset_type)[array.offset : array.offset + 2].tolist()
+    return None if contents is None else contents.slice(start, stop - start)
+
+
 def list_lengths(column: Any) -> np.ndarray:
     """The length of each list of an Arrow column, (num_lists,) int64."""
     import pyarrow.compute as compute

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
 from omegaconf import MISSING
-from PIL import Image
 from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
@@ -24,7 +22,6 @@ from lowvram.data.image_checks import HINT, Check, faults_of
 from lowvram.data.imagefolder import Crop, CroppedImages, RandomCrop, center_crop, held_out_tenth
 from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.padding import tokenizer_and_rules
-from lowvram.data.pixels import Undecodable, decoded, read_bytes
 from lowvram.data.source import (
     Data,
     FollowedModel,
@@ -38,13 +35,12 @@ from lowvram.data.source import (
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, check_name, evenly_spaced, num_before_tenth, read_splits
+from lowvram.data.stored_images import StoredImages, image_column
 from lowvram.data.text_and_label import (
     class_names,
     class_numbers,
     column_documents,
-    is_text,
     marked_tokens,
-    require_column,
     stream_tokens,
 )
 from lowvram.data.tokenizer import Tokenizer
@@ -207,7 +203,7 @@ class Hub(TextSource):
 
     def cropped(self, stored: StoredImages, rows: np.ndarray, size: int, crop: Crop) -> CroppedImages:
         """The images of these rows that can be read. Raises BadInput for one that can't, unless such are skipped."""
-        faults = faults_of(rows.tolist(), stored.value, size, self.check)
+        faults = faults_of(rows.tolist(), stored.file, size, self.check)
         first = next((place for place, fault in enumerate(faults) if fault is not None), None)
         if first is not None and not self.skip_unreadable:
             allowed = f"a column of images: the one in row {rows[first]} can't be read ({faults[first]}): {HINT}"
@@ -301,41 +297,3 @@ class LabelledTexts(Texts):
         row = int(self.rows.indices[index])
         inputs = self.rules.padded(self.tokens[row].values.to_numpy(), self.padded_length)
         return inputs, torch.tensor(int(self.rows.labels[row]))
-
-
-@final
-@dataclass(frozen=True)
-class StoredImages:
-    """Images in an Arrow column: their bytes, their paths, or both."""
-
-    column: Any
-    labels: np.ndarray
-    root: Path
-
-    def load(self, row: int, size: int) -> Image.Image:
-        """The image, as `pixels.decoded`. Raises Undecodable, naming the row, when it can't be decoded."""
-        value = self.value(row)
-        return decoded(BytesIO(value) if isinstance(value, bytes) else value, f"in row {row}", size)
-
-    def encoded(self, row: int) -> tuple[bytes, str]:
-        value, name = self.value(row), f"in row {row}"
-        return (value if isinstance(value, bytes) else read_bytes(value, name)), name
-
-    def value(self, row: int) -> bytes | Path:
-        """The contents of the file, or its path. Raises Undecodable where there is neither."""
-        value = self.column[row].as_py()
-        value = (value["bytes"] or value["path"]) if isinstance(value, dict) else value
-        if not value:
-            raise Undecodable(f"row {row} has no image")
-        return value if isinstance(value, bytes) else self.root / str(value)
-
-
-def image_column(dataset: Any, name: str) -> Any:
-    from datasets import Image as ImageFeature
-    from datasets import Value
-
-    require_column("data.image", name, dataset)
-    feature = dataset.features[name]
-    is_fit = isinstance(feature, ImageFeature) or is_text(feature) or feature == Value("binary")
-    require(is_fit, "data.image", name, f"a column of images, or of paths or bytes of some; it is {feature}")
-    return dataset.data.column(name)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
-from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from PIL import Image
 
@@ -16,6 +16,7 @@ from lowvram.data.pixels import Undecodable, decoded
 
 T = TypeVar("T")
 HINT = "mend it, take it out, or skip such files with data.skip_unreadable=true"
+AT_ONCE = 1024  # images handed to the threads: the executor keeps an object of each
 TAIL = 64  # bytes, zeros behind a JPEG's end among them
 
 
@@ -26,29 +27,31 @@ class Check(Enum):
     decode = "all of each image, once"
 
 
-def faults_of(images: Iterable[T], read: Callable[[T], Path | bytes], size: int, check: Check) -> list[str | None]:
+def faults_of(images: Iterable[T], read: Callable[[T], Path | BinaryIO], size: int, check: Check) -> list[str | None]:
     """What is wrong with each image; None: nothing.
 
     Args:
-        read: an image's path, or its file's contents.
+        read: an image's path, or its file.
         size: of the images that are made of them, in pixels.
     """
+    faults, left = list[str | None](), iter(images)
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda image: fault_of(partial(read, image), size, check), images))
+        while some := list(islice(left, AT_ONCE)):
+            faults += pool.map(lambda image: fault_of(partial(read, image), size, check), some)
+    return faults
 
 
-def fault_of(read: Callable[[], Path | bytes], size: int, check: Check) -> str | None:
+def fault_of(read: Callable[[], Path | BinaryIO], size: int, check: Check) -> str | None:
     """What is wrong with an image; None: nothing.
 
     An image is also decoded where its end doesn't show that it is whole, or where its numbers tell their range.
     """
     try:
         file = read()
-        opened = BytesIO(file) if isinstance(file, bytes) else file
-        with Image.open(opened) as image:
+        with Image.open(file) as image:
             if check is Check.headers and image.mode not in ("I", "F") and is_whole(image):
                 return None
-        decoded(opened, "", size)
+        decoded(file, "", size)
     except MemoryError:
         raise
     except Undecodable as error:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -29,7 +28,7 @@ class Undecodable(BadSample):
     """An image can't be decoded. The message names it."""
 
 
-def decoded(file: str | Path | BytesIO, name: str, size: int) -> Image.Image:
+def decoded(file: str | Path | BinaryIO, name: str, size: int) -> Image.Image:
     """The image, upright, in one of MODES. Raises Undecodable, with the `name`, when it can't be decoded.
 
     Args:

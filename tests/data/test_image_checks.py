@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +14,7 @@ from PIL import Image
 
 from lowvram.config.errors import BadInput
 from lowvram.data.hub import Hub
-from lowvram.data.image_checks import Check, fault_of
+from lowvram.data.image_checks import AT_ONCE, Check, fault_of, faults_of
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.pixels import Undecodable, decoded
 
@@ -28,7 +29,7 @@ def encoded(kind: str, seed: int = 0, **options: Any) -> bytes:
 
 
 def fault(content: bytes, check: Check = Check.headers) -> str | None:
-    return fault_of(lambda: content, 8, check)
+    return fault_of(lambda: BytesIO(content), 8, check)
 
 
 def test_whole_images_are_whole() -> None:
@@ -115,3 +116,22 @@ def test_columns_skip_damaged_images_or_name_their_row(tmp_path: Path) -> None:
 def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 // 2 - 1)
     assert "decompression bomb" in str(fault(encoded("PNG")))
+
+
+def test_images_are_handed_to_the_threads_some_at_a_time() -> None:
+    image, num_taken, num_read, most = encoded("PNG"), 0, 0, 0
+
+    def images() -> Iterator[int]:
+        nonlocal num_taken
+        for number in range(4 * AT_ONCE):
+            num_taken += 1
+            yield number
+
+    def read(_: int) -> BytesIO:
+        nonlocal num_read, most
+        most = max(most, num_taken - num_read)
+        num_read += 1
+        return BytesIO(image)
+
+    assert faults_of(images(), read, 8, Check.headers) == [None] * 4 * AT_ONCE
+    assert most < 2 * AT_ONCE
