@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import multiprocessing
 import os
@@ -10,13 +9,12 @@ import socket
 import subprocess
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lowvram.config.thread_limits import is_cause_of, limits, pids_max, says_so
+from tests.raising import raising_as_c
 
 AGAIN = os.strerror(errno.EAGAIN)
 
@@ -54,13 +52,6 @@ OTHERS = {
 def test_what_logs_say_of_threads_and_processes_counts_and_nothing_else() -> None:
     assert [name for name, text in SAYING.items() if not says_so(f"line\n{text}\n")] == []
     assert [name for name, text in OTHERS.items() if says_so(f"line\n{text}\n")] == []
-
-
-def refusing(error: OSError) -> Callable[..., Any]:
-    """A function of any arguments that raises as C code does, without a frame of its own."""
-    raises = ctypes.pythonapi.PyErr_SetObject
-    raises.argtypes = [ctypes.py_object, ctypes.py_object]
-    return partial(max, 0, 0, key=partial(raises, type(error), error))
 
 
 def from_a_socket() -> None:
@@ -103,7 +94,7 @@ def error_of(act: Callable[[], None]) -> BaseException:
 
 def test_an_error_of_the_system_counts_where_a_process_was_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where only the text of its traceback is left, as of another process."""
-    refuse = refusing(BlockingIOError(errno.EAGAIN, AGAIN))
+    refuse = raising_as_c(BlockingIOError(errno.EAGAIN, AGAIN))
     monkeypatch.setattr(os, "fork", refuse)
     monkeypatch.setattr(subprocess, "_fork_exec", refuse)
     for act, counts in {

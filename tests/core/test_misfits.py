@@ -14,6 +14,7 @@ from lowvram.config.errors import Incompatible
 from lowvram.core.misfits import of_format, with_reasons
 from lowvram.core.troubles import is_out_of_memory
 from lowvram.knobs.compile import TorchScript
+from tests.raising import raising_as_c
 
 WIDTH = 4
 
@@ -153,16 +154,21 @@ def test_a_format_counts_where_it_meets_fp32_or_an_operator_lacks_it() -> None:
         assert re.search(of_format("Half"), words)
 
 
-def test_missing_memory_is_not_the_knobs() -> None:
-    def run(*_: object) -> Tensor:
-        raise RuntimeError(
-            "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:\n"
-            "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+@pytest.mark.parametrize(
+    "words",
+    ["CUDA out of memory. Tried to allocate 2.00 GiB", "index out of range in self", "CUDA error: device-side assert"],
+)
+def test_what_torchscript_repeats_of_memory_and_values_is_not_the_knobs(words: str) -> None:
+    start = "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:\n"
+    run = raising_as_c(RuntimeError(start + words))
+    knobs = {"compile=torchscript": TorchScript()}
+    with pytest.raises(RuntimeError, match=words) as failed:
+        with_reasons(run, knobs)(cast("Any", None), [], torch.ones(()))
+    assert is_out_of_memory(failed.value) is ("memory" in words)
+    with pytest.raises(Incompatible, match="TorchScript can run the model's blocks"):
+        with_reasons(raising_as_c(RuntimeError(start + "no such operator")), knobs)(
+            cast("Any", None), [], torch.ones(())
         )
-
-    with pytest.raises(RuntimeError, match="out of memory") as failed:
-        with_reasons(run, {"compile=torchscript": TorchScript()})(cast("Any", None), [], torch.ones(()))
-    assert is_out_of_memory(failed.value)
 
 
 def test_other_errors_stay_what_they_are() -> None:
