@@ -77,8 +77,8 @@ class Compiled(Knob):
     band = 1e-5
     extra_memory = True
     misfits: ClassVar[Mapping[str, str]] = {
-        "does not currently support double backward": "gradients aren't differentiated again, as those of an energy's"
-        " forces are: choose compile=none",
+        "does not currently support double backward|through the graph a second time": "gradients aren't differentiated"
+        " again, as those of an energy's forces are: choose compile=none",
     }
 
     def __post_init__(self) -> None:

@@ -370,6 +370,8 @@ class Keyword(Residual):
 
 
 labelled = partial(Foreign, inputs=floats(WIDTH))
+# All but ckpt=compiler, which leaves what is changed in place to the compiler.
+EAGER_CKPT = "ckpt=every1 ckpt=every2 ckpt=every3 ckpt=every4 ckpt=sqrt ckpt=auto ckpt=selective"
 MODELS = {
     "graph": Foreign(make=Graph, inputs=floats(NODES, WIDTH), lacks="MLPS NORMS SEPARATE_SAMPLES"),
     "fourier": Foreign(
@@ -408,6 +410,6 @@ MODELS = {
         lacks="BRANCHES MLPS NORMS SKIPPABLE",
     ),
     "different": labelled(
-        make=Different, lacks="MLPS NORMS PLAIN_BLOCKS", refuses="tile=blocks ckpt offload=parameters"
+        make=Different, lacks="MLPS NORMS PLAIN_BLOCKS", refuses=f"tile=blocks {EAGER_CKPT} offload=parameters"
     ),
 }

@@ -219,6 +219,9 @@ MODELS = {
         refuses="tile=blocks sparsity=two_of_four",
     ),
     "deep_equilibrium": Foreign(
-        make=DeepEquilibrium, inputs=floats(WIDTH), lacks="BLOCKS BRANCHES MLPS NORMS SEPARATE_SAMPLES SKIPPABLE"
+        make=DeepEquilibrium,
+        inputs=floats(WIDTH),
+        lacks="BLOCKS BRANCHES MLPS NORMS SEPARATE_SAMPLES SKIPPABLE",
+        refuses="compile=model",
     ),
 }
