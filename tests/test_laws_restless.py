@@ -333,6 +333,34 @@ def test_a_compiled_step_is_that_of_a_plain_loop(knobs: str, names: list[str]) -
         check_same(name, f"{knobs} compile=blocks compile.backend=aot_eager")
 
 
+class CountingNorm(nn.BatchNorm1d):
+    """As timm's norms, whose own forward pass counts the batches."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+        )
+
+
+class OwnClassNorm(restless.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = CountingNorm(WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_norm_of_a_class_of_its_own_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(restless.BLOCKS, "OwnClassNorm", OwnClassNorm)
+    for option in ("blocks", "model"):
+        check_same("OwnClassNorm", f"compile={option} compile.backend=aot_eager")
+
+
 def test_a_trial_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """What torch can't do without memory is no error of the run."""
     for name in ("OldSpectral", "TensorInList"):

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
-from lowvram.compat.torch_modules import own_buffers
+from lowvram.compat.torch_modules import BatchNorm, own_buffers
 from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
 from lowvram.core.places import tensors_in
 from lowvram.core.repeat import First, Repeatable
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.write_finder import Writes
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of a BatchNorm
 
 
 class Deeds(NamedTuple):
@@ -149,8 +151,17 @@ def generators_of(module: nn.Module) -> list[Any]:
 
 
 def is_written(change: Change, module: nn.Module) -> bool:
-    """Whether a change is of a tensor, in place. Torch's own modules see to it that their graphs are right."""
+    """Whether a change is of a tensor, in place. Torch's own modules see to it that their graphs are right, and no
+    backward pass of a BatchNorm in training reads its statistics, also of classes derived from torch's."""
     if not isinstance(change, OfEntry) or not change.is_copied:
         return False
-    torchs = [each for each in module.modules() if type(each).__module__.startswith("torch.nn.")]
-    return all(change.owner is not vars(each) and change.owner is not own_buffers(each) for each in torchs)
+    exempt = (each for each in module.modules() if is_torchs(each) or is_statistic(change, each))
+    return all(change.owner is not vars(each) and change.owner is not own_buffers(each) for each in exempt)
+
+
+def is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def is_statistic(change: OfEntry, module: nn.Module) -> bool:
+    return isinstance(module, BatchNorm) and change.name in STATISTICS

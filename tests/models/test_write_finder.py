@@ -79,3 +79,15 @@ def test_a_write_elsewhere() -> None:
 def test_blocks_that_change_something_else_write_into_no_weight() -> None:
     for name, block in restless.BLOCKS.items():
         assert found(Net(block)) == (None, None), name
+
+
+class Untriable(InPlace):
+    def between(self, x: Tensor) -> Tensor:
+        return super().between(x)[x.sum(-1).argsort().numpy()]
+
+
+def test_a_model_that_cannot_be_tried_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert found(Net(Untriable)) == (None, None)
+    said = capsys.readouterr().out
+    assert said.count("can't be tried without memory, so that nobody knows") == 1

@@ -198,7 +198,7 @@ def test_time_is_that_of_all_attempts(call: Call) -> None:
 @pytest.mark.slow
 def test_a_sweep_and_its_table(call: Call) -> None:
     """Each point grows by itself, keeps its place, and is final."""
-    words = ("-m", *TINY, AUTO, "seed=1,2", "name=2.out_of_memory", "hydra.sweep.dir=outputs/sweep")
+    words = ("-m", *TINY, AUTO, "seed=1,2", "name=2.out_of_memory@1", "hydra.sweep.dir=outputs/sweep")
     outcome = call(*words)
     assert outcome.code == 0, outcome.said()
     assert outcome.statuses == {"seed1": "ok", "seed2": "oom"}

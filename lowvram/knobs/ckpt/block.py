@@ -20,7 +20,9 @@ def recompute(block: nn.Module) -> None:
         if not has_backward(block, (inputs, named)):
             return forward(*inputs, **named)
         if torch.compiler.is_compiling():  # recomputation inside a graph doesn't update buffers
-            try:  # in which no graph can end: if torch.compile leaves code to Python, it leaves this function, too
+            # Inside a `try` torch.compile (2.11 to 2.13) can't end a graph and go on after it. If it must leave code to
+            # Python, as it does with nn.GRU, it so leaves this function, which then goes the eager way below.
+            try:
                 return checkpoint(forward, *inputs, use_reentrant=False, **named)
             except UnboundLocalError:
                 raise
