@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def held_out(folder: Path) -> Samples:
     """What the runs evaluate on."""
-    text = Text(path=str(ROOT / "README.md"), sequence_length=LENGTH, eval_samples=EVAL_SAMPLES)
+    text = Text(path=str(ROOT / "README.md"), sequence_length=LENGTH, eval_samples=EVAL_SAMPLES, tokenizer="bytes")
     return resolve_source(text, HfConfig(str(folder))).open(seed=0).eval
 
 
@@ -46,6 +46,7 @@ def words(folder: Path) -> tuple[str, ...]:
         f"model.name={folder}",
         "data=text",
         f"data.path={ROOT / 'README.md'}",
+        "data.tokenizer=bytes",
         f"data.sequence_length={LENGTH}",
         f"data.eval_samples={EVAL_SAMPLES}",
         "train.batch_size=8",

@@ -48,9 +48,9 @@ ENDS = {
     "kill@0": "killed",
     "out_of_memory@0": "oom",
     "term@0": "interrupted",
-    "raise@2": "error",
+    "raise@1": "error",
     "kill@2": "killed",
-    "out_of_memory@2": "oom",
+    "out_of_memory@1": "oom",
     "exit17@1": "error",
 }
 
