@@ -34,7 +34,7 @@ def says_timed_out(error: RuntimeError) -> bool:
 def tell_what_is_not_sent() -> None:
     """In a worker of a DataLoader: a batch that the queue's own thread can't send is one line instead of a traceback.
 
-    multiprocessing.queues.Queue._on_queue_feeder_error, since Python 3.7: its docstring calls it a private hook.
+    multiprocessing.queues.Queue._on_queue_feeder_error, since 3.7 of Python, whose docstring calls it a private hook.
     Replaced by a public one, if Python gets it.
     """
     hook: Any = Queue

@@ -99,7 +99,7 @@ def test_an_extra_state_is_exported_and_loaded(tmp_path: Path) -> None:
     model(torch.zeros(2, 3, dtype=torch.int64))
     config = ExternalConfig(target=f"{Counting.__module__}.Counting")
     layout.save(model, config, TOKENS, tmp_path)
-    with pytest.warns(UserWarning, match="no files.json"):
+    with pytest.warns(UserWarning, match="files.json is missing"):
         loaded = load(tmp_path, model=Counting)
     assert loaded.seen == {"tokens": 6}
     torch.testing.assert_close(loaded.state_dict()["head.weight"], model.head.weight.detach())
