@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -19,6 +20,7 @@ from lowvram.planning.trace.events import Trace
 from lowvram.results.files.durable import write
 from lowvram.tasks import Problem
 
+HASH_BYTES = 16
 OBJECT_ADDRESS = " at 0x"  # in the default repr of an object, which doesn't identify its contents
 
 
@@ -36,7 +38,8 @@ def write_if_possible(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 @final
 class TraceCache:
-    """A folder of traces. A file that can't be read counts as missing; failing to write one is no error."""
+    """A folder of traces. A file that can't be read, or whose bytes don't match the hash before them, counts as
+    missing; failing to write one is no error."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_folder()
@@ -45,7 +48,10 @@ class TraceCache:
         if key is None:
             return None
         try:
-            columns: dict[str, Any] = torch.load(self.folder / key, weights_only=True)
+            data = (self.folder / key).read_bytes()
+            if data[:HASH_BYTES] != hash_of(data[HASH_BYTES:]):  # torch doesn't look at the checksums in its files
+                return None
+            columns: dict[str, Any] = torch.load(BytesIO(data[HASH_BYTES:]), weights_only=True)
             return Trace(**columns) if columns.pop("key") == key else None
         except Exception:  # the file is missing, cut short, or no trace
             return None
@@ -55,7 +61,13 @@ class TraceCache:
         if key is None:
             return
         columns = {field.name: getattr(trace, field.name) for field in fields(trace)}
-        write_if_possible(self.folder / key, lambda file: torch.save(columns | {"key": key}, file))
+        saved = BytesIO()
+        torch.save(columns | {"key": key}, saved)
+        write_if_possible(self.folder / key, lambda file: file.write(hash_of(saved.getvalue()) + saved.getvalue()))
+
+
+def hash_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()
 
 
 def key_of(problem: Problem, knobs: Mapping[str, Knob], batch_size: int, target: Target) -> str | None:

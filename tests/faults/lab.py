@@ -29,6 +29,7 @@ CODES = {0, 1, 3, 75}  # docs/command_line.md
 LONGEST_S = 90.0  # of a program
 NAMING = ("prune.run=", "grow.run=", "task.teacher=", "task.cache=", "data.path=")  # an id follows from a folder's path
 ROUND = 20  # to which calls are counted, as a few more or less would make a replay another trial
+TORCHRUNS_GRACE_S = 30.0
 GONE_S = 20.0  # until the last process of a program has ended: the server's grace and more
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\w*Error: |Fatal Python error", re.MULTILINE)
 
@@ -220,8 +221,9 @@ class Lab:
         """Until the last process of the last program has ended, with what is done to them meanwhile.
 
         Args:
-            end_together: if one fails, the others are asked to end, as by torchrun.
+            end_together: if one fails, the others are asked to end and, a while later, killed, as by torchrun.
         """
+        killing_s = inf
         began, due, late = programs[0].began, sorted(acts, key=lambda act: act[0]), list[str]()
         while None in [program.poll() for program in programs]:  # each is asked
             passed_s = time.monotonic() - began
@@ -231,6 +233,11 @@ class Lab:
                 end_together = False
                 for program in programs:
                     program.ask_to_end()
+                killing_s = passed_s + TORCHRUNS_GRACE_S
+            if passed_s > killing_s:
+                killing_s = inf
+                for program in programs:
+                    program.kill()
             if passed_s > LONGEST_S:
                 late = late or [f"the program still ran after {LONGEST_S} s"]
                 for program in programs:

@@ -186,6 +186,18 @@ def test_what_was_cut_short_is_traced_anew(tmp_path: Path, num_traced: Callable[
         assert num_traced() == 2
 
 
+def test_a_trace_in_which_a_bit_was_flipped_does_not_count(tmp_path: Path) -> None:
+    """torch reads such a file without a word."""
+    kept = TraceCache(tmp_path)
+    TraceScaler(PROBLEMS["resnet"], H100, kept).trace(without_accum(), 1, 8)
+    (file,) = tmp_path.iterdir()
+    data = file.read_bytes()
+    assert kept.get(file.name) is not None
+    for place in range(0, len(data), len(data) // 50):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+        assert kept.get(file.name) is None
+
+
 def test_a_trace_of_something_else_does_not_count(tmp_path: Path, num_traced: Callable[[], int]) -> None:
     whole = TraceScaler(PROBLEMS["resnet"], H100, TraceCache(tmp_path)).trace(without_accum(), 1, 8).trace
     (file,) = tmp_path.iterdir()

@@ -128,7 +128,8 @@ class Calibrations:
         key = key_of(device, allocator)
         try:
             held = json.loads(read_regular(self.path(key), SHORT_BYTES))
-            return from_plain(held["rates"]) if held["key"] == key else None
+            is_whole = held["hash"] == hash_of(held["rates"])
+            return from_plain(held["rates"]) if held["key"] == key and is_whole else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
@@ -142,12 +143,18 @@ class Calibrations:
         calibration = self.known(device, allocator)
         if calibration is None:
             calibration, key = measure(device), key_of(device, allocator)
-            text = json.dumps({"key": key, "rates": to_plain(calibration)}, indent=1)
+            rates = to_plain(calibration)
+            text = json.dumps({"key": key, "hash": hash_of(rates), "rates": rates}, indent=1)
             write_if_possible(self.path(key), lambda file: file.write(text.encode()))
         return calibration
 
     def path(self, key: str) -> Path:
         return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+
+
+def hash_of(rates: Any) -> str:
+    """By which a calibration on disk is known to be as it was written."""
+    return hashlib.blake2b(json.dumps(rates).encode(), digest_size=16).hexdigest()
 
 
 def key_of(device: torch.device, allocator: str) -> str:

@@ -247,7 +247,8 @@ def test_what_cannot_be_read_is_measured_again(text: str, tmp_path: Path) -> Non
     kept.get(CPU, "default", lambda device: flat(1e9))
     (path,) = tmp_path.iterdir()  # nothing else is left there
     whole = path.read_text()
-    for broken in (text, whole.replace("1000000000.0", "-1.0"), whole.replace("moving", "resting")):
+    flipped = whole.replace("1000000000.0", "1000000008.0")
+    for broken in (text, flipped, whole.replace("1000000000.0", "-1.0"), whole.replace("moving", "resting")):
         path.write_text(broken)
         assert kept.known(CPU) is None
         assert kept.get(CPU, "default", lambda device: flat(3e9)).curves == flat(3e9).curves
