@@ -82,7 +82,7 @@ def in_a_worker(text: str) -> str | None:
 def says_all(error: BaseException, folder: str) -> bool:
     """Whether the reason says enough without a traceback: a sample can't be used, the machine lacks something, or a
     file of the run itself, in `folder`, can't be written."""
-    if isinstance(error, InTheWay | BadSample | Shortage):
+    if isinstance(error, InTheWay | BadSample | Shortage) or thread_trouble(error):
         return True
     name = error.filename if isinstance(error, OSError) else None
     is_ours = isinstance(name, str) and Path(name).is_relative_to(folder)

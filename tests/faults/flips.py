@@ -16,7 +16,7 @@ from random import Random
 
 from lowvram.results.loggers.wandb import RUN_ID_FILE
 from tests.faults.lab import Lab, Trial
-from tests.faults.results import Results, differences
+from tests.faults.results import Results, differences, names
 from tests.faults.scenarios import BY_NAME, SWEEP, TAUGHT, Scenario
 from tests.faults.telling import Draw, Told
 
@@ -46,14 +46,14 @@ def trial(lab: Lab, draw: Draw) -> Told:
     trial = lab.trial(scenario, is_planted=random.random() < 0.5)
     cache = with_cache(lab, scenario, trial)
     path = random.choice(readable(trial, cache))
-    before, there = content(path), trial.results()
+    before, there = content(path), names_in(trial)
     others = twins(lab, trial, scenario, path) if random.random() < EXCHANGED else []
     if others:
         path, about = exchange(path, random.choice(others))
     else:
         about = random.choice(list(DAMAGES.values()))(path, random)
     damaged, run_id = content(path), trial.work / scenario.folder / RUN_ID_FILE
-    gone = {one for one in differences(there, trial.results()) if "file" in one}  # the damage itself
+    gone = set(differences(there, names_in(trial)))  # the damage itself
     trial.foreign.plant_among_ours(trial.work / scenario.folder)
     told = Told(f"{scenario.name}: {path.relative_to(trial.folder)}: {about}")
     ended = lab.run(scenario.words, trial.work, environment={"LOWVRAM_CACHE": str(cache)})
@@ -75,6 +75,11 @@ def trial(lab: Lab, draw: Draw) -> Told:
     else:
         told.about += f" (exit code {ended.code}: {ended.said.strip()[-300:]})"
     return told
+
+
+def names_in(trial: Trial) -> Results:
+    """Of files alone: what is in them may be damaged."""
+    return {"files": names(trial.work, trial.foreign.paths)}
 
 
 def content(path: Path) -> bytes | None:

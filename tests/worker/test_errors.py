@@ -199,6 +199,7 @@ def test_where_an_error_of_the_run_s_own_files_was_raised_is_not_told(tmp_path: 
     assert not says_all(full, str(tmp_path / "another"))  # a file of the user's: by code of the user's, maybe
     assert not says_all(OSError(errno.EIO, os.strerror(errno.EIO)), str(tmp_path))
     assert not says_all(ValueError("x"), str(tmp_path))
+    assert says_all(RuntimeError("can't start new thread"), str(tmp_path))
     way = in_the_way(tmp_path / "run" / "model" / "config.json", "move it elsewhere")
     assert says_all(way, "/")
     assert ending(way)["reason"].startswith(f"{tmp_path}/run/model/config.json is in the way")

@@ -27,6 +27,7 @@ from lowvram.core.rig import IGNORE, Part
 from lowvram.data.randomness import Key
 from lowvram.loops.distillation.soft import IDS, REST, VALUES, Likeliest
 from lowvram.results.files import manifest
+from lowvram.results.files.regular import SHORT_BYTES, open_regular, read_regular
 
 FOLDER, ABOUT, INDEX = "cache", "cache.json", "index.npy"
 KEY = "task.cache"
@@ -177,8 +178,9 @@ class Cache:
     def __init__(self, name: str) -> None:
         self.name, self.folder = name, cache_folder(name)
         try:
-            self.about = About(**json.loads((self.folder / ABOUT).read_bytes()))
-            self.lines = np.load(self.folder / INDEX)
+            self.about = About(**json.loads(read_regular(self.folder / ABOUT, SHORT_BYTES)))
+            with open_regular(self.folder / INDEX) as file:
+                self.lines = np.load(file)
         except OSError:
             allowed = f"the folder of a run with mode=teach: it holds no {FOLDER}/ with {ABOUT} and {INDEX} to read"
             raise BadInput(KEY, name, allowed) from None
@@ -256,6 +258,7 @@ class Cache:
         if (name, shard) not in self.shards:
             file = shard_file(self.folder, name, shard)
             try:
+                open_regular(file).close()
                 array = np.load(file, mmap_mode="r")
             except Exception as error:  # numpy's reader raises errors of any class for a damaged header
                 raise BadInput(KEY, self.name, f"{damaged(file)} ({first_line(error)})") from None

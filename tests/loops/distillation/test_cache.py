@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,19 @@ def test_any_flipped_bit_of_the_index_is_a_refusal(tmp_path: Path) -> None:
             Cache(str(folder))
     index.write_bytes(whole)
     Cache(str(folder))
+
+
+def test_a_pipe_is_no_file_of_a_cache(tmp_path: Path) -> None:
+    """Who opens one waits for ever."""
+    written(tmp_path, distilled("transformer", top=3))
+    (tmp_path / "cache" / manifest.NAME).unlink()
+    keys = [(index, 0) for index in (3, 1, 10)]
+    part = Inline().collate(Drawn(TOKENS, NUM_SAMPLES), keys)
+    for path in (shard_file(tmp_path / "cache", ARRAYS[0], 0), tmp_path / "cache" / INDEX):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(BadInput, match=r"^task\.cache="):
+            Cache(str(tmp_path)).soft(keys, part)
 
 
 def test_any_flipped_bit_of_a_shards_header_is_a_refusal_or_changes_nothing(tmp_path: Path) -> None:
