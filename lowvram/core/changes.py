@@ -124,10 +124,11 @@ class Look:
     def __init__(self, places: Places, with_tensors: bool = True) -> None:
         self.places = places
         places.num_looks += 1
-        self.held = [self.hold(*place) for place in tensors_in(places)] if with_tensors else []
+        containers = list(containers_in(places))
+        self.held = [self.hold(*place) for place in tensors_in(places, containers)] if with_tensors else []
         self.values = [(module, dict(vars(module))) for module in places.with_values]
-        self.contents = [(what, each, contents_of(each)) for what, each in containers_in(places)]
-        self.arrays = [(what, each, each.copy()) for what, each in arrays_in(places)]
+        self.contents = [(what, each, contents_of(each)) for what, each in containers]
+        self.arrays = [(what, each, each.copy()) for what, each in arrays_in(places, containers)]
         self.own: dict[int, Change] = {}  # what the forward pass has changed, by the place among `held`
 
     def hold(self, what: str, owner: MutableMapping[Any, Any], name: Any, tensor: Tensor) -> Held:

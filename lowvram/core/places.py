@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
@@ -78,10 +79,12 @@ def identity(owner: MutableMapping[Any, Any]) -> int:
     return id(owner.container if isinstance(owner, Slots) else owner)
 
 
-def tensors_in(places: Places) -> Iterator[tuple[str, MutableMapping[Any, Any], Any, Tensor]]:
-    """The buffers, and other tensors that attributes hold, also in lists, dictionaries and plain objects, each with its
+def tensors_in(
+    places: Places, containers: Iterable[tuple[str, Any]]
+) -> Iterator[tuple[str, MutableMapping[Any, Any], Any, Tensor]]:
+    """The buffers, and other tensors that attributes hold, also in these containers (`containers_in`), each with its
     owner and name there."""
-    for what, container in containers_in(places):
+    for what, container in containers:
         if not isinstance(container, set):
             owner = container if isinstance(container, dict) else Slots(container)
             for name, value in list(owner.items()):
@@ -119,21 +122,20 @@ def containers(what: str, value: Any, seen: set[int], depth: int) -> Iterator[tu
             yield from containers(what, each, seen, depth - 1)
 
 
-def arrays_in(places: Places) -> Iterator[tuple[str, Any]]:
-    """The arrays of numpy that attributes hold, also in containers, each once. Not those too large to be copied each
-    time."""
+def arrays_in(places: Places, containers: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The arrays of numpy that attributes hold, also in these containers, each once. Not those too large to be copied
+    each time."""
     seen: set[int] = set()
-    held = [
-        (f"{type(module).__name__}.{name}", each)
-        for module in places.with_values
-        for name, each in vars(module).items()
-    ]
-    for what, container in containers_in(places):
-        held += [(what, each) for each in (container.values() if isinstance(container, dict) else container)]
-    for what, value in held:
+    own = ((type(each).__name__, name, value) for each in places.with_values for name, value in vars(each).items())
+    inner = (
+        (what, "", value)
+        for what, container in containers
+        for value in (container.values() if isinstance(container, dict) else container)
+    )
+    for what, name, value in chain(own, inner):
         if is_array(value) and value.nbytes <= LARGE_BYTES and id(value) not in seen:
             seen.add(id(value))
-            yield what, value
+            yield f"{what}.{name}".rstrip("."), value
 
 
 def is_array(value: Any) -> bool:

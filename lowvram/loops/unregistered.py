@@ -14,7 +14,7 @@ from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modules import own_buffers
 from lowvram.core.changes import Look, OfEntry
 from lowvram.core.generators import sources_of
-from lowvram.core.places import OF_MODULES, Places, tensors_in
+from lowvram.core.places import OF_MODULES, Places, containers_in, tensors_in
 
 NUMBERS = (int, float, bool, str, type(None))
 MOST_NAMED = 3
@@ -34,7 +34,7 @@ class Unregistered:
         places.with_values = [each for each in places.with_values if is_others(each)]
         self._look = Look(places, with_tensors=False)
         buffers = {id(own_buffers(each)) for each in self._modules.values()}
-        held = (each for each in tensors_in(places) if id(each[1]) not in buffers)
+        held = (each for each in tensors_in(places, containers_in(places)) if id(each[1]) not in buffers)
         self._tensors = [(what, tensor, version_of(tensor)) for what, _, _, tensor in held]
 
     def state(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import BatchNorm, own_buffers
 from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
-from lowvram.core.places import tensors_in
+from lowvram.core.places import containers_in, tensors_in
 from lowvram.core.repeat import First, Repeatable
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.write_finder import Writes
@@ -117,7 +117,7 @@ def unrepeatable(this: Pass) -> str | None:
 
 def unversioned(this: Pass) -> str | None:
     """A tensor that a block holds and has written into, through `.data`: its version doesn't tell."""
-    held = tensors_in(this.first.places)
+    held = tensors_in(this.first.places, containers_in(this.first.places))
     return next((what for what, _, _, tensor in held if tensor.untyped_storage() in this.writes), None)
 
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.zoo.foreign import CLASSES, VOCABULARY, Foreign, tokens
+from tests.zoo.odd import WIDTH, Residual
 
-WIDTH = 6
 LACKS = "MLPS NORMS SEPARATE_SAMPLES STEADY_BLOCKS STEADY_WEIGHTS"
 
 
@@ -34,15 +34,6 @@ class Decaying(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.up.weight.mul_(0.9)
-        return x + self.down(F.silu(self.up(x)))
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.silu(self.up(x)))
 
 
