@@ -138,7 +138,7 @@ class ModuleTask(Task):
 
     def samples(self, num_samples: int) -> Any:
         """The inputs, repeated or cut to so many samples, on the CPU."""
-        rows = lambda tensor: tensor.cpu()[torch.arange(num_samples) % len(tensor)]  # noqa: E731
+        rows = lambda tensor: tensor.cpu()[torch.arange(num_samples, device="cpu") % len(tensor)]  # noqa: E731
         return tree_map_only(Tensor, rows, self.inputs)
 
     def has_plain_blocks(self, model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import FakeTensorMode, GuessingFakeTensorMode
@@ -39,6 +40,7 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any,
         alone = same_draws_afterwards(model)
         with (
             without_dispatch_modes(),
+            torch.device("cpu"),  # whatever torch.set_default_device says
             alone,
             (GuessingFakeTensorMode if guesses else FakeTensorMode)(allow_non_fake_inputs=True) as mode,
             unchanged(model),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowvram
 from lowvram.models.write_finder import Written, find_written
 from tests import restless
 from tests.restless import WIDTH, Mlp, Net
@@ -91,3 +92,17 @@ def test_a_model_that_cannot_be_tried_is_told_once(capsys: pytest.CaptureFixture
         assert found(Net(Untriable)) == (None, None)
     said = capsys.readouterr().out
     assert said.count("can't be tried without memory, so that nobody knows") == 1
+
+
+class Making(InPlace):
+    """Makes a tensor on the default device."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return super().between(x) + torch.zeros(WIDTH)
+
+
+def test_a_default_device_of_the_users_changes_no_trial() -> None:
+    """After torch.set_default_device("cuda"); meta stands in for a card."""
+    task = lowvram.task(Net(Making), torch.randn(4, WIDTH), blocks="Making")
+    with torch.device("meta"):
+        assert task.written(task.make()) == ("blocks.0.b.weight", "blocks.0.b.weight")
