@@ -25,7 +25,16 @@ KNOBS = [
     *("ckpt=every1 stepping=in_backward stepping.clip=1e9 stepping.norm=two_passes", "accum=x2 ckpt=sqrt"),
 ]
 ON_THE_CPU = {"OwnGenerator", "NumpyMask"}  # what they draw lies on the CPU
-OF_CUDNN = {"Gru", "BidirectionalGru", "Lstm", "Rnn", "GruCell", "LstmCell", "RnnCell"}  # no values on an emulated card
+OF_CUDNN = {
+    "Gru",
+    "BidirectionalGru",
+    "Lstm",
+    "Rnn",
+    "GruCell",
+    "LstmCell",
+    "RnnCell",
+    "RecurrentNorm",
+}  # no values on an emulated card
 LEFT_OUT = ON_THE_CPU | (OF_CUDNN if IS_EMULATED else set())
 BAND = 1e-9  # of fp64: kernels of a card may add in another order
 
