@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig
 
 from lowvram.cli import job, job_process, launchers
 from lowvram.cli.errors import unforeseen
@@ -27,7 +26,6 @@ from lowvram.launch.torchrun import Launch
 from lowvram.planning.client import request_of
 from lowvram.results.row import Row, Status
 from lowvram.results.terminal import tell
-from lowvram.runs import in_process as inline
 from lowvram.runs.folders import SweepFolder
 
 
@@ -50,15 +48,6 @@ class Call:
         self.logger: Any = None
         self.endings: dict[int, Ending] = {}
         self.failure: str | None = None
-
-    def begin_run(self, config: DictConfig) -> None:
-        HydraConfig.instance().set_config(config)  # as Hydra does for the job: a folder's name may refer to it
-        folder = Path(config.hydra.run.dir)
-        if ".." in folder.parts:  # of a path through a link, Hydra would make one folder and name another
-            with read_write(config.hydra):
-                config.hydra.run.dir = str(folder.resolve())
-            HydraConfig.instance().set_config(config)
-        job.begin_run(config)
 
     def begin_sweep(self, config: DictConfig) -> None:
         if self._launch is not None:
@@ -107,9 +96,11 @@ class Call:
         here.plans.coming = coming
         if not configs:  # an earlier batch was checked
             return
-        inline.check_sweep(configs)
-        if self.is_elsewhere and any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
-            raise Refused("process=inline: must be child where a launcher starts the processes")
+        if any(map(is_inline, configs)):  # pyright: ignore[reportArgumentType]
+            if self.is_elsewhere:
+                raise Refused("process=inline: must be child where a launcher starts the processes")
+            if len(configs) > 1:
+                raise Refused(f"process=inline: must be child for {len(configs)} points, each of which needs a process")
         check = {"check": [request_of(config)["config"] for config in configs]}
         here.server.run(check, on_event, StopConditions(None, stop_signals))
         if stop_signals():

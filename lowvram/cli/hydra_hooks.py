@@ -1,4 +1,5 @@
-"""Hydra calls these hooks when a run, sweep or job begins or ends; they pass it on to `listeners`. Imports no torch.
+"""Hydra calls these hooks when a run, sweep or job begins or ends; they pass sweeps and jobs on to `listeners`. Imports
+no torch.
 
 The classes that Hydra makes are `Start` (conf/hydra/default.yaml) and hydra_plugins/lowvram_sweeper.py.
 """
@@ -7,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 
+from lowvram.cli import job
 from lowvram.cli.sweep import SweepBatch
 from lowvram.config.compose import MISTAKES
 from lowvram.config.errors import require
@@ -24,9 +28,6 @@ from lowvram.results.row import Row
 
 class Listener(Protocol):
     """What reacts to Hydra's callbacks: `Call` in cli/call.py."""
-
-    def begin_run(self, config: DictConfig) -> None:
-        """Before a single run's folder is made: take it."""
 
     def begin_sweep(self, config: DictConfig) -> None:
         """Before a sweep's points are composed: take its folder."""
@@ -83,8 +84,8 @@ class Start(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         with mistakes_end_it():
             check_folder(config.hydra)
-            for listener in listeners:
-                listener.begin_run(config)
+            note_config(config)
+            job.begin_run(config)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with mistakes_end_it():
@@ -95,6 +96,16 @@ class Start(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         for listener in listeners:
             listener.end_job(job_return)
+
+
+def note_config(config: DictConfig) -> None:
+    """Do as Hydra does later for the job: a folder's name may refer to it."""
+    HydraConfig.instance().set_config(config)
+    folder = Path(config.hydra.run.dir)
+    if ".." in folder.parts:  # of a path through a link, Hydra would make one folder and name another
+        with read_write(config.hydra):
+            config.hydra.run.dir = str(folder.resolve())
+        HydraConfig.instance().set_config(config)
 
 
 def check_folder(hydra: DictConfig) -> None:

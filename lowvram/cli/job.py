@@ -23,25 +23,24 @@ from lowvram.cli.objective import Objective
 from lowvram.config import identity, wandb_environment
 from lowvram.config.compose import MISTAKES, check_left_to_us, chosen, container, output_folder, plain
 from lowvram.config.errors import Refused
-from lowvram.config.parent_settings import LoggerSettings, check_own
+from lowvram.config.parent_settings import PARENT_SECTIONS, LoggerSettings
 from lowvram.config.run_names import run_name, sweep_group
 from lowvram.config.secret import text_without_secrets, words_without_secrets
-from lowvram.config.settings import check_root, is_inline, is_plan, is_search, is_transform
+from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search, is_transform
 from lowvram.config.source_checks import check_groups
 from lowvram.fidelity.client import check_fresh
 from lowvram.launch.point import Logged, Point
 from lowvram.launch.stop import stop_signals
-from lowvram.launch.torchrun import launch_from
+from lowvram.launch.torchrun import Launch, launch_from
 from lowvram.planning.client import plan_for_row
 from lowvram.planning.devices import load_device
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import Claim, Held, has_snapshots
 from lowvram.results.row import Row, Status
 from lowvram.runs import folders
-from lowvram.runs import in_process as inline
 from lowvram.runs.callbacks import check_callbacks
 from lowvram.runs.hydra_notes import notes_of, write_notes
-from lowvram.runs.run import run_point
+from lowvram.runs.run import row_inline, run_point
 from lowvram.search.client import Searches
 
 UNRECORDED = asdict(LoggerSettings())  # as logger=none
@@ -150,7 +149,7 @@ def row_of(point: Point) -> Result:
     """Plan, search or run the point, as its mode asks. The row is None if a stop was requested before there was one."""
     here = job_process.this()
     if is_inline(point.config):
-        return inline.row_inline(point, stop_signals)
+        return row_inline(point, stop_signals)
     if is_plan(point.choices):
         return here.plans.row(point), None
     if is_search(point.choices):
@@ -263,7 +262,7 @@ def mistake_in(config: DictConfig) -> Exception | None:
 def check_values(config: DictConfig) -> None:
     """Raises BadInput for a wrong value of a point, as far as that can be told without torch."""
     check_root(config)
-    check_own(config)
+    checked_sections(config, PARENT_SECTIONS)
     check_groups(config)
     check_callbacks(config.callbacks or ())
     if config.optimized_metric is not None:
@@ -280,4 +279,12 @@ def check(config: DictConfig) -> None:
     check_fresh(values, launch)
     check_left_to_us(about)
     if is_inline(values):
-        inline.check_alone(choices, launch)
+        check_alone(choices, launch)
+
+
+def check_alone(choices: Mapping[str, str], launch: Launch | None) -> None:
+    """Raises Refused for torchrun and mode=search, which need more processes than the one of process=inline."""
+    if launch is not None:
+        raise Refused("process=inline: must be child under torchrun")
+    if is_search(choices):
+        raise Refused("process=inline: must be child with mode=search, each of whose probes needs a process")

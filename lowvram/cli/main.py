@@ -28,6 +28,7 @@ from lowvram.config import thread_limits
 from lowvram.config.compose import MISTAKES, config_path
 from lowvram.config.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from lowvram.config.secret import learn, text_without_secrets
+from lowvram.config.words import typed_value
 from lowvram.launch.last_resort import last_resort
 from lowvram.launch.stop import stop_signals
 from lowvram.launch.torchrun import aside, launch_from
@@ -125,7 +126,10 @@ def through_hydra(call: Call, words: list[str], aside: Path | None) -> None:
         The error in the words, or that of a point which ends the call.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come up to us, instead of a print and exit(1)
-    words = with_initial(with_transformed(with_resumed(with_presets(words))))
+    words = with_presets(words)
+    if (resumed := typed_value(words, "resume")) is not None:
+        words = with_resumed(words, resumed)
+    words = with_initial(with_transformed(words))
     if aside is not None:
         words = moved(words, aside)
     typed, sys.argv = sys.argv, [sys.argv[0], *with_fields_of_swept(sorted_words(words))]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from lowvram.config.code_names import code_in
 from lowvram.config.defaults import CONF
 from lowvram.config.errors import BadInput
 from lowvram.config.registry import node_of, options_of
-from lowvram.config.words import key
+from lowvram.config.words import key, typed_value
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in, was_cut_off
 from lowvram.results.terminal import hydra_quoted
@@ -26,16 +24,16 @@ def moved(words: list[str], folder: Path) -> list[str]:
     return [*kept, f"hydra.run.dir={hydra_quoted(str(folder))}"]
 
 
-def with_resumed(words: list[str]) -> list[str]:
+def with_resumed(words: list[str], wanted: str) -> list[str]:
     """The words of the command line, those of the resumed run before those that were typed, which win.
+
+    Args:
+        wanted: what was typed for `resume`.
 
     Raises:
         BadInput: there is nothing to continue, or the run isn't this user's and names code.
         HydraException: a word that can't be read.
     """
-    wanted = typed_value(words, "resume")
-    if wanted is None:
-        return words
     if not set(words).isdisjoint(MULTIRUN):
         raise BadInput("resume", wanted, "typed without -m: a sweep goes on with the same command and hydra.sweep.dir")
     folder = newest_unfinished(words) if wanted == "last" else Path(wanted).expanduser()
@@ -59,13 +57,6 @@ def is_of_another_option(word: str, typed: list[str]) -> bool:
         return False
     option = typed_value(typed, group)
     return option in options_of(group) and field.partition(".")[0] not in node_of(group, str(option))
-
-
-def typed_value(words: list[str], wanted: str) -> str | None:
-    """What was typed for a key, without Hydra's quotes; None for null, and if it was not."""
-    typed = [word for word in words if key(word) == wanted]
-    value = OverridesParser.create().parse_overrides(typed[-1:])[0].value() if typed else None
-    return None if value is None else str(value)
 
 
 def newest_unfinished(words: list[str]) -> Path:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from lowvram.config.errors import require
-from lowvram.config.schema import build_as, checked_values
+from lowvram.config.schema import build_as
 
 LONGEST_TAG, LONGEST_GROUP = 64, 128  # characters that W&B takes
 MODEL = "model"  # the artifact: the folder with the exported weights
@@ -50,7 +48,4 @@ class PathSettings:
     outputs: str
 
 
-def check_own(config: DictConfig) -> None:
-    """Check the groups that only the parent uses. Raises BadInput for an unknown key or a wrong value."""
-    for key, cls in {"logger": LoggerSettings, "paths": PathSettings}.items():
-        build_as(cls, checked_values(config[key], key), key)
+PARENT_SECTIONS = {"logger": LoggerSettings, "paths": PathSettings}

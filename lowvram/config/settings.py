@@ -301,7 +301,12 @@ def check_root(config: DictConfig) -> dict[str, Any]:
             raise BadInput(name, node, f"one option of the group {name}, or its keys one by one")
     root = OmegaConf.masked_copy(config, list(RootSettings.__dataclass_fields__))
     built = {"root": build_as(RootSettings, checked_values(root, ""), "")}
-    return built | {name: build_as(cls, checked_values(config[name], name), name) for name, cls in SECTIONS.items()}
+    return built | checked_sections(config, SECTIONS)
+
+
+def checked_sections(config: DictConfig, sections: Mapping[str, type]) -> dict[str, Any]:
+    """The typed values of some sections, by their classes. Raises BadInput for an unknown key or a wrong value."""
+    return {name: build_as(cls, checked_values(config[name], name), name) for name, cls in sections.items()}
 
 
 def settings(values: dict[str, Any]) -> Settings:

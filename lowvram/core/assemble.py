@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import Incompatible
@@ -17,10 +18,10 @@ from lowvram.core.knob import WRITES, Fact, Kind, Knob, Stage, conflicts
 from lowvram.core.ledger import announce
 from lowvram.core.misfits import with_reasons
 from lowvram.core.ranks import num_ranks
-from lowvram.core.real_views import with_real_views
-from lowvram.core.rig import Part, Rig, Task
+from lowvram.core.real_views import lend_gradients, real_views
+from lowvram.core.rig import MakeOptimizer, Part, Rig, Task
 from lowvram.core.shared_memory import names_sharing
-from lowvram.core.states import with_load_hooks
+from lowvram.core.states import add_hooks
 from lowvram.core.task_facts import absent_of
 from lowvram.core.trainable import check_something_trains, check_trainable
 from lowvram.core.values import materialise
@@ -61,7 +62,7 @@ def assemble(
             rig = task.with_teacher(with_values(rig, seed))
             check_still_shared(rig.model, shared)
         if stage is Stage.OPTIMIZER:
-            rig = replace(rig, make_optimizer=with_real_views(with_load_hooks(rig.make_optimizer)))
+            rig = replace(rig, make_optimizer=with_hooks(rig.make_optimizer))
         if stage is Stage.STEPPING:
             rig = rig.over_time(rig, seed)
     rig = task.with_added_loss(rig)
@@ -69,7 +70,9 @@ def assemble(
 
 
 def check_conflicts(task: Task, model: nn.Module, knobs: Mapping[str, Knob], absent: Mapping[Fact, str]) -> None:
-    """Raises Incompatible for all conflicts between the knobs, and with the machine's or the task's absent facts."""
+    """Raises Incompatible for all conflicts between the knobs, and with the machine's or the task's absent facts; or
+    BadInput if the model can't be called on such data, or has no blocks of the class that the user names."""
+    task.blocks(model)
     needed = frozenset[Fact]().union(*(knob.needs() for knob in knobs.values()))
     if reasons := conflicts(knobs, {**absent, **absent_of(task, model, needed)}):
         raise Incompatible("; ".join(reasons))
@@ -80,6 +83,21 @@ def with_values(rig: Rig, seed: int) -> Rig:
     materialise(rig.model, rig.task.values(rig.model, seed), rig.device)
     rig.model.train()  # as the model overrides it: its constructor may have left any mode
     return rig
+
+
+def with_hooks(make: MakeOptimizer) -> MakeOptimizer:
+    """`make`, for parameters that may be complex, sharded or in host memory."""
+
+    def make_hooked(parameters: list[nn.Parameter]) -> Optimizer:
+        views = real_views(parameters)
+        updated = [views.get(parameter, parameter) for parameter in parameters]
+        optimizer = make(updated)
+        add_hooks(optimizer, updated)
+        if views:
+            lend_gradients(optimizer, views)
+        return optimizer
+
+    return make_hooked
 
 
 def check_updates(model: nn.Module, device: torch.device) -> None:

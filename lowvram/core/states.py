@@ -16,7 +16,7 @@ from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.ranks import rank
 from lowvram.core.resting import ever_trains
-from lowvram.core.shards import is_sharded, local, placed, whole
+from lowvram.core.shards import is_sharded, placed, whole
 from lowvram.core.untouched import note_begun
 from lowvram.core.values import own_tensors
 
@@ -59,11 +59,11 @@ class Frozen:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, frozen = model, frozen_parameters(model)
-        self._versions = {name: version(local(parameter)) for name, parameter in frozen}
+        self._versions = {name: version(parameter) for name, parameter in frozen}
 
     def unchanged(self) -> set[str]:
         """The names of those that have always been frozen, and that nobody has changed in place."""
-        now = {name: version(local(parameter)) for name, parameter in frozen_parameters(self._model)}
+        now = {name: version(parameter) for name, parameter in frozen_parameters(self._model)}
         return {name for name, old in self._versions.items() if now.get(name) == old}
 
     def switched(self) -> dict[str, bool]:
@@ -130,24 +130,18 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def with_load_hooks(make: Callable[[list[nn.Parameter]], Optimizer]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """`make`, with hooks in its optimizers: they tell when a step begins; when they load a state, they keep their own
-    settings and shard whole tensors as their parameters are; and where parameters are in host memory, the host's
-    processor updates them, and their state is marked as host memory, too."""
-
-    def make_loading(parameters: list[nn.Parameter]) -> Optimizer:
-        optimizer = make(parameters)
-        optimizer.register_step_pre_hook(note_begun)
-        optimizer.register_load_state_dict_pre_hook(_with_own_settings)
-        if any(map(is_sharded, parameters)):
-            optimizer.register_load_state_dict_pre_hook(_placed_state)
-        if any(map(host.holds, parameters)):
-            optimizer.register_step_post_hook(_mark_state)
-        if all(map(host.holds, parameters)):
-            optimizer.step = _on_host(optimizer.step)
-        return optimizer
-
-    return make_loading
+def add_hooks(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Make an optimizer tell when a step begins; when it loads a state, keep its own settings and shard whole tensors
+    as its parameters are; and where parameters are in host memory, update them on the host's processor and mark their
+    state as host memory, too."""
+    optimizer.register_step_pre_hook(note_begun)
+    optimizer.register_load_state_dict_pre_hook(_with_own_settings)
+    if any(map(is_sharded, parameters)):
+        optimizer.register_load_state_dict_pre_hook(_placed_state)
+    if any(map(host.holds, parameters)):
+        optimizer.register_step_post_hook(_mark_state)
+    if all(map(host.holds, parameters)):
+        optimizer.step = _on_host(optimizer.step)
 
 
 def _with_own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -123,12 +123,6 @@ TASK_FACTS = frozenset(REASONS)
 
 
 def absent_of(task: Task, model: nn.Module, asked: frozenset[Fact] = TASK_FACTS) -> dict[Fact, str]:
-    """Those of the facts asked about that a task lacks, each with what the user can do about it.
-
-    Raises:
-        BadInput: the model can't be called on such data, or has no blocks of the class that the user names, whatever
-            is asked.
-    """
-    task.blocks(model)
+    """Those of the facts asked about that a task lacks, each with what the user can do about it."""
     reasons = {fact: reason(task, model) for fact, reason in REASONS.items() if fact in asked}
     return {fact: reason for fact, reason in reasons.items() if reason is not None}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowvram.compat.torch_versions import version
-from lowvram.core.shards import local
 
 MARK = "_lowvram_untouched"  # an attribute of errors
 _num_begun = 0  # steps of optimizers in this process
@@ -40,7 +39,7 @@ class Untouched:
 
 @torch.no_grad()
 def versions(tensors: list[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else version(local(tensor)) for tensor in tensors]
+    return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
 def note_begun(*_: Any) -> None:

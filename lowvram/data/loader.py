@@ -185,8 +185,10 @@ def make_batches(
 def make_batches_now(
     keys: Iterator[Any], make: Callable[[Any], Part], device: torch.device
 ) -> Generator[Part, None, None]:
-    for key in keys:
-        yield make(key).map(lambda tensor: host.pinned(tensor, device))
+    batches = map(make, keys)
+    if device.type == "cuda":
+        batches = (batch.map(lambda tensor: host.pinned(tensor, device)) for batch in batches)
+    yield from batches
 
 
 @final

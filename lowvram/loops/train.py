@@ -17,6 +17,7 @@ from torch import Tensor
 from lowvram.core import generators
 from lowvram.core.ranks import gather_from_all, num_ranks, rank
 from lowvram.core.rig import Part
+from lowvram.core.savable import Savable
 from lowvram.core.states import Frozen, gathered, load_whole, trained_state, whole_model
 from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
@@ -30,7 +31,6 @@ from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_s
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
 from lowvram.loops.profiling.post_run import post_run, run_peaks
 from lowvram.loops.rescue import Posts, WholeStep
-from lowvram.loops.savable import Savable
 from lowvram.loops.session import NO_TARGET, Interrupted, NonFinite, Session
 from lowvram.loops.snapshot import Snapshots, check_form, differences, fitting, my_random_state
 from lowvram.loops.unregistered import Unregistered

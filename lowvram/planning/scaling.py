@@ -114,7 +114,9 @@ class TraceScaler:
         """The facts that the target or the problem lacks; of `TASK_FACTS` only these."""
         if asked not in self.lacking:
             with fake_tensors(self.target):
-                self.lacking[asked] = absent_of(self.problem, bare_model(self.problem), asked)
+                model = bare_model(self.problem)
+                self.problem.blocks(model)  # raises BadInput if there are none of the class that the user names
+                self.lacking[asked] = absent_of(self.problem, model, asked)
         return {**self.target.absent(), **self.lacking[asked]}
 
     def line(self, known: KnownTraces, knobs: Mapping[str, Knob], parts: int, samples: int) -> Line | str:

@@ -40,11 +40,12 @@ def notes_of(config: DictConfig) -> Notes:
     """The files in `.hydra/` for the point that Hydra has composed."""
     hydra = copy.deepcopy(HydraConfig.get())
     values = hydras_part(hydra)
-    words = values["overrides"]["task"]
+    words, code = values["overrides"]["task"], code_of(container(config, resolve=True))
+    signature = signed(words, code) if code or code_in(words) else ""
     return {
         CONFIG: as_yaml(without_secrets(container(config, resolve=False))),
         HYDRA: as_yaml({"hydra": values}),
-        OVERRIDES: signed(words, code_of(container(config, resolve=True))) + as_yaml(words),
+        OVERRIDES: signature + as_yaml(words),
     }
 
 

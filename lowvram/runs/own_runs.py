@@ -33,14 +33,11 @@ ABOUT = (
 
 
 def signed(words: Sequence[str], code: Names) -> str:
-    """The lines that sign the words of a run below them in their file; empty if nothing names code, or if this user
-    can't have a key.
+    """The lines that sign the words of a run below them in their file; empty if this user can't have a key.
 
     Args:
         code: what the composed configuration names, which includes what presets name.
     """
-    if not (code or code_in(words)):
-        return ""
     key, text = user_key(is_new_allowed=True), json.dumps(code)
     return "" if key is None else f"{ABOUT}# code: {text}\n# signed: {signature(key, words, text)}\n"
 

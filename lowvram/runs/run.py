@@ -1,10 +1,14 @@
-"""Runs one point from the parent: children compute it, recorder.py records their events. Imports no torch."""
+"""Runs one point from the parent: children compute it, recorder.py records their events. With process=inline it is
+computed in the parent itself. Imports no torch before such a point runs.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lowvram.config.settings import is_plan
 from lowvram.fidelity.client import Comparison
 from lowvram.launch.client import Server
 from lowvram.launch.in_process import Inline
@@ -13,10 +17,13 @@ from lowvram.launch.native_log import NativeLogs
 from lowvram.launch.outcome import Circumstances, num_oom_kills
 from lowvram.launch.point import Point
 from lowvram.launch.stop import StopConditions
+from lowvram.planning.client import Plans
 from lowvram.results.row import Row, Status
-from lowvram.results.terminal import Progress
+from lowvram.results.terminal import Progress, QuietProgress
 from lowvram.runs.recorder import Recording
 from lowvram.runs.retry import continued
+
+NOTHING_PLANNED = {"reason": "no plan is made with process=inline"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,22 @@ def run_point(
                 return recording.close()
     except OSError as error:
         return recording.unwritable(error)
+
+
+def row_inline(point: Point, stop_signals: Callable[[], int]) -> tuple[Row | None, BaseException | None]:
+    """Plan or run a point in this process, as its mode asks, and write its row.
+
+    Returns:
+        The row, and the exception that ended the point, if it was unexpected.
+    """
+    here, progress = Inline(), QuietProgress(sys.stdout)  # a progress bar would overwrite a debugger's prompt
+    if is_plan(point.choices):
+        return Plans(here, progress, stop_signals).row(point), here.error
+
+    def unplanned(point: Point) -> Point:
+        return replace(point, plan=NOTHING_PLANNED)
+
+    return run_point(unplanned(point), here, progress, stop_signals, unplanned), here.error
 
 
 def add_fidelity(recording: Recording, server: Server | Inline, stop_signals: Callable[[], int]) -> None:

@@ -16,6 +16,7 @@ from lowvram.launch.protocol import Listener, encoded, parsed
 from lowvram.launch.stop import TIMEOUT_GRACE_S
 from lowvram.launch.supervisor import STOPS
 from lowvram.loops.session import Interrupted
+from lowvram.worker import job
 from lowvram.worker import main as child
 from lowvram.worker.errors import ending
 from lowvram.worker.limits import lift
@@ -99,4 +100,4 @@ def run_here(request: dict[str, Any], on_event: Listener) -> BaseException | Non
 
 def run(request: dict[str, Any], events: Events, stop: InProcessStop, rendezvous: Rendezvous) -> dict[str, Any]:
     child.write_proc("clear_refs", "5")  # resets the peak of resident memory
-    return child.run_request(request, events, stop, rendezvous)
+    return job.run_request(request, events, stop, rendezvous)

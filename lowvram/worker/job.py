@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from lowvram.config.not_identity import NOT_IDENTITY
 from lowvram.config.secret import without_secrets
 from lowvram.config.settings import GROUPS, KNOB_GROUPS, Settings, check_batch_size
+from lowvram.config.settings import settings as settings_of
 from lowvram.core import ranks
 from lowvram.core.assemble import assemble
 from lowvram.core.device import choose_device
@@ -21,6 +23,7 @@ from lowvram.core.generators import seed_all
 from lowvram.core.knob import Knob
 from lowvram.core.quiet import quiet
 from lowvram.data.batch_sizes import SameSize
+from lowvram.fidelity.worker import Fidelity
 from lowvram.loops import fields
 from lowvram.loops.fields import status_bytes
 from lowvram.loops.noise_scale import noise_of
@@ -33,12 +36,24 @@ from lowvram.loops.setup import (
     check_decided,
     check_metrics,
     open_data,
+    wanted_ranks,
     with_steps,
 )
 from lowvram.results.row import held_by_another_process
 from lowvram.worker.limits import LARGEST_CONTEXT_BYTES, Cap
 from lowvram.worker.mfu import mfu, whole_samples_per_s
 from lowvram.worker.rendezvous import Rendezvous
+
+
+def run_request(request: dict[str, Any], events: Events, stop: StopRequest, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Run the point that a request describes; returns its part of the row."""
+    whole, more = settings_of(request["config"]), dict[str, Knob]()
+    if "fidelity" in request:
+        mode = Fidelity.asked(**request["fidelity"])
+        whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
+    found = run(whole, request, events, stop, rendezvous, more)
+    rendezvous.leave(found, lambda rank, fields: events("row", fields=fields, rank=rank))
+    return {"status": "ok", **found}
 
 
 def run(
@@ -55,7 +70,8 @@ def run(
     import_libraries(settings)
     resident_bytes = status_bytes("VmRSS")
     device, sharding = choose_device(settings.root.device), settings.groups["sharding"]
-    num_ranks = rendezvous.count(sharding, device, settings.root.names_card)
+    wanted, names_card = wanted_ranks(sharding, device, settings.root.names_card), settings.root.names_card
+    num_ranks = rendezvous.count(sharding.ranks, wanted, device, names_card)
     check_batch_size(settings.train.batch_size, settings.groups["accum"].parts, num_ranks)
     check_batch_warmup(settings, num_ranks)
     check_decided(settings, device)

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,13 @@ from lowvram.config.secret import learn, text_without_secrets
 from lowvram.config.settings import settings
 from lowvram.config.texts import LONGEST_LINE, cut
 from lowvram.core.device import choose_device
-from lowvram.core.knob import Knob
 from lowvram.core.troubles import is_capped, is_out_of_memory
 from lowvram.fidelity.reference import reference_of
-from lowvram.fidelity.worker import Fidelity
 from lowvram.launch.native_log import native_log
 from lowvram.launch.protocol import encoded, frames
 from lowvram.launch.supervisor import STOPS, RankPlace
 from lowvram.loops.session import Events as Tell
-from lowvram.loops.session import Interrupted, StopRequest
+from lowvram.loops.session import Interrupted
 from lowvram.loops.setup import acting_allocator
 from lowvram.loops.user_metrics import user_metrics
 from lowvram.planning.cache import TraceCache
@@ -222,7 +219,7 @@ def work(request: dict[str, Any], events: Events, stop: ChildStop, rendezvous: R
     if "plan" in request:
         return plan(request["plan"], events)
     prepare(Path(request["folder"]) / native_log(rendezvous.rank))
-    return run_request(request, events, stop, rendezvous)
+    return job.run_request(request, events, stop, rendezvous)
 
 
 def check(configs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -275,17 +272,6 @@ def planned(planner: Planner, point: dict[str, Any]) -> dict[str, Any]:
     if not point["is_real"]:
         return planner.fields(whole, point["choices"])
     return planner.fields_here(whole, point["choices"], launch and launch["num_ranks"])
-
-
-def run_request(request: dict[str, Any], events: Tell, stop: StopRequest, rendezvous: Rendezvous) -> dict[str, Any]:
-    """Run the point; returns its part of the row."""
-    whole, more = settings(request["config"]), dict[str, Knob]()
-    if "fidelity" in request:
-        mode = Fidelity.asked(**request["fidelity"])
-        whole, more = replace(whole, groups={**whole.groups, "mode": mode}), {"measure.fidelity": mode.watch}
-    fields = job.run(whole, request, events, stop, rendezvous, more)
-    rendezvous.leave(fields, lambda rank, fields: events("row", fields=fields, rank=rank))
-    return {"status": "ok", **fields}
 
 
 def prepare(native_log: Path) -> None:

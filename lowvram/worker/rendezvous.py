@@ -25,7 +25,6 @@ from lowvram.config.errors import BadInput, Incompatible
 from lowvram.config.settings import PARENT_ONLY
 from lowvram.launch.supervisor import RankPlace
 from lowvram.launch.torchrun import Launch
-from lowvram.loops.setup import Sharding, wanted_ranks
 
 HERE = "127.0.0.1"
 LOOK_S = 0.005  # how often a waiting rank polls the store; it sleeps in between, so that signals get through
@@ -40,8 +39,13 @@ class Role(ABC):
     local_rank: int  # among those of this machine
 
     @abstractmethod
-    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
-        """How many ranks the point has; `names_card`: whether the user named a card, such as device=cuda:1."""
+    def count(self, ranks: str, wanted: int) -> int:
+        """How many ranks the point has.
+
+        Args:
+            ranks: what the user gave for sharding.ranks.
+            wanted: how many ranks it asks for, on a single machine.
+        """
 
     def num_local(self, num_ranks: int) -> int:
         """How many of them are on this machine."""
@@ -69,8 +73,8 @@ class Master(Role):
         self.rank = self.local_rank = 0
         self._call, self._held = place.call, place.held
 
-    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
-        return wanted_ranks(sharding, device, names_card)
+    def count(self, ranks: str, wanted: int) -> int:
+        return wanted
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         listener = socket.socket()  # reachable only from this machine, at any free port
@@ -91,7 +95,7 @@ class Worker(Role):
         self.rank = self.local_rank = place.rank
         self._place = place
 
-    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
+    def count(self, ranks: str, wanted: int) -> int:
         return self._place.num_ranks
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
@@ -107,11 +111,11 @@ class Torchrun(Role):
         self.rank, self.local_rank = launch.rank, launch.local_rank
         self._launch = launch
 
-    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
+    def count(self, ranks: str, wanted: int) -> int:
         num_ranks = self._launch.num_ranks
         allowed = f"auto or {num_ranks}, the number of ranks that torchrun has started"
-        if sharding.ranks != "auto" and int(sharding.ranks) != num_ranks:
-            raise BadInput("sharding.ranks", sharding.ranks, allowed)
+        if ranks != "auto" and int(ranks) != num_ranks:
+            raise BadInput("sharding.ranks", ranks, allowed)
         return num_ranks
 
     def num_local(self, num_ranks: int) -> int:
@@ -141,11 +145,10 @@ class SingleProcess(Role):
 
     rank = local_rank = 0
 
-    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
-        num_ranks = wanted_ranks(sharding, device, names_card)
-        if num_ranks > 1:
-            raise BadInput("process", "inline", f"child for {num_ranks} ranks: each is a process of its own")
-        return num_ranks
+    def count(self, ranks: str, wanted: int) -> int:
+        if wanted > 1:
+            raise BadInput("process", "inline", f"child for {wanted} ranks: each is a process of its own")
+        return wanted
 
     def open_store(self, num_ranks: int, timeout_s: float) -> Store:
         raise AssertionError("one rank meets nobody")
@@ -196,17 +199,19 @@ class Rendezvous:
     def rank(self) -> int:
         return self._role.rank
 
-    def count(self, sharding: Sharding, device: torch.device, names_card: bool) -> int:
-        """How many ranks the point has, by `sharding.ranks` and the devices.
+    def count(self, ranks: str, wanted: int, device: torch.device, names_card: bool) -> int:
+        """How many ranks the point has, by how it was started and by the devices.
 
         Args:
+            ranks: what the user gave for sharding.ranks.
+            wanted: how many ranks it asks for, on a single machine.
             names_card: whether the user named a card, such as device=cuda:1.
 
         Raises:
             BadInput: there are fewer CUDA devices, or torchrun has started another number, or the user named a card for
                 several ranks.
         """
-        num_ranks = self._role.count(sharding, device, names_card)
+        num_ranks = self._role.count(ranks, wanted)
         if num_ranks == 1 or device.type != "cuda":
             return num_ranks
         num_local, num_devices = self._role.num_local(num_ranks), torch.cuda.device_count()

@@ -15,9 +15,9 @@ from lowvram.config import identity
 from lowvram.config.compose import chosen, plain
 from lowvram.config.defaults import CONF
 from lowvram.config.errors import require
-from lowvram.config.parent_settings import check_own
+from lowvram.config.parent_settings import PARENT_SECTIONS
 from lowvram.config.secret import words_without_secrets
-from lowvram.config.settings import check_root, is_inline, is_plan, is_search
+from lowvram.config.settings import check_root, checked_sections, is_inline, is_plan, is_search
 from lowvram.launch.client import Server
 from lowvram.launch.point import Point
 from lowvram.planning.client import Plans, plan_for_row, request_for
@@ -94,7 +94,7 @@ class Runs:
         config = compose("config", [*words, "logger=none"], return_hydra_config=True)
         values, seed = plain(config), check_root(config)["root"].seed
         require(not is_inline(values), "process", values["process"], "child: these runs are for figures")
-        check_own(config)
+        checked_sections(config, PARENT_SECTIONS)
         index = self._num_points
         self._num_points += 1
         return Point(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import BadInput
+from lowvram.core.assemble import check_conflicts
 from lowvram.core.knob import Fact
 from lowvram.core.rig import Part, Task
 from lowvram.core.task_facts import TASK_FACTS, absent_of
@@ -90,4 +91,4 @@ def test_the_weights_of_blocks_are_counted_once_and_only_where_asked() -> None:
 def test_a_class_of_blocks_that_is_not_there_is_told_whatever_is_asked() -> None:
     task = Auto().pose(ExternalConfig("torch.nn.Tanh", blocks="Tanhh"), TOKENS)
     with pytest.raises(BadInput, match=r"model\.blocks='Tanhh'"):
-        absent_of(task, task.make_model(), frozenset())
+        check_conflicts(task, task.make_model(), {}, {})

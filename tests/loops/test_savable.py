@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowvram.config.errors import Incompatible
-from lowvram.core.readable import unreadable
+from lowvram.core.savable import unreadable
 from lowvram.export.folder import load
 from lowvram.loops.session import Interrupted, Session
 from lowvram.loops.train import Train

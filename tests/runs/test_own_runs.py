@@ -15,6 +15,7 @@ from lowvram.cli.initial import with_transformed
 from lowvram.cli.resume import with_resumed
 from lowvram.config.code_names import code_in
 from lowvram.config.errors import BadInput
+from lowvram.config.words import typed_value
 from lowvram.results import row as rows
 from lowvram.runs.hydra_notes import as_yaml, own_words_of
 from lowvram.runs.own_runs import signed, user_key
@@ -55,6 +56,10 @@ def made(folder: Path, words: list[str], code: dict[str, list[str]] | None = Non
     return folder
 
 
+def resumed(words: list[str]) -> list[str]:
+    return with_resumed(words, typed_value(words, "resume") or "")
+
+
 @pytest.fixture(autouse=True)
 def own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -72,16 +77,16 @@ def test_code_of_a_folder_is_not_run_unasked(tmp_path: Path) -> None:
     for number, (word, name) in enumerate(NAMING.items()):
         folder = made(tmp_path / str(number), ["train.steps=3", word])
         with pytest.raises(BadInput, match="names code to run") as refused:
-            with_resumed([f"resume={folder}"])
+            resumed([f"resume={folder}"])
         assert name in str(refused.value)
         for typed in (f"trust={folder}", f"trust={folder}/../{number}"):
-            assert word in with_resumed([f"resume={folder}", typed])
+            assert word in resumed([f"resume={folder}", typed])
         with pytest.raises(BadInput, match="names code to run"):
-            with_resumed([f"resume={folder}", f"trust={tmp_path}"])
+            resumed([f"resume={folder}", f"trust={tmp_path}"])
         if (key := word.partition("=")[0].lstrip("+")) in ("callbacks", "data.target"):
-            assert word not in with_resumed([f"resume={folder}", f"{key}=mine.Own"])
+            assert word not in resumed([f"resume={folder}", f"{key}=mine.Own"])
     made(tmp_path / "plain", [*PLAIN])
-    assert with_resumed([f"resume={tmp_path}/plain"])[: len(PLAIN)] == [*PLAIN]
+    assert resumed([f"resume={tmp_path}/plain"])[: len(PLAIN)] == [*PLAIN]
 
 
 def test_a_signed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +95,7 @@ def test_a_signed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder = made(tmp_path / "run", words, {"callbacks": ["mine.OfAPreset"]})
     key = tmp_path / "state" / "lowvram" / "key"
     assert key.stat().st_mode & 0o777 == 0o600
-    assert with_resumed([f"resume={folder}"])[:2] == words
+    assert resumed([f"resume={folder}"])[:2] == words
     assert own_words_of(folder)[1] == {"callbacks": ["mine.OfAPreset"], "model.target": ["mine.Net"]}
     notes = folder / ".hydra" / "overrides.yaml"
     whole = notes.read_bytes()
@@ -98,18 +103,18 @@ def test_a_signed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for at in chosen.sample(range(whole.index(b"# code"), len(whole)), 40):
         notes.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         try:
-            kept = with_resumed([f"resume={folder}"])[:2]
+            kept = resumed([f"resume={folder}"])[:2]
         except (BadInput, HydraException):
             continue
         assert kept == words or not code_in(kept)
     notes.write_bytes(whole)
     key.chmod(0o640)
     with pytest.raises(BadInput, match=r"model.target: mine.Net"):
-        with_resumed([f"resume={folder}"])
+        resumed([f"resume={folder}"])
     assert signed(words, {}) == ""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     with pytest.raises(BadInput, match=r"model.target: mine.Net"):
-        with_resumed([f"resume={folder}"])
+        resumed([f"resume={folder}"])
 
 
 def test_no_key_without_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +144,7 @@ def test_words_of_a_folder_are_overrides(tmp_path: Path) -> None:
         folder = made(tmp_path / "run", [])
         (folder / ".hydra" / "overrides.yaml").write_text(text)
         with pytest.raises(BadInput, match=r"which says what was typed, can be read"):
-            with_resumed([f"resume={folder}"])
+            resumed([f"resume={folder}"])
 
 
 def test_data_of_a_pruned_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

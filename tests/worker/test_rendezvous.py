@@ -13,6 +13,7 @@ from lowvram.knobs.sharding import DDP, Unsharded
 from lowvram.launch.native_log import native_log
 from lowvram.launch.supervisor import RankPlace
 from lowvram.launch.torchrun import Launch, aside, launch_from
+from lowvram.loops.setup import Sharding, wanted_ranks
 from lowvram.worker.rendezvous import Master, Rendezvous, Role, Torchrun, Worker
 from tests.laboratory import CPU
 
@@ -33,6 +34,10 @@ def meeting(way: Role) -> Rendezvous:
     return Rendezvous(way, {"threads": 1})
 
 
+def count(meeting: Rendezvous, sharding: Sharding, device: torch.device, names_card: bool) -> int:
+    return meeting.count(sharding.ranks, wanted_ranks(sharding, device, names_card), device, names_card)
+
+
 @pytest.mark.parametrize(
     ("sharding", "device", "names_card", "num_ranks"),
     [
@@ -48,21 +53,21 @@ def meeting(way: Role) -> Rendezvous:
 def test_auto_is_every_visible_card(
     sharding: Unsharded, device: torch.device, names_card: bool, num_ranks: int
 ) -> None:
-    assert first().count(sharding, device, names_card) == num_ranks
+    assert count(first(), sharding, device, names_card) == num_ranks
 
 
 def test_more_ranks_than_cards_are_refused_with_both_numbers() -> None:
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2, the number of visible CUDA devices"):
-        first().count(DDP(ranks="3"), CUDA, names_card=False)
+        count(first(), DDP(ranks="3"), CUDA, names_card=False)
 
 
 def test_several_ranks_take_no_card_of_the_user_s_choice() -> None:
     with pytest.raises(BadInput, match="device='cuda:1': must be auto or cuda with several ranks"):
-        first().count(DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
+        count(first(), DDP(ranks="2"), torch.device("cuda", 1), names_card=True)
 
 
 def test_the_others_know_what_the_first_has_found_out() -> None:
-    assert meeting(Worker(RankPlace(1, num_ranks=2, port=1))).count(DDP(), CUDA, names_card=False) == 2
+    assert count(meeting(Worker(RankPlace(1, num_ranks=2, port=1))), DDP(), CUDA, names_card=False) == 2
 
 
 def test_torchrun_s_words_are_understood() -> None:
@@ -72,9 +77,9 @@ def test_torchrun_s_words_are_understood() -> None:
 
 
 def test_torchrun_on_two_machines_is_held_to_the_cards_of_each() -> None:
-    assert meeting(Torchrun(Launch(3, 4, 1, 2))).count(DDP(ranks="4"), CUDA, names_card=False) == 4
+    assert count(meeting(Torchrun(Launch(3, 4, 1, 2))), DDP(ranks="4"), CUDA, names_card=False) == 4
     with pytest.raises(BadInput, match=r"sharding.ranks='3': must be at most 2"):
-        meeting(Torchrun(Launch(3, 6, 1, 3))).count(DDP(), CUDA, names_card=False)
+        count(meeting(Torchrun(Launch(3, 6, 1, 3))), DDP(), CUDA, names_card=False)
 
 
 def test_a_program_aside_says_nothing_and_leaves_nothing(

@@ -19,8 +19,8 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.config.texts import first_line
 from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
-from lowvram.core.readable import groups_in, unreadable
 from lowvram.core.rig import Rig
+from lowvram.core.savable import groups_in, unreadable
 from lowvram.core.untouched import marking
 from lowvram.knobs.optimizer.fp32_compute import PIECE_ELEMENTS, RoundingPolicy, with_fp32_compute
 from lowvram.knobs.optimizer.groups import check_rates, decayed
