@@ -11,8 +11,8 @@ from lowvram.config.registry import node_of, options_of
 from lowvram.config.words import key, typed_value
 from lowvram.results import row as rows
 from lowvram.results.files.run_folder import SNAPSHOTS, has_snapshots, is_running, snapshots_in, was_cut_off
-from lowvram.results.terminal import hydra_quoted
-from lowvram.runs.hydra_notes import check_secrets, own_words_of
+from lowvram.results.terminal import hydra_quoted, tell
+from lowvram.runs.hydra_notes import change_in, check_secrets, own_words_of
 from lowvram.runs.own_runs import check_code
 
 MULTIRUN = ("-m", "--multirun")
@@ -42,6 +42,8 @@ def with_resumed(words: list[str], wanted: str) -> list[str]:
     typed = [word for word in words if key(word) != "resume"]
     taken = {"resume", "trust", *map(key, typed)}
     earlier, own = own_words_of(folder)
+    if (note := change_in(folder)) is not None:
+        tell(note)
     kept = [word for word in earlier if key(word) not in taken and not is_of_another_option(word, typed)]
     check_code(code_in(kept), folder, "resume", own, typed_value(words, "trust"))
     check_secrets(kept, folder)

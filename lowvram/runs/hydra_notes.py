@@ -23,6 +23,8 @@ from lowvram.config.errors import BadInput
 from lowvram.config.secret import REFUSED, text_without_secrets, without_secrets, words_without_secrets
 from lowvram.results.files.durable import write_text
 from lowvram.results.files.regular import LONG_BYTES, SHORT_BYTES, read_regular
+from lowvram.results.files.sealed import is_changed, with_comment
+from lowvram.results.terminal import shown_path
 from lowvram.runs.own_runs import own_code, signed
 
 FOLDER = ".hydra"
@@ -45,7 +47,7 @@ def notes_of(config: DictConfig) -> Notes:
     return {
         CONFIG: as_yaml(without_secrets(container(config, resolve=False))),
         HYDRA: as_yaml({"hydra": values}),
-        OVERRIDES: signature + as_yaml(words),
+        OVERRIDES: with_comment(signature + as_yaml(words)),
     }
 
 
@@ -103,6 +105,14 @@ def own_words_of(folder: Path) -> tuple[list[str], Names | None]:
     text = text_of(folder)
     words = words_in(text, folder)
     return words, own_code(text, words)
+
+
+def change_in(folder: Path) -> str | None:
+    """A line for the user if what was typed for a run isn't noted any more as the run noted it; else None."""
+    path = folder / FOLDER / OVERRIDES
+    if not is_changed(text_of(folder)):
+        return None
+    return f"note: {shown_path(path)} was changed since the run wrote it: going on with the words that it holds now"
 
 
 def own_notes_in(run: Path) -> tuple[list[str], Names | None]:

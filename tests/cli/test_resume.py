@@ -241,10 +241,12 @@ def test_other_values_than_those_of_the_snapshot_are_reported(call: Call, interr
     noted.write_text(noted.read_text().replace("train.steps=5", "train.steps=6"))
     resumed = call("resume=last", "optimizer.lr=0.5", "seed=3", "name=null")
     assert resumed.code == 0, resumed.said()
+    assert resumed.out.count("/.hydra/overrides.yaml was changed since the run wrote it") == 1
     told = "seed=3 (0 in the snapshot), train.steps=6 (5 in the snapshot), optimizer.lr=0.5 (0.001 in the snapshot)"
     (line,) = [line for line in resumed.out.splitlines() if line.startswith("going on with other values: ")]
     assert set(line.partition(": ")[2].split(", ")) == set(told.split(", "))
     again = call(f"resume={interrupted}", "train.steps=7")
+    assert "was changed since" not in again.out
     assert "going on with other values: train.steps=7 (6 in the snapshot)\n" in again.out
 
 

@@ -20,7 +20,7 @@ from tests.faults.lab import Ended, Lab, Trial, tail
 from tests.faults.scenarios import OWN_CODE, RUN, Scenario
 from tests.faults.telling import Draw, Told
 
-BEFORE_STEPS = re.compile(r"data: |note: |run: started, ")
+BEFORE_STEPS = re.compile(r"data: |note: |planned to need |run: started, ")
 NOTHING = Scenario("nothing", (), RUN)
 RARE = 0.08  # options that start more processes, or compile
 USUAL = 0.12

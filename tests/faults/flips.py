@@ -36,6 +36,8 @@ HASH = re.compile(r"\.[0-9a-f]{16}\.pt$")
 SHARED = ("references", "traces")  # folders whose files are named by what is in them
 EXCHANGED = 0.25  # of the trials
 GONE = re.compile(r"file|/metrics|/row: |: 'absent' instead|: \d+ instead of \d+: ")  # a difference that may be told
+# A run with other words than those of its snapshot is another run: it says which words differ, or that they were changed.
+WORDS_CHANGED = re.compile(r"overrides\.yaml was changed since the run wrote it")
 OTHER_WORDS = re.compile(r"^going on with other values: .+, ", re.MULTILINE)  # than steps, of which more are wanted
 
 
@@ -101,8 +103,9 @@ def lines_about(path: Path, said: str) -> str:
 
 def is_told(difference: str, about_it: str) -> bool:
     """Damaged rows, lines and files may go, or be put aside, where the lines about the damaged file say so; figures may
-    never differ. A run with other words than those of its snapshot is another run, and says which words differ."""
-    return bool(OTHER_WORDS.search(about_it) or (GONE.search(difference) and NOTICED.search(about_it)))
+    never differ."""
+    of_words = OTHER_WORDS.search(about_it) or WORDS_CHANGED.search(about_it)
+    return bool(of_words or (GONE.search(difference) and NOTICED.search(about_it)))
 
 
 def undamaged(lab: Lab, scenario: Scenario) -> Results:

@@ -1,7 +1,8 @@
-"""JSON files with their own checksum, so that any damage is noticed. Imports no torch.
+"""Files with their own checksum, so that any damage is noticed. Imports no torch.
 
-The last field of the object is the CRC-32 of the bytes before it, as eight hex digits. A file without it is accepted
-unchecked: an early version wrote it, or somebody edited it and removed the field.
+The last field of a JSON object is the CRC-32 of the bytes before it, as eight hex digits; the first line of a YAML
+file, that of the bytes after it. A file without is accepted unchecked: an early version wrote it, or somebody edited it
+and removed the checksum.
 """
 
 from __future__ import annotations
@@ -41,3 +42,13 @@ def opened(text: str) -> str:
     if zlib.crc32(match[1].encode()) != int(match[3], 16):
         raise Damaged(f"its bytes don't match its checksum (whoever edits it leaves out {FIELD!r})")
     return match[1] + "}"
+
+
+def with_comment(text: str) -> str:
+    """A YAML file's text with its checksum."""
+    return f"# crc32: {zlib.crc32(text.encode()):08x}\n{text}"
+
+
+def is_changed(text: str) -> bool:
+    """Whether a YAML file's text isn't the one that was written. Its checksum may have been removed."""
+    return text.startswith("# crc32") and text != with_comment(text.partition("\n")[2])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowvram.results.files.sealed import Damaged, opened, sealed
+from lowvram.results.files.sealed import Damaged, is_changed, opened, sealed, with_comment
 from lowvram.results.row import FILE_NAME, empty_row, merge, read, write
 
 VALUES = {"losses": [1.5, 2.25], "name": "a\u20ac"}
@@ -45,6 +45,18 @@ def test_what_has_none_counts_as_it_is() -> None:
     assert opened('{"a": 1}') == '{"a": 1}'
     with pytest.raises(Damaged, match="checksum"):
         opened('{"a": 1, "crc32": "0123"}')
+
+
+def test_every_change_of_a_yaml_file_is_seen_but_a_checksum_that_is_gone() -> None:
+    text = with_comment("- seed=1\n- logger=none\n")
+    first, *rest = text.splitlines(keepends=True)
+    assert not is_changed(text)
+    assert not is_changed("".join(rest))
+    assert is_changed(first + rest[0])
+    assert is_changed(first + rest[1])
+    assert all(is_changed(text[:size]) for size in range(len(first) - 3, len(text)))
+    for at in range(len(first), len(text)):
+        assert is_changed(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
 
 
 def test_a_row_whose_digit_has_changed_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
