@@ -36,7 +36,7 @@ HASH = re.compile(r"\.[0-9a-f]{16}\.pt$")
 SHARED = ("references", "traces")  # folders whose files are named by what is in them
 EXCHANGED = 0.25  # of the trials
 GONE = re.compile(r"file|/metrics|/row: |: 'absent' instead|: \d+ instead of \d+: ")  # a difference that may be told
-# A run with other words than those of its snapshot is another run: it says which words differ, or that they were changed.
+# A run with other words than those of its snapshot is another run: it says which differ, or that they were changed.
 WORDS_CHANGED = re.compile(r"overrides\.yaml was changed since the run wrote it")
 OTHER_WORDS = re.compile(r"^going on with other values: .+, ", re.MULTILINE)  # than steps, of which more are wanted
 
