@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from lowvram.compat.torch_fake import FakeTensorMode, GuessingFakeTensorMode
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_trees import tree_map_only
+from lowvram.config.texts import first_line
 from lowvram.core.changes import Look
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.places import Places
+from lowvram.core.ranks import rank
 from lowvram.core.shared_memory import copied
 
 T = TypeVar("T")
+UNTRIED = set[tuple[type, str]]()  # models, and questions about them of which the user knows that nobody has answered
 CACHED = type(lru_cache(len))
 
 
@@ -50,6 +53,18 @@ def fake_pass(model: nn.Module, run: Callable[[nn.Module, Any], T], inputs: Any,
         for cached, before in misses.items():
             if cached.cache_info().misses > before:  # else it has nothing from this pass
                 cached.cache_clear()
+
+
+def tell_untried(model: nn.Module, unknown: str, error: Exception) -> None:
+    """Say once of each model's class that a trial has failed.
+
+    Args:
+        unknown: what nobody knows now, and what the user can do about it.
+        error: that of the trial.
+    """
+    if rank() == 0 and (type(model), unknown) not in UNTRIED:
+        UNTRIED.add((type(model), unknown))
+        print(f"note: this model can't be tried without memory, so that nobody knows {unknown} ({first_line(error)})")
 
 
 @contextmanager

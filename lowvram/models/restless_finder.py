@@ -19,7 +19,7 @@ from lowvram.core.changes import Change, OfEntry
 from lowvram.core.generators import PYTHONS, OfPython, OfTorch, sources_of
 from lowvram.core.places import containers_in, tensors_in
 from lowvram.core.repeat import First, Repeatable
-from lowvram.models.fake_pass import fake_pass
+from lowvram.models.fake_pass import fake_pass, tell_untried
 from lowvram.models.write_finder import Writes
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of a BatchNorm
@@ -59,7 +59,9 @@ def find_deeds(
 
     try:
         fake_pass(model, watched, inputs)
-    except Exception:  # it can't be compiled either, or compiling says why
+    except Exception as error:
+        unknown = "whether its forward pass draws, or changes what it holds; if it does, choose compile=none"
+        tell_untried(model, unknown, error)
         return Deeds()
     return Deeds(
         next((what for each in looks if (what := unrepeatable(each)) is not None), None),

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
-from lowvram.models.fake_pass import fake_pass
+from lowvram.models.fake_pass import fake_pass, tell_untried
 
 
 def find_uncalled(model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any) -> frozenset[str]:
@@ -35,7 +35,9 @@ def find_uncalled(model: nn.Module, call: Callable[[nn.Module, Any], Any], input
 
     try:
         return fake_pass(model, watched, inputs)
-    except Exception:  # who runs the model says why it can't
+    except Exception as error:
+        unknown = "whether it calls each layer; an adapter or qat has no effect on a layer whose weight it only reads"
+        tell_untried(model, unknown, error)
         return frozenset()
 
 

@@ -14,12 +14,9 @@ from torch import Tensor, UntypedStorage, nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_ops import schema_of
-from lowvram.config.texts import first_line
-from lowvram.core.ranks import rank
-from lowvram.models.fake_pass import fake_pass
+from lowvram.models.fake_pass import fake_pass, tell_untried
 
 QUIET = ("torch", "lowvram")  # packages whose modules write into no weight, but for the following
-UNTRIED = set[type]()  # models of which that was told
 LOOKING_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -61,12 +58,8 @@ def find_written(
     try:
         return fake_pass(model, watched, inputs)
     except Exception as error:
-        if rank() == 0 and type(model) not in UNTRIED:
-            UNTRIED.add(type(model))
-            print(
-                "note: this model can't be tried without memory, so that nobody knows whether its forward pass writes"
-                f" into its weights; if it does, leave ckpt, tile, offload and the like neutral ({first_line(error)})"
-            )
+        unknown = "whether its forward pass writes into its weights"
+        tell_untried(model, f"{unknown}; if it does, leave ckpt, tile, offload and the like neutral", error)
         return Written()
 
 

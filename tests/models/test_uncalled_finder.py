@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import lowvram
 from lowvram.config.errors import Incompatible
+from lowvram.models.restless_finder import find_deeds
 from lowvram.models.uncalled_finder import find_uncalled
 from tests import restless
 
@@ -41,6 +42,21 @@ def test_only_what_is_read_instead_of_called() -> None:
     assert found(restless.Net(Reading, 2)) == {"blocks.0.a", "blocks.1.a"}
     assert found(restless.Net(Regularised)) == frozenset()
     assert found(restless.Net(restless.AttentionDropout, 1)) == {"blocks.0.attention.out_proj"}
+
+
+class Untriable(Reading):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[x.sum(-1).argsort().numpy()]
+
+
+def test_a_model_that_cannot_be_tried_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        model = restless.Net(Untriable, 1)
+        assert found(model) == frozenset()
+        assert find_deeds(model, lambda model, x: model(x), torch.randn(2, WIDTH), [], [model]) == (None, None)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "nobody knows whether it calls each layer; an adapter or qat has no effect on" in first
+    assert "nobody knows whether its forward pass draws, or changes what it holds" in second
 
 
 def test_an_adapter_there_is_refused_and_so_is_rounding() -> None:
