@@ -6,6 +6,7 @@ pass can run a second time as it ran first.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ from lowvram.core.ledger import announce
 from lowvram.core.places import LARGE_BYTES, PLAIN, Places, arrays_in, containers_in, identity, tensors_in
 
 MISSING: Any = object()
+AGAIN = "compute a forward pass again, or undo what it changed (ckpt, tile, compile=torchscript, stepping=zeroth_order)"
 
 
 class Change(ABC):
@@ -102,6 +104,24 @@ class OfArray(Change):
         self.now = MISSING
 
 
+@final
+class OfLargeArray(Change):
+    """An array of numpy that is too large to be copied has other numbers than before."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def undo(self) -> None:
+        """Raises Incompatible."""
+        raise Incompatible(
+            f"{self.what}, an array of numpy, is changed in place by a forward pass, and it is too large to be copied"
+            f" each time: make it a buffer, or leave the options that {AGAIN}"
+        )
+
+    def redo(self) -> None:
+        """Nothing was undone."""
+
+
 class Held(NamedTuple):
     """A tensor that a module holds, at the first look."""
 
@@ -128,7 +148,10 @@ class Look:
         self.held = [self.hold(*place) for place in tensors_in(places, containers)] if with_tensors else []
         self.values = [(module, dict(vars(module))) for module in places.with_values]
         self.contents = [(what, each, contents_of(each)) for what, each in containers]
-        self.arrays = [(what, each, each.copy()) for what, each in arrays_in(places, containers)]
+        arrays = list(arrays_in(places, containers))
+        self.arrays = [(what, each, each.copy()) for what, each in arrays if each.nbytes <= LARGE_BYTES]
+        large = arrays if places.num_looks == 1 else []
+        self.large = [(what, each, checksum(each)) for what, each in large if each.nbytes > LARGE_BYTES]
         self.own: dict[int, Change] = {}  # what the forward pass has changed, by the place among `held`
 
     def hold(self, what: str, owner: MutableMapping[Any, Any], name: Any, tensor: Tensor) -> Held:
@@ -153,7 +176,8 @@ class Look:
         values = [change for module, before in self.values for change in changed_values(module, before, held)]
         contents = [OfContents(*look) for look in self.contents if not are_same(*look[1:])]
         arrays = [OfArray(*look) for look in self.arrays if not same_numbers(*look[1:])]
-        return [*values, *contents, *arrays]
+        large = [OfLargeArray(what) for what, each, before in self.large if checksum(each) != before]
+        return [*values, *contents, *arrays, *large]
 
     def changes_by_anyone(self) -> list[Change]:
         """What differs now from what there was before the forward pass, whoever has changed it: what several blocks
@@ -175,8 +199,7 @@ class Look:
             if held.copy is None:
                 raise Incompatible(
                     f"{held.what} was changed in place by a forward pass, which none did before, and it is too large to"
-                    " be copied each time: options that compute a forward pass again, or undo what it changed, can't be"
-                    " used with it (ckpt, tile, compile=torchscript, stepping=zeroth_order)"
+                    f" be copied each time: leave the options that {AGAIN}"
                 )
             return OfEntry(held.what, held.owner, held.name, held.copy, is_copied=True)
         is_replaced = held.owner.get(held.name, MISSING) is not held.tensor
@@ -214,6 +237,10 @@ def are_same(container: Any, before: Any) -> bool:
     if isinstance(container, dict):
         return all(is_same(container.get(name, MISSING), value) for name, value in before.items())
     return all(map(is_same, container, before))
+
+
+def checksum(array: Any) -> int:
+    return zlib.crc32(array.tobytes())
 
 
 def same_numbers(now: Any, before: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modules import BatchNorm, is_plain_module, own_buffers
 from lowvram.config.errors import Incompatible
 
-LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them in place
+LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them; arrays never
 DEEPEST = 3  # containers in containers that are looked into
 OF_MODULES = frozenset(vars(nn.Module()))  # nn.Module's own attributes
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
@@ -123,8 +123,7 @@ def containers(what: str, value: Any, seen: set[int], depth: int) -> Iterator[tu
 
 
 def arrays_in(places: Places, containers: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The arrays of numpy that attributes hold, also in these containers, each once. Not those too large to be copied
-    each time."""
+    """The arrays of numpy that attributes hold, also in these containers, each once."""
     seen: set[int] = set()
     own = ((type(each).__name__, name, value) for each in places.with_values for name, value in vars(each).items())
     inner = (
@@ -133,7 +132,7 @@ def arrays_in(places: Places, containers: Iterable[tuple[str, Any]]) -> Iterator
         for value in (container.values() if isinstance(container, dict) else container)
     )
     for what, name, value in chain(own, inner):
-        if is_array(value) and value.nbytes <= LARGE_BYTES and id(value) not in seen:
+        if is_array(value) and id(value) not in seen:
             seen.add(id(value))
             yield f"{what}.{name}".rstrip("."), value
 
