@@ -13,14 +13,24 @@ from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_modules import BatchNorm
 from lowvram.config.errors import Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
-from lowvram.core.places import LARGE_BYTES, PLAIN, Places, arrays_in, containers_in, identity, tensors_in
+from lowvram.core.places import (
+    LARGE_BYTES,
+    PLAIN,
+    Places,
+    Values,
+    arrays_in,
+    containers_in,
+    identity,
+    tensors_in,
+    values_in,
+)
 
 MISSING: Any = object()
 AGAIN = "compute a forward pass again, or undo what it changed (ckpt, tile, compile=torchscript, stepping=zeroth_order)"
@@ -146,7 +156,7 @@ class Look:
         places.num_looks += 1
         containers = list(containers_in(places))
         self.held = [self.hold(*place) for place in tensors_in(places, containers)] if with_tensors else []
-        self.values = [(module, dict(vars(module))) for module in places.with_values]
+        self.values = [(values, values.now()) for values in values_in(places)]
         self.contents = [(what, each, contents_of(each)) for what, each in containers]
         arrays = list(arrays_in(places, containers))
         self.arrays = [(what, each, each.copy()) for what, each in arrays if each.nbytes <= LARGE_BYTES]
@@ -169,11 +179,13 @@ class Look:
         found = {place: self.change_of(held) for place, held in enumerate(self.held)}
         self.own = {place: change for place, change in found.items() if change is not None}
         self.held = [held._replace(version=version_of(held.tensor), copy=None) for held in self.held]
-        return [*self.besides_tensors(), *self.own.values()]
+        changes = [*self.besides_tensors(), *self.own.values()]
+        self.places.note_changed(change.what for change in changes)
+        return changes
 
     def besides_tensors(self) -> list[Change]:
         held = {id(each.tensor) for each in self.held}
-        values = [change for module, before in self.values for change in changed_values(module, before, held)]
+        values = [change for look in self.values for change in changed_values(*look, held)]
         contents = [OfContents(*look) for look in self.contents if not are_same(*look[1:])]
         arrays = [OfArray(*look) for look in self.arrays if not same_numbers(*look[1:])]
         large = [OfLargeArray(what) for what, each, before in self.large if checksum(each) != before]
@@ -219,7 +231,8 @@ def change_by_others(held: Held) -> Change | None:
 
 
 def contents_of(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+    # By dict's own methods: a class may make a new object for each key that it is asked for.
+    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
 def fill(container: Any, contents: Any) -> None:
@@ -235,7 +248,7 @@ def are_same(container: Any, before: Any) -> bool:
     if len(container) != len(before):
         return False
     if isinstance(container, dict):
-        return all(is_same(container.get(name, MISSING), value) for name, value in before.items())
+        return all(is_same(dict.get(container, name, MISSING), value) for name, value in before.items())
     return all(map(is_same, container, before))
 
 
@@ -258,13 +271,12 @@ def is_equal(now: Any, before: Any) -> bool:
     return now == before
 
 
-def changed_values(module: nn.Module, before: dict[str, Any], held: set[int]) -> Iterator[Change]:
-    """The attributes of a module that aren't what they were, but for the tensors that `Held` looks at."""
-    now = vars(module)
-    for name in now.keys() | before.keys():
+def changed_values(values: Values, before: dict[str, Any], held: set[int]) -> Iterator[Change]:
+    """Those that aren't what they were, but for the tensors that `Held` looks at."""
+    for name in values.now().keys() | before.keys():
         was = before.get(name, MISSING)
-        if not is_same(now.get(name, MISSING), was) and id(was) not in held:
-            yield OfEntry(f"{type(module).__name__}.{name}", now, name, was)
+        if not is_same(values.owner.get(name, MISSING), was) and id(was) not in held:
+            yield OfEntry(f"{values.what}.{name}", values.owner, name, was)
 
 
 class StatisticsFrozen:

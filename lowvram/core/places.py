@@ -1,13 +1,15 @@
-"""Where modules keep what a forward pass may change: buffers, and tensors, arrays and containers in attributes."""
+"""Where modules keep what a forward pass may change: buffers; tensors, arrays and containers in attributes; and what
+all modules of a class share, in attributes of the class and in global names of its Python file.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,12 @@ from lowvram.compat.torch_modules import BatchNorm, is_plain_module, own_buffers
 from lowvram.config.errors import Incompatible
 
 LARGE_BYTES = 2**20  # tensors above are copied only if a forward pass has been seen to change them; arrays never
+FIRST_LOOKS = 4  # at what classes and files hold
+MOST_SHARED = 1000  # entries of a list or a dictionary of a class or a file that is looked at
 DEEPEST = 3  # containers in containers that are looked into
 OF_MODULES = frozenset(vars(nn.Module()))  # nn.Module's own attributes
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
+FIXED = ("torch", "lowvram", "builtins")  # packages whose classes and files stay as they are
 PLAIN = (int, float, complex, str, bytes, tuple, torch.dtype, torch.device, type(None))
 
 
@@ -37,11 +42,24 @@ class Places:
         self.norms = [each for each in modules if isinstance(each, BatchNorm) and is_batch_norm(each)]
         self.with_buffers = [each for each in modules if own_buffers(each) and not is_batch_norm(each)]
         self.with_values = [each for each in modules if not is_plain_module(each)]
+        self._shared = list(shared_by({type(each) for each in self.with_values}))
+        self.is_shared_changing = earlier is not None and earlier.is_shared_changing
         # Owners and names of tensors that are changed in place.
         self.written: set[tuple[int, Any]] = set() if earlier is None else earlier.written
         # Those that the first forward pass changed through `.data`, of which a tensor's version doesn't tell.
         self.unversioned: set[tuple[int, Any]] = set() if earlier is None else earlier.unversioned
         self.num_looks = 0 if earlier is None else earlier.num_looks
+
+    @property
+    def shared(self) -> Sequence[tuple[str, MutableMapping[str, Any]]]:
+        """What modules of a class share; none any more if the first forward passes have changed nothing there, as a
+        file may have hundreds of names."""
+        return self._shared if self.num_looks <= FIRST_LOOKS or self.is_shared_changing else ()
+
+    def note_changed(self, names: Iterable[str]) -> None:
+        """Note what a forward pass has changed, by the names for messages."""
+        owners = {what for what, _ in self._shared}
+        self.is_shared_changing |= any(name.rpartition(".")[0] in owners for name in names)
 
 
 @final
@@ -75,6 +93,68 @@ class Slots(MutableMapping[Any, Any]):
         return len(self.container)
 
 
+@final
+class ClassAttributes(MutableMapping[str, Any]):
+    """The attributes of a class, but for those that it inherits."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.cls)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.cls, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.cls, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(vars(self.cls)))
+
+    def __len__(self) -> int:
+        return len(vars(self.cls))
+
+
+def shared_by(kinds: Iterable[type]) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """The attributes of the classes of modules, but for torch's, and the global names of their Python files, each with
+    a name for messages."""
+    classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__ if cls.__module__.split(".")[0] not in FIXED)
+    yield from ((cls.__name__, ClassAttributes(cls)) for cls in classes)
+    files = {name: sys.modules[name] for name in (cls.__module__ for cls in classes) if name in sys.modules}
+    yield from ((name, vars(file)) for name, file in files.items())
+
+
+def is_shared_value(value: Any) -> bool:
+    """Whether a value of a class or a file is looked at: a number, a text, a tensor that isn't large."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() <= LARGE_BYTES
+    return isinstance(value, PLAIN)
+
+
+def is_shared_container(value: Any) -> bool:
+    return isinstance(value, dict | list | set | deque) and len(value) <= MOST_SHARED
+
+
+class Values(NamedTuple):
+    """The attributes of a module, or what a class or a file shares."""
+
+    what: str  # for messages
+    owner: MutableMapping[str, Any]
+    is_shared: bool
+
+    def now(self) -> dict[str, Any]:
+        """The values that are looked at."""
+        if not self.is_shared:
+            return dict(self.owner)
+        return {name: value for name, value in self.owner.items() if is_shared_value(value)}
+
+
+def values_in(places: Places) -> list[Values]:
+    own = [Values(type(module).__name__, vars(module), False) for module in places.with_values]
+    return [*own, *(Values(what, owner, True) for what, owner in places.shared)]
+
+
 def identity(owner: MutableMapping[Any, Any]) -> int:
     return id(owner.container if isinstance(owner, Slots) else owner)
 
@@ -94,10 +174,10 @@ def tensors_in(
         for name, buffer in own_buffers(module).items():
             if buffer is not None and not buffer.is_inference():
                 yield f"{type(module).__name__}.{name}", own_buffers(module), name, buffer
-    for module in places.with_values:
-        for name, value in vars(module).items():
+    for values in values_in(places):
+        for name, value in values.now().items():
             if isinstance(value, Tensor) and not value.is_inference():
-                yield f"{type(module).__name__}.{name}", vars(module), name, value
+                yield f"{values.what}.{name}", values.owner, name, value
 
 
 def containers_in(places: Places) -> Iterator[tuple[str, Any]]:
@@ -108,6 +188,10 @@ def containers_in(places: Places) -> Iterator[tuple[str, Any]]:
         for name, value in vars(module).items():
             if name not in OF_MODULES:
                 yield from containers(f"{type(module).__name__}.{name}", value, seen, DEEPEST)
+    for what, owner in places.shared:
+        for name, value in owner.items():
+            if is_shared_container(value):
+                yield from containers(f"{what}.{name}", value, seen, 1)
 
 
 def containers(what: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

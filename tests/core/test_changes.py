@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowvram.config.errors import Incompatible
 from lowvram.core.changes import LARGE_BYTES, Look
 from lowvram.core.places import Places
 from lowvram.core.repeat import Repeatable
+from tests import restless
 
 
 def test_a_large_tensor_that_changes_late_names_all_options_that_have_to_undo_it() -> None:
@@ -48,3 +52,70 @@ def test_a_large_array_that_changes_cannot_be_put_back() -> None:
             continue
         with pytest.raises(Incompatible, match=r"^Table\.held, an array of numpy, is changed in place"), again:
             module(torch.ones(1))
+
+
+NUM_PASSES = 0
+SCALES = [1.0]
+NEW = "newest"
+
+
+class Sharing(restless.Mlp):
+    """Counts in an attribute of its class, in one that is new, in its file, and in a list of its file."""
+
+    count = 0
+    total = torch.zeros(1)
+
+    def between(self, x: Tensor) -> Tensor:
+        global NUM_PASSES
+        NUM_PASSES += 1
+        Sharing.count += 1
+        setattr(Sharing, NEW, vars(Sharing).get(NEW, 0) + NUM_PASSES)
+        Sharing.total.add_(1)
+        SCALES.append(SCALES[-1] * 0.9)
+        return x * SCALES[-1] / (Sharing.count + NUM_PASSES + vars(Sharing)[NEW] + float(Sharing.total))
+
+
+def fresh(seed: int) -> nn.Module:
+    global NUM_PASSES
+    NUM_PASSES, Sharing.count = 0, 0
+    Sharing.total.zero_()
+    SCALES[:] = [1.0]
+    if NEW in vars(Sharing):
+        delattr(Sharing, NEW)
+    torch.manual_seed(seed)
+    return restless.Net(Sharing)
+
+
+def test_what_classes_and_files_hold_is_put_back_for_a_block_that_is_computed_again() -> None:
+    x, target = torch.randn(4, restless.WIDTH), torch.arange(4)
+    gradients = list[list[Tensor]]()
+    for is_again in (False, True):
+        model = fresh(7)
+        if is_again:
+            for block in model.get_submodule("blocks").children():
+                repeat_block(block)
+        for _ in range(2):
+            nn.functional.cross_entropy(model(x), target).backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        assert (NUM_PASSES, Sharing.count, float(Sharing.total), len(SCALES)) == (8, 8, 8.0, 9)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def repeat_block(block: nn.Module) -> None:
+    forward, repeatable = block.forward, Repeatable(block)
+    block.forward = lambda x: checkpoint(
+        forward, x, use_reentrant=False, preserve_rng_state=False, context_fn=repeatable.passes
+    )
+
+
+class Making(dict[str, type]):
+    """As the table of activations of transformers: makes an object each time."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+def test_a_dictionary_that_makes_its_values_has_not_changed() -> None:
+    module = restless.Mlp()
+    vars(module)["table"] = Making(act=nn.ReLU)
+    assert Look(Places(module)).changes() == []
