@@ -23,7 +23,7 @@ LONGEST_KEPT = 2048  # characters of the texts whose results are cached
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _ALWAYS = frozenset(("password", "passwords", "passwd", "passphrase", "passcode", "secret", "secrets"))
-_ALWAYS |= {"credential", "credentials", "creds", "authorization"}
+_ALWAYS |= {"credential", "credentials", "creds", "authorization", "jwt", "cookie", "cookies"}
 _LAST = frozenset(("key", "token"))
 _LAST_ALONE = frozenset(("auth", "pass", "pw"))
 # Words before "key" or "token" that make it a secret for certain, and words that make it an ordinary key.
@@ -33,7 +33,12 @@ _EVERYDAY = "pad eos bos cls sep unk mask eot eod start end stop special image t
 _EVERYDAY += "foreign state input output target column field dict cache index query sample feature next last first "
 _EVERYDAY += "prompt decoder extra additional num per max min group order item id hash metric"
 _BEFORE = {**dict.fromkeys(_OF_SECRETS.split(), True), **dict.fromkeys(_EVERYDAY.split(), False)}
-_AS_ONE = re.compile(rf"({'|'.join(_OF_SECRETS.split())})(key|token)")
+# Words that are written as one: apikey, PGPASSWORD, dbpass.
+_OWNERS = "my user db pg mysql redis root admin sudo ssh ftp smtp mail account storage master service proxy wifi"
+_AS_ONE = re.compile(
+    rf"({'|'.join(_OF_SECRETS.split())})(key|token)|({'|'.join(_OWNERS.split())})(key|token|pass|pwd|pw)"
+    r"|\w+(password|passwd|passphrase|secret)s?"
+)
 
 # Forms of secrets; the group "secret" is the secret itself. Each pattern begins at a boundary, so that searching a long
 # text takes linear time.
@@ -56,7 +61,7 @@ _SHAPES = tuple(
 _REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")  # an interpolation, which doesn't contain the value
 _NOTHING = frozenset(("", "null", "none", "true", "false", "???", "…", REFUSED.lower()))
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
-_PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth", re.IGNORECASE)
+_PART_OF_KEYS = re.compile(r"key|token|pass|pw|secret|cred|auth|jwt|cookie", re.IGNORECASE)
 _KEY = re.compile(r"(?<![\w./-])(?P<key>[\w.-]*\w)(?P<quote>[\"']?)[ \t]*(?P<sign>[=:])[ \t]*")
 _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)
 _OPEN, _CLOSED = "([{", ")]}"

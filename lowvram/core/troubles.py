@@ -7,6 +7,8 @@ import errno
 import os
 import re
 import resource
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -37,17 +39,33 @@ CUT_SHORT = re.compile(
     r"|inline_container.*unexpected pos \d+ vs \d+|PytorchStreamWriter failed|file write failed"
     r"|database or disk is full|disk I/O error"  # SQLite's
 )
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(thread_limits.__file__).parents[1]), "<")  # "<": generated code
 IN_WORDS = re.compile(r"I/O error.*\(os error (\d+)\)|\[[Ee]rrno (\d+)\]")
 
 
 def chain(error: BaseException) -> list[BaseException]:
     """The error, and those that led to it."""
     causes = [error]
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
+    while (cause := cause_of(causes[-1])) is not None:
         if any(cause is known for known in causes):  # a cycle
             break
         causes.append(cause)
     return causes
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """The error that led to another one. What the user's code raises while it handles an error, without naming that as
+    the cause, is an error of its own; libraries often hide the cause of theirs."""
+    return error.__cause__ or (error.__context__ if is_of_library(error) else None)
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether installed code, Python's or lowvram's has raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return not file or file.startswith(LIBRARIES) or "-packages/" in file
 
 
 def is_out_of_memory(error: BaseException) -> bool:

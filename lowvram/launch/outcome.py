@@ -8,6 +8,7 @@ the one that had to be killed.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,10 @@ from lowvram.launch.native_log import native_log
 from lowvram.launch.supervisor import EXIT_NOT_FORKED
 from lowvram.results.row import Status
 
-MEMORY_WORDS = ("std::bad_alloc", "Cannot allocate memory", "MemoryError")
-MEMORY_WORDS += ("memory allocation of",)  # Rust's, such as of safetensors
+# What ends a line where C++, the system, Python or Rust ends a process that gets no memory. Who goes on says more.
+NO_MEMORY = re.compile(
+    r"(std::bad_alloc|Cannot allocate memory|MemoryError|memory allocation of \d+ bytes failed)\W*$", re.MULTILINE
+)
 PEER_WORDS = ("/gloo/", "Watchdog caught collective operation timeout", "ncclRemoteError")  # in a native log
 
 
@@ -158,7 +161,8 @@ def exit_reason(rank: int, status: int, log: str, around: Circumstances) -> tupl
     if number in (signal.SIGKILL, signal.SIGTERM):
         return Status.KILLED, f"the process died of {signal.Signals(number).name}"
     has_no_threads = thread_limits.says_so(log) or os.waitstatus_to_exitcode(status) == EXIT_NOT_FORKED
-    if any(word in log for word in MEMORY_WORDS) or (has_no_threads and around.vram):
+    is_out_of_memory = number != signal.SIGSEGV and NO_MEMORY.search(log)
+    if is_out_of_memory or (has_no_threads and around.vram):
         return Status.OOM, f"out of memory in native code (see {native_log(rank)})"
     if has_no_threads:
         return Status.ERROR, f"{thread_limits.limits()} (see {native_log(rank)})"

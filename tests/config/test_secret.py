@@ -23,10 +23,12 @@ Call = Callable[..., Outcome]
 SECRET_KEYS = [
     "key", "api_key", "apiKey", "apikey", "WANDB_API_KEY", "hf_token", "hf-token", "accessToken", "password",
     "client_secret", "token_file", "credentials", "db_passwd", "db_pwd", "Authorization", "secret_value",
+    "dbpassword", "PGPASSWORD", "SSHPASS", "userpass", "mytoken", "accountkey", "rootpw", "jwt", "session_cookie",
 ]  # fmt: skip
 EVERYDAY_KEYS = [
     "num_tokens", "max_tokens", "tokenizer", "tokens_per_s", "token_ids", "pad_token", "eos_token_id", "keyboard",
-    "keep", "sort_key", "num_key_value_heads", "sequence_length", "pwd", "authors", "monkey", "",
+    "keep", "sort_key", "num_key_value_heads", "sequence_length", "pwd", "authors", "monkey", "", "compass", "bypass",
+    "hotkey", "padtoken", "secretary",
 ]  # fmt: skip
 SECRET_TEXTS = {
     "https://me:hunter2@host/x": "https://me:<refused>@host/x",

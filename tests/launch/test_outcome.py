@@ -154,6 +154,24 @@ def test_native_logs_are_those_of_the_rank(judge: Any, tmp_path: Path, text: str
     assert (status, reason) == ("oom", "rank 2: out of memory in native code (see native.2.log)")
 
 
+@pytest.mark.parametrize(
+    ("text", "by", "status"),
+    [
+        ("ffmpeg: mmap failed: Cannot allocate memory, using read()", None, "error"),
+        ("x: caught MemoryError, retrying\nFatal Python error: Segmentation fault", signal.SIGSEGV, "error"),
+        ("MemoryError\nFatal Python error: Segmentation fault", signal.SIGSEGV, "error"),
+        ("Traceback (most recent call last):\n  File ...\nMemoryError", None, "oom"),
+        ("fork: Cannot allocate memory\n", None, "oom"),
+    ],
+)
+def test_who_goes_on_without_memory_did_not_end_for_it(
+    judge: Any, tmp_path: Path, text: str, by: signal.Signals | None, status: str
+) -> None:
+    (tmp_path / "native.log").write_text(text)
+    end = ended(0, by) if by else ended(0) | {"status": 7 << 8}
+    assert judge([end], {})[0] == status
+
+
 def test_what_was_ordered_explains_a_silent_end(judge: Any) -> None:
     both = [killed(0), killed(1)]
     assert judge(both, {}, StopConditions(is_stopped=True)) == ("interrupted", "stopped before it could save")

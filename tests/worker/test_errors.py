@@ -66,6 +66,34 @@ def test_the_compiler_has_found_no_memory(error: Exception) -> None:
     assert found == {"status": "oom", "reason": "out of memory in compiling, which takes memory of its own"}
 
 
+WHILE_HANDLING = """
+def act(error, words):
+    try:
+        raise error
+    except MemoryError:
+        raise ValueError(words) {cause}
+"""
+
+
+def while_handling(filename: str, cause: str) -> BaseException:
+    """An error that a file of this name raises while it handles another."""
+    names: dict[str, Callable[..., None]] = {}
+    exec(compile(WHILE_HANDLING.format(cause=cause), filename, "exec"), names)
+    try:
+        names["act"](MemoryError(), "data.csv has no column x")
+    except ValueError as caught:
+        return caught
+    raise AssertionError
+
+
+def test_an_error_of_the_users_own_is_no_lack_of_memory_that_it_follows() -> None:
+    for cause in ("", "from None"):
+        own = ending(while_handling("/home/me/data.py", cause))
+        assert own == {"status": "error", "reason": "ValueError: data.csv has no column x"}
+        assert ending(while_handling("/site-packages/library.py", cause))["status"] == "oom"
+    assert ending(while_handling("/home/me/data.py", "from error"))["status"] == "oom"
+
+
 @pytest.mark.parametrize(("soft", "status"), [(2**30, "oom"), (resource.RLIM_INFINITY, "error")])
 def test_what_libraries_do_not_tell_is_memory_under_a_cap(
     monkeypatch: pytest.MonkeyPatch, soft: int, status: str
