@@ -19,6 +19,8 @@ torch.nn.modules.dropout._DropoutNd, since before 1.13: the public classes have 
 a public one, if torch makes one.
 """
 
+FORWARD_PRE_HOOK = "a forward pre-hook"  # among `hooks_of`
+
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that its state_dict leaves out.
@@ -48,6 +50,21 @@ def is_plain_module(module: nn.Module) -> bool:
     """
     has_hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module).__module__.startswith("torch.nn.modules.") and not has_hooks and "forward" not in vars(module)
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a call of the module runs, as messages name them.
+
+    Module._forward_pre_hooks, _forward_hooks, _backward_pre_hooks and _backward_hooks, since 2.0. Replaced by public
+    names, if torch makes some.
+    """
+    kinds = {
+        FORWARD_PRE_HOOK: module._forward_pre_hooks,
+        "a forward hook": module._forward_hooks,
+        "a backward pre-hook": module._backward_pre_hooks,
+        "a backward hook": module._backward_hooks,
+    }
+    return [kind for kind, hooks in kinds.items() if hooks]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.torch_modules import FORWARD_PRE_HOOK, hooks_of
 from lowvram.config.errors import Incompatible
 
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a linear layer
@@ -17,6 +18,18 @@ TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")  # despite its name a line
 def is_transposed(layer: nn.Module) -> bool:
     """Whether it is a linear layer whose weight is (in, out), as GPT-2's are in transformers."""
     return (type(layer).__module__, type(layer).__name__) == TRANSPOSED
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether somebody has put another forward pass into this very object: `layer.forward = …`."""
+    return "forward" in vars(layer)
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a call of the layer returns nothing but the product of a weight of its own with what it is given, perhaps
+    after a hook before it, and its gradients are that product's."""
+    is_linear = type(layer) is nn.Linear and owns_weight(layer) and not has_own_forward(layer)
+    return is_linear and {*hooks_of(layer)} <= {FORWARD_PRE_HOOK}
 
 
 def owns_weight(layer: nn.Module) -> bool:

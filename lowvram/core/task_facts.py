@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from lowvram.core.knob import Fact
-from lowvram.core.layers import convolutions, inner_linears, layer_norms, rms_norms
+from lowvram.core.layers import convolutions, inner_linears, is_plain_linear, layer_norms, rms_norms
 from lowvram.core.rig import Task
 from lowvram.core.shared_memory import names_sharing
 
@@ -89,8 +89,9 @@ REASONS_BY_TRIAL: dict[Fact, Reason] = {
 }
 REASONS: dict[Fact, Reason] = REASONS_BY_TRIAL | {
     Fact.HEAD: unless(
-        lambda task, model: task.head(model) is not None,
-        "this task names none: leave logits=full, and list what trains in adapter.train",
+        lambda task, model: (head := task.head(model)) is not None and is_plain_linear(head),
+        "this task has no linear layer whose product the model returns as it is, without a hook, a forward pass of its"
+        " own or a change afterwards: leave logits=full, and list what trains in adapter.train",
     ),
     Fact.BLOCKS: no_blocks,
     Fact.EXITS: unless(has_exits, LEAVE_DEPTH),

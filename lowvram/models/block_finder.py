@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
-from lowvram.models.fake_pass import fake_pass
+from lowvram.models.fake_pass import fake_pass, without_memory
+from lowvram.models.head_finder import find_head
 from lowvram.models.last_layer import last_weights
-from lowvram.models.outputs import logits_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass
 AS_MUCH = 0.9  # classes that save at least this share of what the class with the most saves count as equal to it
@@ -30,7 +30,7 @@ class FoundBlocks(NamedTuple):
     """Modules by their dotted names."""
 
     blocks: tuple[str, ...]  # in the order in which the forward pass first meets them
-    head: str | None  # the linear layer whose outputs are the model's
+    head: str | None  # the linear layer whose products the model returns as they are (head_finder.py)
     has_plain_blocks: bool  # blocks take only tensors, as positional arguments, and return one tensor
     last: tuple[str, ...] = ()  # the weights of the layers that make the outputs, by all of their names; empty: unknown
     trouble: str | None = None  # why the model can't run on fake tensors
@@ -51,7 +51,7 @@ def find_blocks(
         BadInput: the model can't be called on such inputs.
     """
     try:
-        record, outputs = fake_pass(model, partial(recorded, call), inputs)
+        record, outputs, head = fake_pass(model, partial(recorded, call), inputs)
     except BadInput:  # the model can't be called on such data, with or without memory
         raise
     except Exception as error:
@@ -61,18 +61,23 @@ def find_blocks(
     kinds = [named] if named is not None else classes_of_blocks(record)
     blocks = {module for kind in kinds for module in outermost(record.model, kind)}
     order = [module for module in record.order if module in blocks]
-    heads = (record.names[module] for module, output in record.linear.items() if output is logits_of(outputs))
     is_plain = all(record.is_plain[module] for module in order)
     last = {id(weight) for weight in last_weights(outputs)}
     named_weights = record.model.named_parameters(remove_duplicate=False)
     names = tuple(name for name, weight in named_weights if id(weight) in last)
-    return FoundBlocks(tuple(record.names[module] for module in order), next(heads, None), is_plain, names)
+    return FoundBlocks(tuple(record.names[module] for module in order), head, is_plain, names)
 
 
-def recorded(call: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> tuple[ForwardRecord, Any]:
-    """What a forward pass shows, and its outputs."""
-    record = ForwardRecord(model)
-    return record, record.watched(call, inputs)
+def recorded(
+    call: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any
+) -> tuple[ForwardRecord, Any, str | None]:
+    """What a forward pass shows, its outputs, and the name of the head."""
+    fresh, record = without_memory(model), ForwardRecord(model)
+    outputs = record.watched(call, inputs)
+    try:
+        return record, outputs, find_head(fresh, call, inputs)
+    except Exception:  # of code that we don't know, in evaluation mode: then no head is known
+        return record, outputs, None
 
 
 def outermost(model: nn.Module, kind: str | None) -> list[nn.Module]:
@@ -101,7 +106,6 @@ class ForwardRecord:
     kept_bytes: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
     num_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
     is_plain: dict[nn.Module, bool] = field(default_factory=lambda: defaultdict(lambda: True))
-    linear: dict[nn.Linear, Any] = field(default_factory=dict)  # the last output of each
     kept: dict[int, Tensor] = field(default_factory=dict)  # by id of the storage; kept alive so that no id is reused
 
     def __post_init__(self) -> None:
@@ -126,8 +130,6 @@ class ForwardRecord:
     def end(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self.running.pop()
         self.is_plain[module] &= isinstance(output, Tensor)
-        if isinstance(module, nn.Linear):
-            self.linear[module] = output
 
     def keep(self, tensor: Tensor) -> Tensor:
         if storage(tensor) not in self.kept:

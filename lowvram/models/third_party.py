@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
 from lowvram.core.generators import same_draws_afterwards, seed_all
-from lowvram.core.layers import owns_weight
+from lowvram.core.layers import is_plain_linear
 from lowvram.core.rig import Tail
 from lowvram.core.shared_memory import copied
 from lowvram.data.spec import DataSpec
@@ -82,7 +82,7 @@ class ForeignModel(ABC):
     def head_of(self, model: nn.Module, spec: DataSpec) -> nn.Linear | None:
         name = self.find_blocks(model, spec).head
         module = None if name is None else model.get_submodule(name)
-        return module if isinstance(module, nn.Linear) and owns_weight(module) else None
+        return module if isinstance(module, nn.Linear) and is_plain_linear(module) else None
 
     def last_of(self, model: nn.Module, spec: DataSpec) -> list[str]:
         return [*self.find_blocks(model, spec).last]

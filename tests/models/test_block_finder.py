@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,3 +171,58 @@ def test_a_model_without_repetition_has_no_blocks(model: Any) -> None:
 
 def test_repeated_classes() -> None:
     assert repeated_classes(Stages(layers(2), layers(3))) == {"Layer": 5, "Sequential": 2, "Stage": 2}
+
+
+class Cosine(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        normalise = torch.nn.functional.normalize
+        return 10 * torch.nn.functional.linear(normalise(input, dim=-1), normalise(self.weight, dim=-1))
+
+
+class Ends(nn.Module):
+    """A head, and what a user may do with it."""
+
+    def __init__(self, end: str = "") -> None:
+        super().__init__()
+        self.end, self.seen = end, torch.zeros(3)
+        self.blocks, self.head = nn.Sequential(*layers(2)), (Cosine if end == "class" else nn.Linear)(8, 3)
+        hooks: dict[str, Callable[[], Any]] = {
+            "pre": lambda: self.head.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+            "hook": lambda: self.head.register_forward_hook(lambda _, given, output: output.tanh()),
+            "quiet hook": lambda: self.head.register_forward_hook(lambda _, given, output: None),
+            "backward": lambda: self.head.register_full_backward_hook(lambda _, given, gradients: None),
+            "patch": lambda: setattr(self.head, "forward", lambda x: nn.Linear.forward(self.head, x) * 2),
+            "outside": lambda: self.register_forward_hook(lambda _, given, output: output.mul_(2)),
+        }
+        hooks.get(end, lambda: None)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks(x)
+        if self.end == "twice":
+            h = h + self.head(h).mean()
+        logits = self.head(h)
+        match self.end:
+            case "item":
+                logits[..., 0] = -1e4
+            case "in place":
+                logits /= 0.5
+            case "data":
+                logits.data.mul_(2)
+            case "view":
+                logits.flatten()[0] = 0.0
+            case "kept":
+                self.seen = logits.detach().mean(0)
+            case "evaluated":
+                logits = logits if self.training else logits.softmax(-1)
+            case _:
+                pass
+        return logits
+
+
+def test_a_head_does_its_product_and_nothing_else_and_nobody_touches_what_it_returns() -> None:
+    """Options that leave the product out would leave all else to act on hidden states."""
+    assert {end: surveyed(Ends(end)).head for end in ("", "pre")} == {"": "head", "pre": "head"}
+    more = ("class", "hook", "quiet hook", "backward", "patch", "outside", "twice", "item", "in place", "data", "view")
+    for end in (*more, "kept", "evaluated"):
+        assert surveyed(Ends(end)).head is None, end
+        assert surveyed(Ends(end)).blocks == ("blocks.0", "blocks.1"), end
