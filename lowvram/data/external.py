@@ -86,8 +86,9 @@ class External(Source):
         description = f"{self.target}: {kind}, {num_samples(train)} to train on, {num_held} held out"
         held = FirstSamples(samples[1], num_held)
         if spec.modality in TEXTS and not samples[0].is_ordered:
-            return Data(spec, MeasuredTexts(samples[0], spec.shape[0]), MeasuredTexts(held, spec.shape[0]), description)
-        return Data(spec, samples[0], held, description)
+            both = MeasuredTexts(samples[0], spec.shape[0]), MeasuredTexts(held, spec.shape[0])
+            return Data(spec, *both, description, is_repeatable=False)
+        return Data(spec, samples[0], held, description, is_repeatable=False)
 
     def datasets(self, seed: int) -> tuple[Any, Any]:
         """The two datasets that the user's function returns."""

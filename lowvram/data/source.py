@@ -113,6 +113,7 @@ class Data:
     eval: Samples
     description: str  # one line for the log
     cache: Cache | None = None  # of decoded images
+    is_repeatable: bool = True  # whether a sample is the same each time; the user's own code may draw
 
 
 class Source(ABC):

@@ -22,10 +22,11 @@ from lowvram.core.states import Frozen, gathered, load_whole, trained_state, who
 from lowvram.core.stepper import Update
 from lowvram.data.loader import TimedBatches
 from lowvram.export.folder import check_free, checked_format
-from lowvram.loops import fields
+from lowvram.loops import fields, origins
 from lowvram.loops.evaluate import Evaluation, evaluate
 from lowvram.loops.exported import export_run
 from lowvram.loops.journal import Journal
+from lowvram.loops.origins import origins_of
 from lowvram.loops.profiling.clock import clock_for
 from lowvram.loops.profiling.compile_time import CompileTimes, chosen, compile_seconds
 from lowvram.loops.profiling.malloc import allocated_bytes, grown_bytes
@@ -95,6 +96,7 @@ class TrainingRun:
         self.begun_at = 0
         self.evaluation: tuple[int, Evaluation] | None = None  # with the step after which it was made
         self.random: dict[str, Any] | None = None
+        self.origins: dict[str, Any] | None = None  # once they are asked for
         self.owes_evaluation = False  # whether the evaluation after the snapshot's step was due, and has failed
         self.num_targets = torch.tensor(0)  # of the last step
         self.token_counts: list[Tensor] = []  # `Problem.token_counts` of each step of this process
@@ -268,8 +270,15 @@ class TrainingRun:
             "owes_evaluation": is_due(self.step, self.session.settings.train.eval_every) and not self.is_evaluated,
             "random": randoms,
             "noise": self.session.noise.state(),
+            "origins": self.begun_with(),
             **self.formed_state(),
         }
+
+    def begun_with(self) -> dict[str, Any]:
+        """The data and the frozen weights, of which snapshots hold checksums alone."""
+        if self.origins is None:
+            self.origins = origins_of(self.session.data, self.session.rig.model, self.frozen.unchanged())
+        return self.origins
 
     def formed_state(self) -> dict[str, Any]:
         """The part of `state` whose names and shapes depend on the configuration."""
@@ -284,6 +293,9 @@ class TrainingRun:
         """The inverse of `state`; `begin` sets the random state."""
         if changed := differences(self.session.chosen, state.get("chosen", {})):
             print(f"going on with other values: {', '.join(changed)}")
+        if saved := state.get("origins"):  # an early version of lowvram saved none
+            for line in origins.differences(self.begun_with(), saved):
+                print(line)
         self.frozen.switch(state.get("switched", {}))  # an early version of lowvram saved none
         load_whole(self.session.rig.model, state["model"])
         self.session.rig.stepper.load_state_dict(state["stepper"])
