@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowvram.config.errors import BadInput
+from lowvram.data.csv_quotes import Quoting, check_quotes
 
 ENDINGS = (".csv", ".tsv", ".txt")
 SEPARATORS = (",", ";", "\t", "|")
@@ -18,23 +19,31 @@ AS_THEY_STAND: dict[str, Any] = {
 }  # options of datasets' csv reader, which are pandas'
 
 
-def csv_options(name: str, files: Sequence[Path]) -> dict[str, Any]:
+def csv_options(name: str, files: Sequence[Path], num_rows: int | None = None) -> dict[str, Any]:
     """What datasets' csv reader has to be told of these files, which have the same columns.
 
+    Args:
+        num_rows: how many rows of each are used; None: all.
+
     Raises:
-        BadInput: the rows of a file don't have as many cells as its header. It names `data.name`, which is `name`.
+        BadInput: the rows of a file don't have as many cells as its header, or a quotation mark joins some. It names
+            `data.name`, which is `name`.
     """
     from datasets import Features, Value
     from pandas import read_csv
 
     plain = [file for file in files if file.suffix.lower() in ENDINGS]
     if not plain:  # compressed ones
+        for file in files:
+            check_quotes(name, file, Quoting(","), num_rows)
         return AS_THEY_STAND
     separators = {separator_of(name, file) for file in plain}
     if len(separators) > 1:
         shown = " and ".join(map(repr, sorted(separators)))
         raise BadInput("data.name", name, f"files whose cells are separated alike: they have {shown}")
     (separator,) = separators
+    for file in files:
+        check_quotes(name, file, Quoting(separator), num_rows)
     columns = read_csv(plain[0], sep=separator, nrows=0, index_col=False).columns
     features = Features({str(column): Value("string") for column in columns})
     # Otherwise pandas takes the first column of rows that are longer than the header for names of the rows.

@@ -13,6 +13,7 @@ from lowvram.compat.hf_offline import hf_offline
 from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
 from lowvram.data.csv_files import AS_THEY_STAND, csv_options
+from lowvram.data.csv_quotes import check_quotes, quoting_of
 from lowvram.data.local import escaped, looks_local, quiet_progress
 
 BUILDERS = {
@@ -143,7 +144,7 @@ def load_local_set(place: SplitSource) -> Any:
             raise BadInput(
                 "data.name", place.name, f"{LOCAL}: {path.suffix or 'a file without an ending'} can't be read"
             )
-        options = csv_options(place.name, [path]) if builder == "csv" else {}
+        options = csv_options(place.name, [path], place.buffer_samples) if builder == "csv" else {}
         return load_dataset(builder, data_files={place.train_split: escaped([path])}, streaming=streaming, **options)
     if any((path / name).is_file() for name in SAVED):
         saved = load_from_disk(str(path))
@@ -154,16 +155,20 @@ def load_local_set(place: SplitSource) -> Any:
         plain, "data.name", place.name, "a folder whose path has none of [ ] * ?, which `datasets` takes for patterns"
     )
     builder = load_dataset_builder(str(path.absolute()), place.config)
-    options = options_of_folder(place.name, builder) if builder.name == "csv" else {}
+    options = options_of_folder(place, builder) if builder.name == "csv" else {}
     return load_dataset(str(path.absolute()), place.config, streaming=streaming, **options)
 
 
-def options_of_folder(name: str, builder: Any) -> dict[str, Any]:
+def options_of_folder(place: SplitSource, builder: Any) -> dict[str, Any]:
     """What datasets' csv reader has to be told of a folder's files. What its README says of columns holds."""
     config = builder.config
-    if config.sep != "," or config.names is not None or config.features is not None:
-        return AS_THEY_STAND
-    return csv_options(name, [Path(file) for files in config.data_files.values() for file in files])
+    files = [Path(file) for files in config.data_files.values() for file in files]
+    if config.sep == "," and config.names is None and config.features is None:
+        return csv_options(place.name, files, place.buffer_samples)
+    if quoting := quoting_of(config):
+        for file in files:
+            check_quotes(place.name, file, quoting, place.buffer_samples)
+    return AS_THEY_STAND
 
 
 def is_streamed(place: SplitSource) -> bool:
