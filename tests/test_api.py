@@ -273,11 +273,13 @@ def test_a_model_trains_in_the_mode_that_its_train_gives(kind: type[nn.Sequentia
     assert int(norm.num_batches_tracked) == num_batches  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(("knobs", "says"), [("accum=x4", "in 4 parts"), ("", "of the batch")])
+@pytest.mark.parametrize(
+    ("knobs", "says"), [("accum=x4", "in 4 parts"), ("", "of the batch"), ("compile=model", "of the batch")]
+)
 def test_batch_norm_over_one_sample_is_refused_in_a_sentence(knobs: str, says: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     x, y = torch.rand(4, 4), torch.arange(4) % 3
-    num_samples = 4 if knobs else 1
+    num_samples = 4 if "accum" in knobs else 1
     rig = lowvram.assemble(lowvram.task(module, x), knobs, "cpu")
     with pytest.raises(Incompatible, match=f"^BatchNorm takes the mean over several samples, and {says}"):
         lowvram.step(rig, lowvram.Part(x[:num_samples], y[:num_samples]))

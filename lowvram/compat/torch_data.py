@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from multiprocessing.queues import Queue
+from types import TracebackType
 from typing import Any
 
 
@@ -32,12 +33,20 @@ def says_timed_out(error: RuntimeError) -> bool:
 
 
 def tell_what_is_not_sent() -> None:
-    """In a worker of a DataLoader: a batch that the queue's own thread can't send is one line instead of a traceback.
+    """In a worker of a DataLoader: a batch that threads of Python's own can't send is one line instead of a traceback.
+    The queue's thread calls a hook; the one that hands on descriptors calls sys.excepthook.
 
     multiprocessing.queues.Queue._on_queue_feeder_error, since 3.7 of Python, whose docstring calls it a private hook.
     Replaced by a public one, if Python gets it.
     """
     hook: Any = Queue
-    hook._on_queue_feeder_error = staticmethod(
-        lambda error, _: print(f"a loader's worker can't send a batch: {error}", file=sys.stderr)
-    )
+    before = sys.excepthook
+
+    def tell(error: BaseException, *_: Any) -> None:
+        print(f"a loader's worker can't send a batch: {error}", file=sys.stderr)
+
+    def except_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        tell(error) if isinstance(error, OSError) else before(kind, error, trace)
+
+    hook._on_queue_feeder_error = staticmethod(tell)
+    sys.excepthook = except_hook

@@ -247,7 +247,7 @@ def enough_samples(part: Part, num_parts: int) -> Iterator[None]:
     """Around the computation of a part. Raises Incompatible if BatchNorm can't take its mean over one sample."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # torch.compile makes one of its own
         if part.num_samples > 1 or TOO_FEW not in str(error):
             raise
         # A plan follows three parts, whatever their number.
