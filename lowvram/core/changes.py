@@ -163,6 +163,7 @@ class Look:
         large = arrays if places.num_looks == 1 else []
         self.large = [(what, each, checksum(each)) for what, each in large if each.nbytes > LARGE_BYTES]
         self.own: dict[int, Change] = {}  # what the forward pass has changed, by the place among `held`
+        self.own_besides: list[Change] = []  # and of what isn't held
 
     def hold(self, what: str, owner: MutableMapping[Any, Any], name: Any, tensor: Tensor) -> Held:
         is_small = tensor.numel() * tensor.element_size() <= LARGE_BYTES
@@ -179,7 +180,8 @@ class Look:
         found = {place: self.change_of(held) for place, held in enumerate(self.held)}
         self.own = {place: change for place, change in found.items() if change is not None}
         self.held = [held._replace(version=version_of(held.tensor), copy=None) for held in self.held]
-        changes = [*self.besides_tensors(), *self.own.values()]
+        self.own_besides = self.besides_tensors()
+        changes = [*self.own_besides, *self.own.values()]
         self.places.note_changed(change.what for change in changes)
         return changes
 
@@ -192,15 +194,17 @@ class Look:
         return [*values, *contents, *arrays, *large]
 
     def changes_by_anyone(self) -> list[Change]:
-        """What differs now from what there was before the forward pass, whoever has changed it: what several blocks
-        hold, or what the model sets in a block before it calls it.
+        """What the forward pass has changed, and what differs now from what there was before it, whoever has changed
+        it: what several blocks hold, or what the model sets in a block before it calls it. Where the model has put back
+        what the pass has changed, a repetition changes it again.
 
         Raises:
             Incompatible: another part of the model has changed a tensor in place.
         """
         tensors = (self.own.get(place) or change_by_others(held) for place, held in enumerate(self.held))
         # Tensors last: what a list held before may have been changed in place.
-        return [*self.besides_tensors(), *(change for change in tensors if change is not None)]
+        others = [*self.own_besides, *self.besides_tensors()]
+        return [*others, *(change for change in tensors if change is not None)]
 
     def change_of(self, held: Held) -> Change | None:
         place = (identity(held.owner), held.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lowvram
 from lowvram.config.errors import Incompatible
 from lowvram.core.changes import LARGE_BYTES, Look
 from lowvram.core.places import Places
@@ -119,3 +120,49 @@ def test_a_dictionary_that_makes_its_values_has_not_changed() -> None:
     module = restless.Mlp()
     vars(module)["table"] = Making(act=nn.ReLU)
     assert Look(Places(module)).changes() == []
+
+
+class Weighted(restless.Mlp):
+    """Counts its calls, and leaves a loss in a list that all blocks hold."""
+
+    losses: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def between(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.losses.append(x.square().mean())
+        return x / self.num_calls
+
+
+class Resetting(restless.Net):
+    """Calls each block twice, and puts back what the blocks have changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        scale = 1 + torch.stack(Weighted.losses).sum()
+        Weighted.losses.clear()
+        for block in self.blocks:
+            vars(block)["num_calls"] = 0
+        return self.head(x) * scale
+
+
+@pytest.mark.parametrize("knob", ["ckpt=every1", "ckpt=sqrt", "ckpt=selective"])
+def test_a_repetition_leaves_nothing_where_the_model_has_put_back_what_the_forward_pass_changed(knob: str) -> None:
+    x, target = torch.randn(4, restless.WIDTH), torch.arange(4)
+    weights = list[list[Tensor]]()
+    for knobs in ("ckpt=none", knob):
+        torch.manual_seed(11)
+        model = Resetting(Weighted)
+        task = lowvram.task(model, x, blocks="Weighted")
+        rig = lowvram.assemble(task, f"{knobs} optimizer=sgd optimizer.lr=0.05", "cpu")
+        for _ in range(3):
+            lowvram.step(rig, lowvram.Part(x, target))
+        weights.append(list(model.parameters()))
+        assert [block.get_submodule("").num_calls for block in model.blocks] == [0, 0, 0, 0]
+        assert not Weighted.losses
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
