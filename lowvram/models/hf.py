@@ -46,21 +46,21 @@ from lowvram.models.hf_source import (
     transformers,
     weight_files,
 )
+from lowvram.models.hf_ties import names_apart, part, refusal, says_apart, tell_apart
 from lowvram.models.hf_weights import (
-    Differences,
     Missing,
     Place,
     Weights,
+    check_complete,
     check_index,
-    described,
     of_new_head,
     start_new_head,
 )
 from lowvram.models.hf_widths import Check, Trials
+from lowvram.models.layout import UNREADABLE
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
 from lowvram.models.widths import Pruned
-from lowvram.models.wrappers import few, tell
 from lowvram.results.row import size_text
 
 LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
@@ -100,7 +100,8 @@ class HfConfig(ForeignModel, Remade):
 
     @property
     def description(self) -> str:
-        return f"{self!r} {self.config().to_json_string()} transformers {transformers.__version__}"
+        apart = f" apart: {', '.join(self.names_apart())}" if self.names_apart() else ""
+        return f"{self!r} {self.config().to_json_string()}{apart} transformers {transformers.__version__}"
 
     @property
     def modality(self) -> Modality:
@@ -249,6 +250,7 @@ class HfConfig(ForeignModel, Remade):
 
     def make(self, spec: DataSpec) -> nn.Module:
         model = self.model_class()(self.config_for(spec))
+        part(model, self.names_apart())
         if spec.modality is Modality.LABELLED_TOKENS:
             finish_classifier(model, spec, self.text_rules)
         if spec.modality is Modality.PAIRS:
@@ -262,32 +264,29 @@ class HfConfig(ForeignModel, Remade):
         if quantization is not None:
             config.quantization_config = {**quantization, "dequantize": True}
         model, differences = Place(self.name, self.revision).read(self.model_class(), config, torch.float32)
-        self.check_complete(model, differences)
+        at_random = [*differences.missing, *differences.other_shape]
+        new = set() if self.has_trained_head() else of_new_head(at_random, model, self.config())
+        check_complete(self.name, differences, new, self.missing)
+        tell_apart(self.name, self.names_apart())
         if self.reset_head:
             start_new_head(self.name, model)
         return model
 
+    def names_apart(self) -> tuple[str, ...]:
+        """The weights that the configuration ties to others, and that have values of their own in the files."""
+        if not self.is_pretrained():
+            return ()
+        try:
+            return names_apart(Place(self.name, self.revision).files(), self.model_class(), self.config())
+        except (BadInput, *UNREADABLE):
+            return ()  # of files that can't be read: `build` says so
+
+    def untied(self, first: str, other: str) -> BadInput:
+        return refusal(self.name, first, other)
+
     def saved_config(self) -> Any:
         """The model's own configuration, as it was saved."""
         return read_config(self.name, self.revision)
-
-    def check_complete(self, model: Any, differences: Differences) -> None:
-        """Tell what pretrained weights lack, and what of them isn't read.
-
-        Raises:
-            BadInput: they lack weights, or have them in other shapes, that are no new head's.
-        """
-        at_random = [*differences.missing, *differences.other_shape]
-        new = set() if self.has_trained_head() else of_new_head(at_random, model, self.config())
-        if self.missing is Missing.refuse and (lost := [name for name in at_random if name not in new]):
-            what = described(differences, lost)
-            allowed = f"a model whose weights fit its configuration: {what}; model.missing=allow starts such at random"
-            raise BadInput("model.name", self.name, allowed)
-        if at_random:
-            trains = "with adapter=lora or qlora such layers train and are saved only if adapter.train names them"
-            tell(f"model.name={self.name}: starts at random: {few(at_random)}; {trains}")
-        if differences.unread:
-            tell(f"model.name={self.name}: not in this model, so not read: {few(differences.unread)}")
 
     @property
     def base(self) -> str | None:
@@ -389,6 +388,8 @@ class HfConfig(ForeignModel, Remade):
         if spec.class_names is not None and len(spec.class_names) == model.config.num_labels:
             entries["id2label"] = dict(enumerate(spec.class_names))
             entries["label2id"] = {name: number for number, name in enumerate(spec.class_names)}
+        if self.names_apart() and says_apart(model, model.config):
+            entries["tie_word_embeddings"] = False
         hf_layout.save(model, entries, folder)
         self.save_companions(folder)
 

@@ -130,6 +130,28 @@ def check_index(name: str, where: Path) -> list[str]:
     return named
 
 
+def check_complete(name: str, differences: Differences, new: Collection[str], missing: Missing) -> None:
+    """Tell what pretrained weights lack, and what of them isn't read.
+
+    Args:
+        name: of the model.
+        new: the names of a new head's weights.
+
+    Raises:
+        BadInput: they lack weights, or have them in other shapes, that are no new head's.
+    """
+    at_random = [*differences.missing, *differences.other_shape]
+    if missing is Missing.refuse and (lost := [each for each in at_random if each not in new]):
+        what = described(differences, lost)
+        allowed = f"a model whose weights fit its configuration: {what}; model.missing=allow starts such at random"
+        raise BadInput("model.name", name, allowed)
+    if at_random:
+        trains = "with adapter=lora or qlora such layers train and are saved only if adapter.train names them"
+        tell(f"model.name={name}: starts at random: {few(at_random)}; {trains}")
+    if differences.unread:
+        tell(f"model.name={name}: not in this model, so not read: {few(differences.unread)}")
+
+
 def of_new_head(names: Collection[str], model: Any, config: Any) -> set[str]:
     """Those weights that a model lacks because the class that saved its weights has another head, or none: they are
     outside the base model or, as the pooler of a BERT that was saved with a head for masked words, that class has none

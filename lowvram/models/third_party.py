@@ -105,16 +105,41 @@ class ForeignModel(ABC):
 
     def values(self, model: nn.Module, spec: DataSpec, seed: int) -> Fill:
         """A fill that builds the model once and drops each of its tensors after use, so that little more than one model
-        is in memory."""
-        names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        is in memory. It raises BadInput if names are tied here whose values the built model has apart."""
+        names = names_of_tensors(model)
         built: dict[str, Tensor] = {}
 
         def fill(name: str, tensor: Tensor) -> None:
             if not built:
-                built.update(seeded_values(lambda: self.build(spec), seed, names))
+                all_names = {each for tied in names for each in tied}
+                built.update(seeded_values(lambda: self.build(spec), seed, all_names))
+                for first, *others in names:
+                    for other in others:
+                        value, other_value = built.get(first), built.pop(other, None)
+                        if not (value is None or other_value is None or is_one(value, other_value)):
+                            raise self.untied(first, other)
             tensor.copy_(built.pop(name))
 
         return fill
+
+    def untied(self, first: str, other: str) -> BadInput:
+        """The refusal of a model in which two names are tied when it is made, and have different values when it is
+        built."""
+        allowed = "tied each time that the model's code makes it, or never: they were one tensor at first"
+        return BadInput("model", f"{first} and {other} with different values", allowed)
+
+
+def names_of_tensors(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter and buffer of a model, the first one first; of a tied one several."""
+    names: dict[Tensor, list[str]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(tensor, []).append(name)
+    return [*names.values()]
+
+
+def is_one(value: Tensor, other: Tensor) -> bool:
+    return other.data_ptr() == value.data_ptr() or torch.equal(value, other)
 
 
 def seeded_values(build: Callable[[], nn.Module], seed: int, names: set[str]) -> dict[str, Tensor]:
