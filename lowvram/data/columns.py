@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lowvram.compat.datasets import fingerprint
+from lowvram.config.errors import Shortage
 from lowvram.data.local import quiet_progress
 
 ROWS = 256  # tokenised at once
+OURS = "lowvram"  # a folder in datasets' cache
 
 
 def mapped_texts(column: Any) -> Iterator[np.ndarray]:
@@ -73,8 +76,8 @@ def tokenised(dataset: Any, column: str, tokenise: Callable[[list[str]], list[np
 def mapped_rows(
     dataset: Any, make: Callable[..., dict[str, Any]], types: Mapping[str, str], key: str, with_indices: bool = False
 ) -> Any:
-    """The lists that `make` makes of some rows of a data set at a time, as a data set of their own. `datasets` caches
-    them on disk by the data's fingerprint and the `key`.
+    """The lists that `make` makes of some rows of a data set at a time, as a data set of their own. They are cached on
+    disk by the data's fingerprint, their files and the `key`.
 
     Args:
         types: of the lists' values, by the lists' names.
@@ -82,14 +85,41 @@ def mapped_rows(
     """
     from datasets import Features, List, Value
 
-    cache_key = repr((fingerprint(dataset), key))
-    with quiet_progress():
-        return dataset.map(
-            make,
-            batched=True,
-            with_indices=with_indices,
-            batch_size=ROWS,
-            remove_columns=dataset.column_names,
-            features=Features({name: List(Value(value_type)) for name, value_type in types.items()}),
-            new_fingerprint=hashlib.blake2b(cache_key.encode(), digest_size=16).hexdigest(),
-        )
+    cache_key = hashed((fingerprint(dataset), key, [version_of(file["filename"]) for file in dataset.cache_files]))
+    place = cache_file(dataset, cache_key)
+    try:
+        with quiet_progress():
+            return dataset.map(
+                make,
+                batched=True,
+                with_indices=with_indices,
+                batch_size=ROWS,
+                remove_columns=dataset.column_names,
+                features=Features({name: List(Value(value_type)) for name, value_type in types.items()}),
+                new_fingerprint=cache_key,
+                cache_file_name=place,
+            )
+    except OSError as error:
+        where = "name a folder that can be written in HF_DATASETS_CACHE, or make room in it"
+        raise Shortage(f"tokens can't be kept on disk ({error}): {where}") from None
+
+
+def cache_file(dataset: Any, cache_key: str) -> str | None:
+    """Where what is made of a data set is kept: in datasets' cache, whereas `datasets` would write it beside the data,
+    into a folder of the user's. None for data in memory: nothing is kept of them."""
+    import datasets.config
+    from datasets import is_caching_enabled
+
+    if not (dataset.cache_files and is_caching_enabled()):
+        return None
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / OURS / f"{cache_key}.arrow")
+
+
+def version_of(file: str) -> tuple[int, int]:
+    """What changes when a file is written anew: its bytes and its time."""
+    status = Path(file).stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def hashed(key: Any) -> str:
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()

@@ -15,6 +15,7 @@ from lowvram.config.texts import first_line
 from lowvram.data.csv_files import AS_THEY_STAND, csv_options
 from lowvram.data.csv_quotes import check_quotes, quoting_of
 from lowvram.data.local import escaped, looks_local, quiet_progress
+from lowvram.data.own_files import check_card, check_files, check_remote_files
 
 BUILDERS = {
     ".csv": "csv",
@@ -129,6 +130,7 @@ def load_from_hub(place: SplitSource) -> Any:
 
     with hf_offline():
         builder = load_dataset_builder(place.name, place.config, revision=place.revision)
+        check_remote_files(place.name, builder.config.data_files)
         options: dict[str, Any] = AS_THEY_STAND if builder.name == "csv" else {}
         return load_dataset(place.name, place.config, revision=place.revision, streaming=is_streamed(place), **options)
 
@@ -154,7 +156,9 @@ def load_local_set(place: SplitSource) -> Any:
     require(
         plain, "data.name", place.name, "a folder whose path has none of [ ] * ?, which `datasets` takes for patterns"
     )
+    check_card(place.name, path)
     builder = load_dataset_builder(str(path.absolute()), place.config)
+    check_files(place.name, path, builder.config.data_files)
     options = options_of_folder(place, builder) if builder.name == "csv" else {}
     return load_dataset(str(path.absolute()), place.config, streaming=streaming, **options)
 
