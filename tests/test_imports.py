@@ -178,7 +178,7 @@ def test_there_is_one_training_step_and_one_place_for_backward() -> None:
         "knobs.precision.autocast",  # a stepper around another
         "knobs.stepping.after_backward",  # this one and the next two do it
         "knobs.stepping.cpu_offload",
-        "knobs.stepping.in_backward",
+        "knobs.stepping.strategies",  # of in_backward
         "knobs.tile.chunks",  # inside a backward pass: through the graph of one chunk
     }
 

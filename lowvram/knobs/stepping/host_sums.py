@@ -47,8 +47,11 @@ class HostSums(Sums):
     @torch.no_grad()
     def take_one(self, parameter: nn.Parameter) -> None:
         """Add the parameter's gradient to its sum, and set it to None."""
-        assert parameter.grad is not None
+        if parameter.grad is None:  # autograd calls hooks also where a function returns no gradient
+            return
         gradient, parameter.grad = local(parameter.grad), None
+        if self._is_single and parameter in self._arrivals:  # in several pieces, as of a reentrant checkpoint
+            self._is_single, self._squares = False, SquareSum()
         if self._is_single:
             self._squares.add(gradient, parameter)
         link, total = self.links[gradient.device], self._sum_of(parameter, gradient)
@@ -78,7 +81,7 @@ class HostSums(Sums):
         return self._sums[parameter]
 
     def squares(self) -> SquareSum:
-        """For a single part it was computed on the device, without waiting for copies."""
+        """For a single part, whose gradients came whole, it was computed on the device, without waiting for copies."""
         if not self._is_single:
             for parameter in self.with_gradient():
                 self._squares.add(self.wait_for(parameter), parameter)

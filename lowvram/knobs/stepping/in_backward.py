@@ -6,14 +6,11 @@ Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Re
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,18 +18,26 @@ from lowvram.core.gradient_sink import GradientSink
 from lowvram.core.hooks import when_accumulated
 from lowvram.core.knob import Fact, Kind, Knob, Stage
 from lowvram.core.ledger import announce
-from lowvram.core.rig import MakeOptimizer, Rig, is_finite
-from lowvram.core.shards import SquareSum, local
+from lowvram.core.rig import MakeOptimizer, Rig
+from lowvram.core.shards import local
 from lowvram.core.stepper import Update
 from lowvram.knobs.stepping.after_backward import AfterBackward
 from lowvram.knobs.stepping.device_sums import DeviceSums
 from lowvram.knobs.stepping.host_sums import HostSums
 from lowvram.knobs.stepping.one_by_one import OneByOneStepper
-from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain, rescale
+from lowvram.knobs.stepping.scaling import check_clip, factor, is_plain
+from lowvram.knobs.stepping.strategies import (
+    AtOnce,
+    Names,
+    Strategy,
+    Summed,
+    TwoPasses,
+    WithLastPart,
+    drop_gradients,
+)
 from lowvram.knobs.stepping.sums import Sums
 from lowvram.knobs.stepping.totals import Bf16, Int8
 
-Optimizers = dict[nn.Parameter, torch.optim.Optimizer]
 SMALL_NUMEL = 2**16  # of a vector
 
 
@@ -71,6 +76,11 @@ class InBackward(Knob):
 
     stage = Stage.STEPPING
     saves = Kind.GRADIENTS
+    misfits: ClassVar[Mapping[str, str]] = {
+        "modified by an inplace operation": "a weight isn't read any more once its gradient is computed, and the"
+        " backward pass reads one again, as where a model also computes with it detached or frozen: choose"
+        " stepping=after_backward (if that fails alike, the model's own code writes in place)"
+    }
 
     def __post_init__(self) -> None:
         check_clip(self.clip)
@@ -99,7 +109,9 @@ class InBackward(Knob):
 
     def apply(self, rig: Rig) -> Rig:
         sums = self.sums.room_for(rig.trainable)
-        return replace(rig, stepper=InBackwardStepper(rig.trainable, rig.make_optimizer, sums, self.clip, self.norm))
+        names = {parameter: name for name, parameter in rig.model.named_parameters()}
+        stepper = InBackwardStepper(rig.trainable, rig.make_optimizer, sums, self.clip, self.norm, names)
+        return replace(rig, stepper=stepper)
 
 
 @final
@@ -114,6 +126,12 @@ class InBackwardStepper(OneByOneStepper):
     parameters have already been updated, with that gradient too: only an earlier snapshot can be continued. With
     clipping or a loss scale such a step changes nothing; only norm=last_step without a loss scale can't detect it in
     time either.
+
+    A gradient that a `backward()` of the model's own computes in a forward pass waits for the step's backward pass,
+    which adds to it.
+
+    Args:
+        names: of the parameters, for messages.
     """
 
     def __init__(
@@ -123,12 +141,15 @@ class InBackwardStepper(OneByOneStepper):
         sums: Sums,
         clip: float | None,
         norm: Norm,
+        names: Names | None = None,
     ) -> None:
         self.vectors = [parameter for parameter in parameters if is_small_vector(parameter)]
         super().__init__(parameters, make_optimizer, self.vectors)
-        self.sums, self.clip, self.norm = sums, clip, norm
+        self.sums, self.clip, self.norm, self.names = sums, clip, norm, names or {}
         self.last_norm: Tensor | None = None
-        self.strategy: Strategy = AtOnce(self.optimizers, None)
+        self.strategy: Strategy = AtOnce(self.optimizers, self.names, None)
+        self.is_running = False  # a backward pass of the step
+        self.early: dict[nn.Parameter, None] = {}  # whose gradients came before it
         for parameter in parameters:
             if not is_small_vector(parameter):
                 when_accumulated(parameter, self.use)
@@ -138,17 +159,23 @@ class InBackwardStepper(OneByOneStepper):
         if parameter.grad is None:  # all of it went into a sink
             return
         announce(parameter.grad, Kind.GRADIENTS)
+        if not self.is_running:
+            self.early[parameter] = None
+            return
         self.strategy.use([parameter])
         parameter.grad = None
 
-    def use_vectors(self) -> None:
-        """The same for small vectors, called after a backward pass."""
-        if arrived := [vector for vector in self.vectors if vector.grad is not None]:
-            self.strategy.use(arrived)
-            drop_gradients(arrived)
+    def use_waiting(self) -> None:
+        """The same for small vectors, and for what came early and didn't come again; called after a backward pass."""
+        early, self.early = [[parameter] for parameter in self.early], {}
+        for group in (self.vectors, *early):
+            if arrived := [parameter for parameter in group if parameter.grad is not None]:
+                self.strategy.use(arrived)
+                drop_gradients(arrived)
 
     def begin(self, num_parts: int, divisor: Tensor | float = 1.0) -> None:
-        drop_gradients(self.vectors)  # of a backward pass that failed
+        drop_gradients((*self.vectors, *self.early))  # of a backward pass that failed
+        self.early, self.is_running = {}, False
         self.strategy = self.choose(num_parts, divisor)
 
     def choose(self, num_parts: int, divisor: Tensor | float) -> Strategy:
@@ -156,19 +183,21 @@ class InBackwardStepper(OneByOneStepper):
         must be able to change nothing."""
         if num_parts == 1 and is_plain(divisor):
             if self.clip is None:
-                return AtOnce(self.optimizers, None)
+                return AtOnce(self.optimizers, self.names, None)
             if self.norm is Norm.last_step and self.last_norm is not None:
-                return AtOnce(self.optimizers, factor(self.last_norm, self.clip, divisor))
+                return AtOnce(self.optimizers, self.names, factor(self.last_norm, self.clip, divisor))
         if num_parts == 1 and self.norm is Norm.two_passes:
-            return TwoPasses(self.optimizers, self.clip, divisor)
+            return TwoPasses(self.optimizers, self.names, self.clip, divisor)
         self.sums.begin(num_parts)
         if isinstance(self.sums, DeviceSums) and self.clip is None and is_plain(divisor):
-            return WithLastPart(self.optimizers, self.sums, num_parts)
+            return WithLastPart(self.optimizers, self.names, self.sums, num_parts)
         return Summed(self.optimizers, self.sums, self.clip, divisor)
 
     def backward(self, loss: Tensor) -> None:
-        self.strategy.backward(loss)
-        self.use_vectors()
+        self.is_running = True
+        for _ in self.strategy.passes(loss):
+            self.use_waiting()
+        self.is_running = False
 
     def sink_of(self, parameter: Tensor) -> GradientSink | None:
         if isinstance(parameter, nn.Parameter) and parameter in self.optimizers:
@@ -177,7 +206,6 @@ class InBackwardStepper(OneByOneStepper):
 
     def update(self) -> Update:
         update = self.strategy.finish()
-        self.use_vectors()  # if it ran another backward pass
         if update.applied:
             self.last_norm = update.grad_norm.detach()
         return update
@@ -197,171 +225,6 @@ class InBackwardStepper(OneByOneStepper):
         self.last_norm = None if last_norm is None else last_norm.to(device)
 
 
-class Strategy(ABC):
-    """How the gradients of one step are used."""
-
-    @abstractmethod
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass of one part."""
-
-    @abstractmethod
-    def use(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Use the new gradient of a parameter, or those of several small vectors, which are freed when this returns."""
-
-    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
-        """Where the running backward pass may add the parameter's gradient a few rows at a time, without a call of
-        `use`; None if the whole gradient is needed."""
-        del parameter
-        return None
-
-    @abstractmethod
-    def finish(self) -> Update:
-        """Called when all gradients have been computed."""
-
-
-@final
-class AtOnce(Strategy):
-    """One backward pass: every gradient is multiplied by `by` (None: not at all), used, and freed."""
-
-    def __init__(self, optimizers: Optimizers, by: Tensor | None) -> None:
-        self.optimizers, self.by = optimizers, by
-        self.squares = SquareSum()
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def use(self, parameters: Sequence[nn.Parameter]) -> None:
-        measure(parameters, self.squares)
-        update_with(parameters, self.optimizers, self.by)
-
-    def finish(self) -> Update:
-        norm = self.squares.total().sqrt()
-        return Update(norm, is_finite(norm))
-
-
-@final
-class TwoPasses(Strategy):
-    """Two backward passes over the graph: the first sums the squares of gradients, the second updates."""
-
-    def __init__(self, optimizers: Optimizers, clip: float | None, divisor: Tensor | float) -> None:
-        self.optimizers, self.clip, self.divisor = optimizers, clip, divisor
-        self.squares = SquareSum()
-        self.loss: Tensor | None = None
-        self.use_now: Callable[[Sequence[nn.Parameter]], None] = partial(measure, squares=self.squares)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(retain_graph=True)
-        self.loss = loss
-
-    def use(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.use_now(parameters)
-
-    def finish(self) -> Update:
-        norm = self.squares.total().sqrt() / self.divisor
-        loss, self.loss = self.loss, None
-        applied = is_finite(norm)
-        if applied and loss is not None:
-            by = factor(norm, self.clip, self.divisor)
-            self.use_now = partial(update_with, optimizers=self.optimizers, by=by)
-            loss.backward()
-        return Update(norm, applied)
-
-
-@final
-class Summed(Strategy):
-    """Gradients are summed over the parts; then they are brought back and used, one by one."""
-
-    def __init__(self, optimizers: Optimizers, sums: Sums, clip: float | None, divisor: Tensor | float) -> None:
-        self.optimizers, self.sums, self.clip, self.divisor = optimizers, sums, clip, divisor
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def use(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.sums.take(parameters)
-
-    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
-        return self.sums.sink_of(parameter)
-
-    def finish(self) -> Update:
-        norm = self.sums.squares().total().sqrt() / self.divisor
-        applied = is_finite(norm)
-        if applied:
-            by = factor(norm, self.clip, self.divisor)
-            for parameters in by_optimizer(self.sums.with_gradient(), self.optimizers):
-                bring_back(parameters, self.sums)
-                update_with(parameters, self.optimizers, by)
-                drop_gradients(parameters)
-        return Update(norm, applied)
-
-
-@final
-class WithLastPart(Strategy):
-    """Gradients are summed over all parts but the last. In the last one's backward pass each gradient is used at once,
-    with its sum, which is freed. What goes into a sink there waits for the end of the step, in few bits."""
-
-    def __init__(self, optimizers: Optimizers, sums: DeviceSums, num_parts: int) -> None:
-        self.optimizers, self.sums, self.num_left = optimizers, sums, num_parts
-        self.squares = SquareSum()
-
-    def backward(self, loss: Tensor) -> None:
-        self.num_left -= 1
-        loss.backward()
-
-    def use(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self.num_left:
-            self.sums.take(parameters)
-        else:
-            self.sums.add_to(parameters)
-            self.use_now(parameters)
-
-    def sink_of(self, parameter: nn.Parameter) -> GradientSink | None:
-        return self.sums.sink_of(parameter)
-
-    def use_now(self, parameters: Sequence[nn.Parameter]) -> None:
-        measure(parameters, self.squares)
-        update_with(parameters, self.optimizers, None)
-
-    def finish(self) -> Update:
-        # Of these the last part had no gradient, or added it to a sink.
-        for parameters in by_optimizer(self.sums.with_gradient(), self.optimizers):
-            bring_back(parameters, self.sums)
-            self.use_now(parameters)
-            drop_gradients(parameters)
-        norm = self.squares.total().sqrt()
-        return Update(norm, is_finite(norm))
-
-
 def is_small_vector(parameter: nn.Parameter) -> bool:
     """A sharded parameter isn't one: its gradient may be a view of those of a whole block, and keep them alive."""
     return parameter.ndim <= 1 and parameter.numel() <= SMALL_NUMEL and not isinstance(parameter, DTensor)
-
-
-def by_optimizer(parameters: Iterable[nn.Parameter], optimizers: Optimizers) -> Iterable[list[nn.Parameter]]:
-    """The parameters, those that share an optimizer together."""
-    groups: dict[torch.optim.Optimizer, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(optimizers[parameter], []).append(parameter)
-    return groups.values()
-
-
-def bring_back(parameters: Iterable[nn.Parameter], sums: Sums) -> None:
-    for parameter in parameters:
-        sums.bring_back(parameter)
-
-
-def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def measure(parameters: Sequence[nn.Parameter], squares: SquareSum) -> None:
-    for parameter in parameters:
-        assert parameter.grad is not None
-        squares.add(local(parameter.grad), parameter)
-
-
-def update_with(parameters: Sequence[nn.Parameter], optimizers: Optimizers, by: Tensor | None) -> None:
-    """Update parameters that share an optimizer with their gradients, multiplied by `by`."""
-    rescale([parameter.grad for parameter in parameters if parameter.grad is not None], by)
-    optimizers[parameters[0]].step()
