@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lowvram.compat.datasets import image_endings
 from lowvram.config.errors import BadInput, require
 from lowvram.data.image_checks import HINT
-from lowvram.data.local import escaped, existing_path, visible_entries
+from lowvram.data.local import check_no_hop, escaped, existing_path, visible_entries
 
 EVAL_FOLDERS = ("validation", "val", "eval", "test")  # beside train/; the first that exists counts
 
@@ -102,6 +102,7 @@ def check_name(path: str, file: Path) -> None:
     except UnicodeEncodeError:
         shown = str(file).encode(errors="backslashreplace").decode()
         raise BadInput("data.path", path, f"a folder in which all names are UTF-8: rename {shown}") from None
+    check_no_hop("data.path", path, file)
 
 
 def skipped_files(folders: dict[str, list[ClassFolder]]) -> str:

@@ -183,6 +183,8 @@ def read_listing(path: str, folders: dict[str, list[ClassFolder]]) -> tuple[Imag
     patterns = {split: [name for folder in inner for name in folder.patterns()] for split, inner in folders.items()}
     splits = load_local("imagefolder", patterns, drop_labels=False, drop_metadata=True)
     tables = [splits[split].data.table for split in folders]
+    for split, inner in folders.items():
+        check_listed(path, inner, splits[split])
     columns = pyarrow.concat_tables(tables)
     paths = pyarrow.chunked_array([chunk.field("path") for chunk in columns.column("image").chunks])
     labels = columns.column("label").to_numpy()
@@ -198,6 +200,19 @@ def read_listing(path: str, folders: dict[str, list[ClassFolder]]) -> tuple[Imag
         "a folder in which a class has at least 2 images, so that one can be held out",
     )
     return files, (np.flatnonzero(~held_out), np.flatnonzero(held_out))
+
+
+def check_listed(path: str, folders: list[ClassFolder], listed: Any) -> None:
+    """Raises BadInput unless `datasets` listed just the images of the class folders, each with its folder's name."""
+    names, numbers = listed.features["label"].names, listed.data.table.column("label").to_numpy()
+    counts = dict(zip(names, np.bincount(numbers, minlength=len(names)).tolist(), strict=True))
+    for folder in folders:
+        count, wanted = counts.get(folder.path.name, 0), len(folder.images)
+        allowed = (
+            f"a folder whose images `datasets` can list: of the {wanted} of {folder.path} it lists {count}; rename what"
+            " has an unusual name, and change nothing while they are read"
+        )
+        require(count == wanted, "data.path", path, allowed)
 
 
 def held_out_tenth(names: list[str], labels: np.ndarray) -> np.ndarray:

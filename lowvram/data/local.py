@@ -10,6 +10,8 @@ from typing import Any
 
 from lowvram.config.errors import BadInput, require
 
+HOP = "::"  # in fsspec's addresses, a.csv::b.zip is a file in an archive
+
 
 def existing_path(text: str) -> Path:
     """`data.path` with `~` expanded. Raises BadInput when nothing is there."""
@@ -33,6 +35,12 @@ def visible_entries(text: str, folder: Path) -> list[Path]:
 def is_hidden(path: Path, root: Path) -> bool:
     """Whether a part of the path below the root starts with a dot."""
     return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def check_no_hop(key: str, text: str, path: Path) -> None:
+    """Raises BadInput for a path with `::` in it. `datasets` cuts such a path there, and takes each part for a place of
+    its own: it then finds no file, or silently fewer files."""
+    require(HOP not in str(path.absolute()), key, text, f"without {HOP!r} in names of files and folders: rename {path}")
 
 
 def looks_local(name: str) -> bool:

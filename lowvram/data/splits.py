@@ -14,7 +14,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
 from lowvram.data.csv_files import AS_THEY_STAND, csv_options
 from lowvram.data.csv_quotes import check_quotes, quoting_of
-from lowvram.data.local import escaped, looks_local, quiet_progress
+from lowvram.data.local import HOP, check_no_hop, escaped, is_hidden, looks_local, quiet_progress
 from lowvram.data.own_files import check_card, check_files, check_remote_files
 
 BUILDERS = {
@@ -120,9 +120,12 @@ def loaded(place: SplitSource) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raises BadInput for a path at which nothing is."""
-    if looks_local(name) and not Path(name).expanduser().exists():
+    """Raises BadInput for a path at which nothing is, or which `datasets` would cut."""
+    path = Path(name).expanduser()
+    if looks_local(name) and not path.exists():
         raise BadInput("data.name", name, f"{ELSEWHERE}; nothing is there")
+    if path.exists():
+        check_no_hop("data.name", name, path)
 
 
 def load_from_hub(place: SplitSource) -> Any:
@@ -156,6 +159,8 @@ def load_local_set(place: SplitSource) -> Any:
     require(
         plain, "data.name", place.name, "a folder whose path has none of [ ] * ?, which `datasets` takes for patterns"
     )
+    for file in (file for file in path.rglob(f"*{HOP}*") if not is_hidden(file, path)):
+        check_no_hop("data.name", place.name, file)
     check_card(place.name, path)
     builder = load_dataset_builder(str(path.absolute()), place.config)
     check_files(place.name, path, builder.config.data_files)

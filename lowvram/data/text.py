@@ -12,7 +12,7 @@ from omegaconf import MISSING
 
 from lowvram.config.errors import BadInput, require
 from lowvram.data.documents import Documents, Unit, as_documents
-from lowvram.data.local import escaped, existing_path, is_hidden, load_local
+from lowvram.data.local import check_no_hop, escaped, existing_path, is_hidden, load_local
 from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
@@ -138,6 +138,7 @@ def check_text(path: str, file: Path) -> None:
         path,
         f"made of plain files: {file} is something else",
     )
+    check_no_hop("data.path", path, file)
     hint = "mend it, take it out, or choose others with data.pattern"
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0
