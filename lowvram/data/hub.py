@@ -19,12 +19,15 @@ from lowvram.config.errors import BadInput, require
 from lowvram.data.columns import flat_lists
 from lowvram.data.documents import Unit, as_documents
 from lowvram.data.image_checks import HINT, Check, faults_of
+from lowvram.data.image_rules import ImageRules, image_rules_of
 from lowvram.data.imagefolder import Crop, CroppedImages, RandomCrop, center_crop, held_out_tenth
 from lowvram.data.masking import MASKED_SHARE, masked_source
 from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
     Data,
     FollowedModel,
+    ImageSource,
+    ResolvedImageSource,
     ResolvedTextSource,
     Source,
     Texts,
@@ -49,7 +52,7 @@ from lowvram.data.windows import TokenStream, windowed
 
 @final
 @dataclass(frozen=True)
-class Hub(TextSource):
+class Hub(TextSource, ImageSource):
     """With `image` and `label`: images to classify. With `label` alone: texts to classify. With neither: the next token
     of the texts is predicted, or for a masked language model some hidden ones.
 
@@ -124,14 +127,16 @@ class Hub(TextSource):
         size = model.reading(self.modality).natural_shape()[-1]
         sizes = {"sequence_length": self.sequence_length or size, "image_size": self.image_size or size}
         resolved = replace(self, **sizes)
+        if self.modality is Modality.IMAGES:
+            return ResolvedImageSource(resolved, image_rules_of(model))
         return masked_source(resolved, model) or ResolvedTextSource(resolved, model.text_rules)
 
     def read(self, rules: TextRules, seed: int) -> Data:
+        if self.modality is Modality.IMAGES:
+            return self.read_images(ImageRules(), seed)
         if self.modality is Modality.TOKENS:
             return self.tokens(*tokenizer_and_rules(self.tokenizer, rules), seed)
         split = split_by_class(self, *read_splits(self.place, self.eval_samples))
-        if self.modality is Modality.IMAGES:
-            return self.images(split, seed)
         return self.texts(split, *tokenizer_and_rules(self.tokenizer, rules))
 
     def tokens(self, tokenizer: Tokenizer, rules: TextRules, seed: int) -> Data:
@@ -183,13 +188,14 @@ class Hub(TextSource):
         what = f"texts of up to {length} {tokenizer.unit}"
         return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)))
 
-    def images(self, split: TrainEvalSplit, seed: int) -> Data:
+    def read_images(self, rules: ImageRules, seed: int) -> Data:
         """Each image is a sample with a class."""
+        split = split_by_class(self, *read_splits(self.place, self.eval_samples))
         size, name = resolved_size("data.image_size", self.image_size), str(self.image)
         crops = RandomCrop(self.min_area, self.flip, seed), center_crop
         train, held_out = (
             self.cropped(
-                StoredImages(image_column(each.dataset, name), each.labels, self.root), each.indices, size, crop
+                StoredImages(image_column(each.dataset, name), each.labels, self.root), each.indices, size, crop, rules
             )
             for each, crop in zip((split.train, split.held_out.only(self.eval_samples)), crops, strict=True)
         )
@@ -201,7 +207,9 @@ class Hub(TextSource):
         what = f"images, {size}x{size} pixels"
         return Data(spec, train, held_out, self.described(what, split, len(train), len(held_out)) + skipped)
 
-    def cropped(self, stored: StoredImages, rows: np.ndarray, size: int, crop: Crop) -> CroppedImages:
+    def cropped(
+        self, stored: StoredImages, rows: np.ndarray, size: int, crop: Crop, rules: ImageRules
+    ) -> CroppedImages:
         """The images of these rows that can be read. Raises BadInput for one that can't, unless such are skipped."""
         faults = faults_of(rows.tolist(), stored.file, size, self.check)
         first = next((place for place, fault in enumerate(faults) if fault is not None), None)
@@ -210,7 +218,7 @@ class Hub(TextSource):
             raise BadInput("data.image", self.image, allowed)
         kept = rows[np.array([fault is None for fault in faults], bool)]
         require(len(kept) > 0, "data.image", self.image, "a column with images to train on, and others held out")
-        return CroppedImages(stored, kept, size, crop)
+        return CroppedImages(stored, kept, size, crop, rules)
 
     @property
     def root(self) -> Path:

@@ -20,23 +20,30 @@ from torch import Tensor
 from lowvram.config.errors import require
 from lowvram.data.image_checks import Check, faults_of
 from lowvram.data.image_listing import ClassFolder, class_folders, external_links, skipped_files
+from lowvram.data.image_rules import ImageRules, image_rules_of
 from lowvram.data.local import existing_path, load_local
 from lowvram.data.pixels import decoded, read_bytes
 from lowvram.data.randomness import Stream, generator
-from lowvram.data.source import Cache, Data, FollowedModel, Samples, Source, require_count, resolved_size
+from lowvram.data.source import (
+    Cache,
+    Data,
+    FollowedModel,
+    ImageSource,
+    ResolvedImageSource,
+    Samples,
+    Source,
+    require_count,
+    resolved_size,
+)
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.data.splits import evenly_spaced
-
-# Of ImageNet's pixels in [0, 1].
-CHANNEL_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
-CHANNEL_STD = np.array([0.229, 0.224, 0.225], np.float32)
 
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 
 
 @final
 @dataclass(frozen=True)
-class ImageFolder(Source):
+class ImageFolder(ImageSource):
     """Images to classify. `path` holds a folder per class, or train/ and validation/ (val, eval, test) with a folder
     per class each. Without validation/ a tenth of each class is held out.
 
@@ -65,9 +72,13 @@ class ImageFolder(Source):
         existing_path(self.path)
 
     def resolve(self, model: FollowedModel) -> Source:
-        return replace(self, image_size=self.image_size or model.natural_shape()[-1])
+        size = self.image_size or model.natural_shape()[-1]
+        return ResolvedImageSource(replace(self, image_size=size), image_rules_of(model))
 
     def open(self, seed: int) -> Data:
+        return self.read_images(ImageRules(), seed)
+
+    def read_images(self, rules: ImageRules, seed: int) -> Data:
         size = resolved_size("data.image_size", self.image_size)
         folders = class_folders(self.path, self.skip_unreadable, lambda files: faults_of(files, Path, size, self.check))
         files, (train_rows, eval_rows) = read_listing(self.path, folders)
@@ -80,8 +91,8 @@ class ImageFolder(Source):
         )
         return Data(
             DataSpec(Modality.IMAGES, num_classes, (3, size, size), class_names=tuple(files.classes)),
-            train=CroppedImages(files, train_rows, size, crop),
-            eval=CroppedImages(files, eval_rows, size, center_crop),
+            train=CroppedImages(files, train_rows, size, crop, rules),
+            eval=CroppedImages(files, eval_rows, size, center_crop, rules),
             description=description,
         )
 
@@ -122,28 +133,28 @@ class Images(Protocol):
 
 @final
 class CroppedImages(Samples):
-    """The images of some rows, scaled to `size`; `crop` chooses a part of each, and whether it is mirrored."""
+    """The images of some rows, scaled to `size`; `crop` chooses a part of each, and whether it is mirrored; `rules` say
+    what numbers pixels become."""
 
     is_decoded = True
 
-    def __init__(self, files: Images, rows: np.ndarray, size: int, crop: Crop) -> None:
-        self.files, self.rows, self.size, self.crop = files, rows, size, crop
+    def __init__(self, files: Images, rows: np.ndarray, size: int, crop: Crop, rules: ImageRules) -> None:
+        self.files, self.rows, self.size, self.crop, self.rules = files, rows, size, crop, rules
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def through(self, cache: Cache) -> CroppedImages:
-        return CroppedImages(cache.around(self.files), self.rows, self.size, self.crop)
+        return CroppedImages(cache.around(self.files), self.rows, self.size, self.crop, self.rules)
 
     def sample(self, index: int, epoch: int) -> tuple[Tensor, Tensor]:
         row = int(self.rows[index])
         image = self.files.load(row, self.size)
         box, mirrored = self.crop(image.width, image.height, epoch, index)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-        pixels = np.asarray(ImageOps.mirror(image) if mirrored else image, np.float32) / 255
-        pixels_ss3 = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
-        scaled_ss3 = (pixels_ss3 - CHANNEL_MEAN) / CHANNEL_STD
-        image_3ss = torch.from_numpy(np.ascontiguousarray(scaled_ss3.transpose(2, 0, 1)))
+        values = np.asarray(ImageOps.mirror(image) if mirrored else image, np.float32)
+        values_ss3 = values if values.ndim == 3 else np.repeat(values[..., None], 3, axis=2)
+        image_3ss = torch.from_numpy(np.ascontiguousarray(self.rules.scaled(values_ss3).transpose(2, 0, 1)))
         return image_3ss, torch.tensor(int(self.files.labels[row]))
 
 

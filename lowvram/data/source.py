@@ -11,6 +11,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.registry import node_of, options_of
 from lowvram.config.schema import find_target
 from lowvram.core.rig import Part
+from lowvram.data.image_rules import ImageRules
 from lowvram.data.randomness import Key, reading_order
 from lowvram.data.spec import DataSpec, Modality, TextRules
 
@@ -160,6 +161,28 @@ class ResolvedTextSource(ResolvedSource):
 
     def open(self, seed: int) -> Data:
         return self.source.read(self.rules, seed)
+
+
+class ImageSource(Source):
+    """A source of images, read by the model's rules: `resolve` returns a `ResolvedImageSource`, which holds them."""
+
+    @abstractmethod
+    def read_images(self, rules: ImageRules, seed: int) -> Data:
+        """`open` with the rules of the model."""
+
+
+@final
+@dataclass(frozen=True)
+class ResolvedImageSource(ResolvedSource):
+    """A source of images with the rules of a model."""
+
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGES,)
+
+    source: ImageSource
+    rules: ImageRules
+
+    def open(self, seed: int) -> Data:
+        return self.source.read_images(self.rules, seed)
 
 
 def resolve_source(source: Source, model: FollowedModel) -> Source:

@@ -18,6 +18,7 @@ from lowvram.config.errors import BadInput, require
 from lowvram.config.settings import GrowthKind
 from lowvram.config.texts import first_line
 from lowvram.core.free_memory import free_host_bytes
+from lowvram.data.image_rules import ImageRules
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import hf_depths, hf_layout
 from lowvram.models.growth import Grown
@@ -34,6 +35,7 @@ from lowvram.models.hf_heads import (
     stop_ids,
 )
 from lowvram.models.hf_packed import PACKED_KINDS
+from lowvram.models.hf_pixels import processing_of, write_size
 from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
     check_quantization,
@@ -64,7 +66,7 @@ from lowvram.models.widths import Pruned
 from lowvram.results.row import size_text
 
 LONGEST = 1024  # tokens of a sample, unless the data or the model need fewer
-USUAL_IMAGE_SIZE = 224  # pixels, for models that accept any size
+USUAL_SIZE = (224, 224)  # pixels, for models that accept any size
 
 
 @final
@@ -146,6 +148,11 @@ class HfConfig(ForeignModel, Remade):
             finds_ends_by_padding=self.modality is Modality.LABELLED_TOKENS and is_decoder_alone(config),
         )
 
+    @property
+    def image_rules(self) -> ImageRules:
+        """What the model requires of images."""
+        return ImageRules(processing_of(self.name, self.revision).scale)
+
     def reading(self, modality: Modality) -> HfConfig:
         """This configuration, as its head fixes the kind of data."""
         return self
@@ -154,8 +161,8 @@ class HfConfig(ForeignModel, Remade):
         """The shape of a sample when the data does not say."""
         config = self.config()
         if self.modality is Modality.IMAGES:
-            size = getattr(config, "image_size", USUAL_IMAGE_SIZE)
-            height, width = (size, size) if isinstance(size, int) else size
+            size = getattr(config, "image_size", None) or processing_of(self.name, self.revision).image_size
+            height, width = (size, size) if isinstance(size, int) else size or USUAL_SIZE
             return (getattr(config, "num_channels", 3), height, width)
         return (min(LONGEST, self.longest() or LONGEST),)
 
@@ -392,6 +399,8 @@ class HfConfig(ForeignModel, Remade):
             entries["tie_word_embeddings"] = False
         hf_layout.save(model, entries, folder)
         self.save_companions(folder)
+        if spec.modality is Modality.IMAGES:
+            write_size(folder, spec.shape[-1])
 
     def save_companions(self, folder: Path) -> None:
         """Copy the files that belong to the model and hold no weights, such as the tokenizer's."""

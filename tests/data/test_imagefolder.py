@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 
 from lowvram.config.errors import BadInput
+from lowvram.data.image_rules import CHANNEL_MEAN, CHANNEL_STD
 from lowvram.data.imagefolder import (
-    CHANNEL_MEAN,
-    CHANNEL_STD,
     ImageFolder,
     RandomCrop,
     center_crop,

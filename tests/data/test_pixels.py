@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowvram.data.imagefolder import CHANNEL_MEAN, CHANNEL_STD, CroppedImages, ImageFiles, center_crop
+from lowvram.data.image_rules import CHANNEL_MEAN, CHANNEL_STD, ImageRules
+from lowvram.data.imagefolder import CroppedImages, ImageFiles, center_crop
 from lowvram.data.pixels import Undecodable, decoded
 
 SHARES = np.linspace(0, 1, 7 * 9).reshape(7, 9)  # of white
@@ -93,6 +94,6 @@ def test_samples_of_deep_images_have_three_equal_channels(tmp_path: Path) -> Non
     import pyarrow
 
     files = ImageFiles(pyarrow.chunked_array([[str(tmp_path / "x.png")]]), np.array([1]), ["a", "b"])
-    image, _ = CroppedImages(files, np.array([0]), 8, center_crop).sample(0, 0)
+    image, _ = CroppedImages(files, np.array([0]), 8, center_crop, ImageRules()).sample(0, 0)
     pixels = image.permute(1, 2, 0).numpy() * CHANNEL_STD + CHANNEL_MEAN
     assert np.allclose(pixels, 50_000 / 65535, atol=1e-5)

@@ -17,7 +17,7 @@ from lowvram.core.rig import Part
 from lowvram.core.step import step
 from lowvram.data.imagefolder import ImageFolder
 from lowvram.data.python_source import PythonSource
-from lowvram.data.source import resolve_source
+from lowvram.data.source import ResolvedImageSource, resolve_source
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.external import ExternalConfig
 from lowvram.tasks import Auto
@@ -155,8 +155,8 @@ def test_arguments_that_do_not_fit_are_reported(args: dict[str, Any], message: s
 def test_what_it_reads_follows_the_data_and_so_does_their_size() -> None:
     config = ExternalConfig("torch.nn.Identity", image_size=48, sequence_length=24)
     images = resolve_source(ImageFolder(path=str(ROOT)), config)
-    assert isinstance(images, ImageFolder)
-    assert images.image_size == 48
+    assert isinstance(images, ResolvedImageSource)
+    assert images.source == ImageFolder(path=str(ROOT), image_size=48)
     texts = resolve_source(PythonSource(), config)
     assert isinstance(texts, PythonSource)
     assert texts.sequence_length == 24

@@ -16,13 +16,15 @@ from lowvram.config.errors import BadInput, require
 from lowvram.core.assemble import bare_model
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.values import Fill, materialise
+from lowvram.data.image_rules import image_rules_of
 from lowvram.data.local import looks_local
-from lowvram.data.spec import DataSpec
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.export.folder import ABOUT, load
 from lowvram.export.plain import APART, Allowed, described_problem, read_json
 from lowvram.knobs.precision.bf16_pure import to_bf16, with_bf16_inputs
 from lowvram.models.external import ExternalConfig
 from lowvram.models.layout import CONFIG
+from lowvram.models.wrappers import tell
 from lowvram.results.files import manifest
 from lowvram.results.files.manifest import content_of
 from lowvram.tasks import Auto, ModelConfig, Problem
@@ -116,7 +118,17 @@ def find_teacher(name: str, student: ModelConfig, spec: DataSpec) -> Teacher:
     key = repr((name, student.description, spec, stamps))
     if key not in FOUND:
         FOUND[key] = teacher_in(folder, name, student, spec)
+        tell_pixels(FOUND[key], student)
     return FOUND[key]
+
+
+def tell_pixels(teacher: Teacher, student: ModelConfig) -> None:
+    """Tell if a teacher of images was trained on other numbers for the same pixels than the student reads, as both get
+    the student's."""
+    spec, read = teacher.problem.spec, image_rules_of(teacher.problem.model)
+    if spec.modality is Modality.IMAGES and read.scale != image_rules_of(student).scale:
+        told = "reads pixels on another scale than the student's model (preprocessor_config.json), which the data have"
+        tell(f"{KEY}={teacher.name}: {told}: images look different to it from those that it was trained on")
 
 
 def teacher_in(folder: Path | None, name: str, student: ModelConfig, spec: DataSpec) -> Teacher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,17 @@ def test_classes_in_another_order_are_refused(tmp_path: Path) -> None:
     name = exported(Auto().pose(RESNET, spec), tmp_path)
     with pytest.raises(BadInput, match="the same classes, in the same order"):
         Distill(teacher=name).pose(RESNET, replace(spec, class_names=tuple("edcba")))
+
+
+def test_a_teacher_that_reads_pixels_on_another_scale_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = shutil.copytree(with_weights("vit"), tmp_path / "vit")
+    (where / "preprocessor_config.json").write_text('{"image_processor_type": "ViTImageProcessor", "size": 16}')
+    teacher, spec = HfConfig(str(where)), DataSpec(Modality.IMAGES, 5, (3, 16, 16))
+    for student, is_told in ((HfConfig(tiny("vit")), True), (teacher, False)):
+        find_teacher(str(where), student, spec)
+        assert ("reads pixels on another scale" in capsys.readouterr().out) == is_told
 
 
 def without_model(folder: Path) -> None:
