@@ -125,6 +125,11 @@ def shared_by(kinds: Iterable[type]) -> Iterator[tuple[str, MutableMapping[str, 
     yield from ((name, vars(file)) for name, file in files.items())
 
 
+def is_looked_at(name: str) -> bool:
+    """Whether a name of a class or a file is one of the user's: Python notes warnings in `__warningregistry__`."""
+    return not name.startswith("__")
+
+
 def is_shared_value(value: Any) -> bool:
     """Whether a value of a class or a file is looked at: a number, a text, a tensor that isn't large."""
     if isinstance(value, Tensor):
@@ -147,7 +152,7 @@ class Values(NamedTuple):
         """The values that are looked at."""
         if not self.is_shared:
             return dict(self.owner)
-        return {name: value for name, value in self.owner.items() if is_shared_value(value)}
+        return {name: value for name, value in self.owner.items() if is_looked_at(name) and is_shared_value(value)}
 
 
 def values_in(places: Places) -> list[Values]:
@@ -190,7 +195,7 @@ def containers_in(places: Places) -> Iterator[tuple[str, Any]]:
                 yield from containers(f"{type(module).__name__}.{name}", value, seen, DEEPEST)
     for what, owner in places.shared:
         for name, value in owner.items():
-            if is_shared_container(value):
+            if is_looked_at(name) and is_shared_container(value):
                 yield from containers(f"{what}.{name}", value, seen, 1)
 
 

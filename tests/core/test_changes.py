@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_a_large_array_that_changes_cannot_be_put_back() -> None:
 
 NUM_PASSES = 0
 SCALES = [1.0]
-NEW = "newest"
+NEW, REGISTRY = "newest", "__warningregistry__"
 
 
 class Sharing(restless.Mlp):
@@ -166,3 +167,11 @@ def test_a_repetition_leaves_nothing_where_the_model_has_put_back_what_the_forwa
         assert [block.get_submodule("").num_calls for block in model.blocks] == [0, 0, 0, 0]
         assert not Weighted.losses
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_what_python_notes_of_a_warning_is_no_change() -> None:
+    registry = globals().setdefault(REGISTRY, {})
+    look = Look(Places(Sharing()))
+    with warnings.catch_warnings(action="ignore"):
+        warnings.warn_explicit("of a forward pass", UserWarning, __file__, 1, registry=registry)
+    assert look.changes() == []
