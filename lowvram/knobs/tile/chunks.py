@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,7 @@ from lowvram.core.ledger import announce
 from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, recomputed_later
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rounds import followed
+from lowvram.core.segments import itself
 
 
 @final
@@ -45,11 +47,11 @@ def in_chunks(inner: Inner, chunks: Chunks, inputs: Sequence[Tensor]) -> Tensor:
         if not has_backward(inner, inputs):
             return torch.cat([call(*piece) for piece in pieces], chunks.dim)
         return torch.cat([checkpoint(call, *piece, use_reentrant=False) for piece in pieces], chunks.dim)  # pyright: ignore[reportArgumentType]
-    weights = {name: weight for name, weight in inner.named_parameters() if weight.requires_grad}
-    run = Run(inner, chunks, list(weights), [tensor.requires_grad for tensor in inputs])
-    anchor = None if any(run.wanted) else next(iter(weights.values()), None)
+    run = Run(inner, chunks, [tensor.requires_grad for tensor in inputs])
+    trained = [weight for weight in run.weights.values() if weight.requires_grad]
+    anchor = None if any(run.wanted) else next(iter(trained), None)
     with inputs_kept(inner.owner, inputs):
-        return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *weights.values())  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+        return Chunked.apply(run, *Keep.apply(run, anchor, *inputs), *trained)  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
 
 
 @final
@@ -81,14 +83,13 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Tensor:
-        inputs, ctx.weights = tensors[: len(run.wanted)], tensors[len(run.wanted) :]
         ctx.run = run
-        return run.forward(inputs)
+        return run.forward(tensors[: len(run.wanted)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.run.backward(ctx.weights, gradient)
+        return None, *ctx.run.backward(gradient)
 
 
 Chunk = tuple[Tensor, ...]  # of several tensors, the same part of each
@@ -137,8 +138,13 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 class Run:
     """One forward pass in chunks, and its backward pass."""
 
-    def __init__(self, inner: Inner, chunks: Chunks, names: list[str], wanted: list[bool]) -> None:
-        self.inner, self.chunks, self.names, self.wanted = inner, chunks, names, wanted
+    def __init__(self, inner: Inner, chunks: Chunks, wanted: list[bool]) -> None:
+        self.inner, self.chunks, self.wanted = inner, chunks, wanted
+        self.weights = dict(inner.named_parameters())
+        self.is_trained = {
+            name: weight.requires_grad for name, weight in self.weights.items()
+        }  # the model may change it
+        self.has_graph = torch.is_grad_enabled()
         self.kept_by: Any = None  # the autograd node that has saved the inputs
         self.surroundings: Surroundings | None = None
         self.passes = inner.repeatable.passes()
@@ -147,7 +153,7 @@ class Run:
         self.surroundings, length = Surroundings(inputs), inputs[0].shape[self.chunks.dim]
         with self.passes.first, recomputed_later(), self.surroundings.autocast():
             chunks = followed(self.chunks.of(inputs))
-            whole = self.chunks.joined((self.inner(*self.chunks.solid(chunk)) for chunk in chunks), length)
+            whole = self.chunks.joined((self.without_graph(self.chunks.solid(chunk)) for chunk in chunks), length)
         if changes := self.passes.first.changes:
             raise Incompatible(
                 f"{changes[0].what} changes in each forward pass, and tile has a part take several, one for each chunk:"
@@ -155,18 +161,32 @@ class Run:
             )
         return whole
 
-    def backward(self, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+    def without_graph(self, chunk: Chunk) -> Tensor:
+        """The output of a chunk. It is computed with a graph where there will be a backward pass, as code asks for
+        that, and torch chooses kernels by it. The graph of a chunk keeps its tensors, as in the backward pass, where
+        more is alive; other knobs don't see them. (Itself, a tensor would keep its graph alive.)"""
+        with torch.set_grad_enabled(self.has_graph), saved_tensors_hooks(Tensor.detach, itself):
+            return self.inner(*self.leaves(chunk)).detach()
+
+    def leaves(self, chunk: Chunk) -> list[Tensor]:
+        """The inputs of a chunk, with a graph of their own."""
+        return [part.detach().requires_grad_(wanted) for part, wanted in zip(chunk, self.wanted, strict=True)]
+
+    def backward(self, gradient: Tensor) -> list[Tensor | None]:
         """The gradients of inputs and weights; None where none is wanted, or where `inner` doesn't use the tensor."""
         assert self.surroundings is not None
         inputs = self.kept_by.saved_tensors
         wanted = list(zip(inputs, self.wanted, strict=True))
         found = [torch.zeros_like(tensor) if is_wanted else None for tensor, is_wanted in wanted]
-        sums = {name: GradientSum(weight) for name, weight in zip(self.names, weights, strict=True)}
-        stand_ins = {name: total.stand_in for name, total in sums.items()}
+        sums = {name: GradientSum(self.weights[name]) for name, is_trained in self.is_trained.items() if is_trained}
+        frozen = {
+            name: weight.detach() for name, weight in self.weights.items() if name not in sums and weight.requires_grad
+        }
+        stand_ins = frozen | {name: total.stand_in for name, total in sums.items()}
         with self.passes.again, self.surroundings.autocast(), torch.enable_grad():
             for number, chunk in followed(list(enumerate(self.chunks.of([gradient, *inputs])))):
                 of_output, *parts = self.chunks.solid(chunk)
-                leaves = [part.detach().requires_grad_(wanted) for part, wanted in zip(parts, self.wanted, strict=True)]
+                leaves = self.leaves(tuple(parts))
                 torch.autograd.backward(functional_call(self.inner, stand_ins, tuple(leaves)), of_output)
                 for whole, leaf in zip(found, leaves, strict=True):
                     if whole is not None and leaf.grad is not None:
