@@ -74,3 +74,44 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     name, if torch makes one.
     """
     return module._buffers
+
+
+OF_MODULES = frozenset(vars(nn.Module()))
+HOLDING = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})  # what a module holds
+CALLED = frozenset(name for name in OF_MODULES if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
+
+
+def become(module: nn.Module, other: nn.Module) -> None:
+    """Have a module compute what another one does, of the same name in the model: it takes the other's class, tensors
+    and attributes. Hooks, further attributes and the mode stay, and whoever holds the module holds the new one.
+
+    The names of the dictionaries in which nn.Module keeps tensors, since before 1.13. Replaced by nothing:
+    `set_submodule` leaves hooks, and references in lists, with the old module.
+    """
+    own = {name: value for name, value in vars(other).items() if name in HOLDING or name not in OF_MODULES}
+    vars(module).update(own)
+    module.__class__ = type(other)
+
+
+def put_around(module: nn.Module, wrapper: nn.Module, attribute: str) -> nn.Module:
+    """Have a module's own object become a wrapper around what the module is now, so that whoever holds the module calls
+    the wrapper. Hooks that a call runs go to the wrapper; further attributes are found at both.
+
+    Args:
+        wrapper: whose `attribute` is the module.
+
+    Returns:
+        What the module is now, as an object of its own.
+
+    The names of nn.Module's own attributes, as of `become`, since before 1.13. Replaced by nothing.
+    """
+    inner = wrapper
+    first, second = vars(module), vars(wrapper)
+    object.__setattr__(module, "__dict__", second)
+    object.__setattr__(inner, "__dict__", first)
+    module.__class__, inner.__class__ = type(inner), type(module)
+    setattr(module, attribute, inner)
+    for name in CALLED:
+        first[name], second[name] = second[name], first[name]
+    second.update({name: value for name, value in first.items() if name not in OF_MODULES and name not in second})
+    return inner

@@ -39,21 +39,28 @@ def owns_weight(layer: nn.Module) -> bool:
     return any(name == "weight" and not weight.is_complex() for name, weight in named)
 
 
-def require_called(
+def require_replaceable(
     model: nn.Module, layers: Collection[nn.Module], uncalled: Collection[str], option: str, mend: str
 ) -> None:
-    """Raises Incompatible if the model never calls one of the layers in whose place an option puts another.
+    """Raises Incompatible if an option would have no effect on one of the layers in whose place it puts another, or
+    would drop what the layer does.
 
     Args:
         uncalled: `Task.uncalled`.
         mend: what the user can do.
     """
-    names = [name for name, module in model.named_modules() if module in layers and name in uncalled]
-    if names:
-        raise Incompatible(
-            f"{option} would have no effect on {names[0]}: the model computes with {names[0]}.weight instead of calling"
-            f" {names[0]}; {mend}"
-        )
+    names = {module: name for name, module in model.named_modules() if module in layers}
+    for layer, name in names.items():
+        if name in uncalled:
+            raise Incompatible(
+                f"{option} would have no effect on {name}: the model computes with {name}.weight instead of calling"
+                f" {name}, at least once; {mend}"
+            )
+        if has_own_forward(layer):
+            raise Incompatible(
+                f"{option} would drop the forward pass that the model has put into {name} itself ({name}.forward = …):"
+                f" make it a class of its own; or {mend}"
+            )
 
 
 def inner_linears(model: nn.Module, last: Collection[Tensor]) -> list[nn.Linear]:
@@ -75,8 +82,9 @@ def convolutions(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def layer_norms(model: nn.Module) -> list[nn.LayerNorm]:
-    """Its layer norms, without classes derived from PyTorch's, whose forward pass may be another one."""
-    return [module for module in model.modules() if type(module) is nn.LayerNorm]
+    """Its layer norms, without those whose forward pass may be another one than PyTorch's."""
+    norms = [module for module in model.modules() if type(module) is nn.LayerNorm]
+    return [norm for norm in norms if not has_own_forward(norm)]
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, float]:
@@ -85,6 +93,8 @@ def rms_norms(model: nn.Module) -> dict[nn.Module, float]:
     found: dict[nn.Module, float] = {}
     for module in model.modules():
         match [*module.named_parameters(), *module.named_buffers()]:
+            case _ if hooks_of(module) or has_own_forward(module):
+                pass  # a trial would run code of others
             case [("weight", weight)] if weight.dim() == 1 and not [*module.children()]:
                 for eps in [value for value in vars(module).values() if isinstance(value, float)]:
                     if is_rms_norm(module, weight.numel(), eps):

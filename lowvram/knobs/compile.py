@@ -169,6 +169,7 @@ class Traced:
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
+        self.own_forward = vars(block).get("forward")  # of this object alone
         self.traces: dict[Any, Any] = {}
         self.changes_buffers = False
         self.last: Callable[[], Pass | None] = lambda: None  # whose graph is alive
@@ -217,7 +218,9 @@ class Traced:
 
         # Without autocast's cache, as a cached cast of a weight would be recorded as a constant.
         plain = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
-        del self.block.forward  # so that the tracer, which calls the block, runs the class's forward
+        del self.block.forward  # so that the tracer, which calls the block, runs what ran before
+        if self.own_forward is not None:
+            self.block.forward = self.own_forward
         try:
             with plain, saved_tensors_hooks(note, itself), warnings.catch_warnings(), first:
                 warnings.simplefilter("ignore")  # deprecation (`apply` says it); constant shapes (in the key)

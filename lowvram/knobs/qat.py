@@ -17,7 +17,6 @@ a negative factor swaps the signs of codes alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, final
@@ -26,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowvram.compat.torch_modules import become
 from lowvram.config.errors import require
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.last_layer import known_last_weights
-from lowvram.core.layers import convolutions, inner_linears, require_called
+from lowvram.core.layers import convolutions, inner_linears, require_replaceable
 from lowvram.core.rig import Rig
 
 GROUP = 32  # weights of a row that share a scale in 4 bits
@@ -95,9 +95,11 @@ class Int8(FakeQuantized):
         has_convolutions = self.layers is Layers.all or (self.layers is Layers.auto and not linears)
         found = convolutions(rig.model) if has_convolutions else []
         require(bool(linears or found), "qat", "int8", "another option: no inner layer has more than one input")
-        require_called(rig.model, [*linears, *found], rig.task.uncalled(rig.model), self.name, "choose qat=none")
-        exchange(rig.model, {layer: FakeQuantizedLinear(layer, LARGEST) for layer in linears})
-        exchange(rig.model, {layer: FakeQuantizedConv2d(layer) for layer in found})
+        require_replaceable(rig.model, [*linears, *found], rig.task.uncalled(rig.model), self.name, "choose qat=none")
+        for linear in linears:
+            become(linear, FakeQuantizedLinear(linear, LARGEST))
+        for convolution in found:
+            become(convolution, FakeQuantizedConv2d(convolution))
         return rig
 
 
@@ -123,8 +125,9 @@ class Int4(FakeQuantized):
         divided = [layer for layer in linears if divides(self.group, layer)]
         allowed = "another option: the rows of no linear layer but the last can be divided into groups (qat.group)"
         require(bool(divided), "qat", "int4", allowed)
-        require_called(rig.model, divided, rig.task.uncalled(rig.model), self.name, "choose qat=none")
-        exchange(rig.model, {layer: FakeQuantizedLinear(layer, LARGEST_OF_4, self.group) for layer in divided})
+        require_replaceable(rig.model, divided, rig.task.uncalled(rig.model), self.name, "choose qat=none")
+        for layer in divided:
+            become(layer, FakeQuantizedLinear(layer, LARGEST_OF_4, self.group))
         return rig
 
 
@@ -208,10 +211,3 @@ def scales_of(weight: Tensor, largest: int, group: int | None = None) -> Tensor:
 def divides(group: int, layer: nn.Linear) -> bool:
     """Whether the layer's rows can be divided into groups of so many weights."""
     return layer.in_features % group == 0
-
-
-def exchange(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
-    """Put these layers of the model, in place, where the others were that are their keys."""
-    for name, module in [*model.named_modules(remove_duplicate=False)]:
-        if module in layers:
-            model.set_submodule(name, layers[module])

@@ -1,9 +1,10 @@
-"""Finds out by trial with which layers' weights a model computes without calling the layer, as in
-`F.linear(x, self.up.weight)`. What is put in the layer's place, such as one with an adapter, then has no effect."""
+"""Finds out by trial with which layers' weights a model computes otherwise than by calling the layer, as in
+`F.linear(x, self.up.weight)`. What is put in the layer's place, such as one with an adapter, has no effect there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, UntypedStorage, nn
@@ -22,16 +23,19 @@ def find_uncalled(model: nn.Module, call: Callable[[nn.Module, Any], Any], input
     """
 
     def watched(copy: nn.Module, fake: Any) -> frozenset[str]:
-        called = set[nn.Module]()
         weights = {
-            name: dict(each.named_parameters(recurse=False)).get("weight") for name, each in copy.named_modules()
+            name: weight.untyped_storage()
+            for name, module in copy.named_modules()
+            if (weight := dict(module.named_parameters(recurse=False)).get("weight")) is not None
         }
+        used = Used(weights.values())
         for module in copy.modules():
-            module.register_forward_pre_hook(lambda module, _: called.add(module))
-        with Used() as used:
+            own = {id(tensor.untyped_storage()) for tensor in module.parameters(recurse=False)}
+            module.register_forward_pre_hook(partial(used.begin, own))  # after the hooks of others
+            module.register_forward_hook(used.end, prepend=True)  # before them
+        with used:
             call(copy, fake)
-        idle = {name for name, module in copy.named_modules() if module not in called}
-        return frozenset(name for name in idle if (weight := weights[name]) is not None and weight in used)
+        return frozenset(name for name, storage in weights.items() if id(storage) in used.found)
 
     try:
         return fake_pass(model, watched, inputs)
@@ -43,18 +47,25 @@ def find_uncalled(model: nn.Module, call: Callable[[nn.Module, Any], Any], input
 
 @final
 class Used(TorchDispatchMode):
-    """Notes the memory that operators are given."""
+    """Notes which weights operators are given while no module computes that has the weight itself.
 
-    def __init__(self) -> None:
+    Args:
+        weights: their memory, kept, so that its ids aren't used again.
+    """
+
+    def __init__(self, weights: Iterable[UntypedStorage]) -> None:
         super().__init__()
-        self.storages: dict[int, UntypedStorage] = {}  # kept, so that their ids aren't used again
+        self.weights = {id(storage): storage for storage in weights}
+        self.running: list[set[int]] = []  # what the modules have that compute, the innermost last
+        self.found: set[int] = set()
+
+    def begin(self, own: set[int], *_: Any) -> None:
+        self.running.append(own)
+
+    def end(self, *_: Any) -> None:
+        self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor):
-                storage = each.untyped_storage()
-                self.storages[id(storage)] = storage
+        given = (id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        self.found |= {place for place in given if place in self.weights}.difference(*self.running)
         return func(*args, **(kwargs or {}))
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self.storages

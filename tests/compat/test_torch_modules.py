@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -73,3 +75,65 @@ def test_the_buffers_of_a_module_are_in_a_dictionary() -> None:
     own_buffers(norm)["running_mean"] = torch.ones(2)
     assert norm.running_mean is not None
     assert norm.running_mean.tolist() == [1, 1]
+
+
+@needed("torch.nn.Module._backward_hooks", by="options that put something in a layer's place")
+def test_hooks_are_known_by_their_kind() -> None:
+    from lowvram.compat.torch_modules import FORWARD_PRE_HOOK, hooks_of
+
+    layer = nn.Linear(1, 1)
+    assert hooks_of(layer) == []
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert hooks_of(layer) == [FORWARD_PRE_HOOK]
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_pre_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    assert len(hooks_of(layer)) == 4
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@needed("torch.nn.Module._parameters", by="qat, adapter=qlora and precision=fp8")
+def test_a_module_becomes_another_and_keeps_hooks_attributes_and_mode() -> None:
+    from lowvram.compat.torch_modules import become
+
+    layer: Any = nn.Linear(2, 2).eval()
+    layer.tag = "mine"
+    handle = layer.register_forward_hook(lambda _, given, output: output + 1)
+    other, x = Doubled(2, 3), torch.ones(1, 2)
+    become(layer, other)
+    assert torch.equal(layer(x), other(x) + 1)
+    assert (layer.tag, layer.training, layer.weight is other.weight) == ("mine", False, True)
+    handle.remove()
+    assert torch.equal(layer(x), other(x))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * self.inner(x)
+
+
+@needed("torch.nn.Module._forward_hooks", by="adapter=lora")
+def test_a_wrapper_becomes_what_everybody_holds() -> None:
+    from lowvram.compat.torch_modules import put_around
+
+    layer: Any = nn.Linear(2, 2)
+    layer.tag, seen = "mine", []
+    handle = layer.register_forward_hook(lambda module, given, output: seen.append(module))
+    weight, x = layer.weight, torch.ones(1, 2)
+    plain = nn.functional.linear(x, weight, layer.bias)
+    inner = put_around(layer, Around(layer), "inner")
+    assert torch.equal(layer(x), 3 * plain)
+    assert (type(layer), type(inner), layer.inner, layer.tag) == (Around, nn.Linear, inner, "mine")
+    assert [name for name, _ in layer.named_parameters()] == ["inner.weight", "inner.bias"]
+    assert seen == [layer]
+    handle.remove()
+    layer(x)
+    assert len(seen) == 1

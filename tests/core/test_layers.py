@@ -32,16 +32,25 @@ def test_rms_norms_are_found_by_what_they_compute() -> None:
             raise RuntimeError("only with two arguments")
 
     theirs = nn.RMSNorm(8, eps=1e-5)
-    model = nn.ModuleList([Rms(8), Rms(8, 1e-3), Rms(8, offset=1), ByTheLargest(8), Refusing(8), theirs, nn.PReLU(8)])
+    hooked, patched = nn.RMSNorm(8, eps=1e-5), nn.RMSNorm(8, eps=1e-5)
+    hooked.register_forward_hook(lambda *called: seen.append(called))
+    patched.forward = nn.RMSNorm(8, eps=1e-5).forward
+    seen: list[object] = []
+    model = nn.ModuleList(
+        [Rms(8), Rms(8, 1e-3), Rms(8, offset=1), ByTheLargest(8), Refusing(8), theirs, nn.PReLU(8), hooked, patched]
+    )
     model = model.to("meta")
     assert rms_norms(model) == {model[0]: 1e-6, model[1]: 1e-3, theirs: 1e-5}
+    assert not seen
 
 
 def test_layer_norms_are_of_one_class_alone() -> None:
     class Derived(nn.LayerNorm):
         pass
 
-    model = nn.ModuleList([nn.LayerNorm(8), Derived(8), nn.BatchNorm1d(8), nn.RMSNorm(8)])
+    patched = nn.LayerNorm(8)
+    patched.forward = lambda input: input
+    model = nn.ModuleList([nn.LayerNorm(8), Derived(8), nn.BatchNorm1d(8), nn.RMSNorm(8), patched])
     assert layer_norms(model) == [model[0]]
 
 

@@ -37,6 +37,22 @@ def test_linear_layers_are_exchanged_but_for_the_head_and_odd_ones() -> None:
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
+def test_layers_keep_their_hooks_and_those_of_other_classes_their_forward() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+    model[0].register_forward_hook(lambda layer, given, output: output.tanh())
+    model[2].forward = lambda input: nn.functional.linear(input, model[2].get_parameter("weight")) * 3
+    layers, x = [*model], torch.randn(8, 32)
+    wanted = model(x)
+    convert(model, [model[3].get_parameter("weight")], emulate=True)
+    assert [*model] == layers
+    assert [type(layer).__name__ for layer in model] == ["Float8Linear", "Doubled", "Linear", "Linear"]
+    assert torch.allclose(model(x), wanted, rtol=0.1, atol=0.1)
+
+
 def test_a_plan_can_build_the_model_without_memory() -> None:
     model = skeleton(WIDE, knobs_of(precision="fp8"))
     assert sum(type(module).__name__ == "Float8Linear" for module in model.modules()) == 12

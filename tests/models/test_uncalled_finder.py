@@ -34,13 +34,30 @@ class Regularised(restless.Mlp):
         return x * self.a.weight.norm()
 
 
+class Back(restless.Mlp):
+    """Calls a layer, and multiplies by its weight again, in a hook of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_forward_pre_hook(lambda _, given: (given[0] @ self.a.weight.t(),))
+
+
+class Shared(restless.Mlp):
+    """Two layers with one weight, both called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+
 def found(model: nn.Module) -> frozenset[str]:
     return find_uncalled(model, lambda model, x: model(x), torch.randn(2, WIDTH))
 
 
-def test_only_what_is_read_instead_of_called() -> None:
+def test_only_what_is_read_otherwise_than_by_a_call() -> None:
     assert found(restless.Net(Reading, 2)) == {"blocks.0.a", "blocks.1.a"}
-    assert found(restless.Net(Regularised)) == frozenset()
+    assert found(restless.Net(Regularised, 1)) == {"blocks.0.a"}
+    assert found(restless.Net(Shared, 1)) == frozenset()
     assert found(restless.Net(restless.AttentionDropout, 1)) == {"blocks.0.attention.out_proj"}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
+from lowvram.compat.torch_modules import put_around
 from lowvram.core.layers import is_transposed, owns_weight
 from lowvram.core.quiet import quiet
 from lowvram.knobs.adapter.nf4 import Convolution, Linear, Product
@@ -50,9 +51,14 @@ def linear_or_else_all(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return linear or dict(layers)
 
 
-def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
+def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> dict[nn.Module, nn.Module]:
     """Put an adapter beside each of the layers, and freeze everything else. The adapters' tensors have the device and
-    the dtype of the layers'."""
+    the dtype of the layers'. A layer's own object becomes peft's, hooks included, so that code which holds the layer
+    calls it with its adapter.
+
+    Returns:
+        Of each such object the plain layer in it.
+    """
     peft = library()
     weight = next(iter(layers.values())).get_parameter("weight")
     with quiet(), torch.device("meta"):  # peft doesn't move what is there: a plan's tensors can't be moved
@@ -63,6 +69,11 @@ def put_in(model: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[s
             matrix.weight = nn.Parameter(like if weight.is_meta else start(like))
         # Else, under autocast, peft casts the inputs to fp32 and autocast casts them back: a copy kept by each layer.
         layer.cast_input_dtype_enabled = False
+    inner = {}
+    for name, layer in layers.items():
+        inner[layer] = put_around(layer, model.get_submodule(name), "base_layer")
+        model.set_submodule(name, layer)
+    return inner
 
 
 def as_in_peft(matrix: torch.Tensor) -> torch.Tensor:

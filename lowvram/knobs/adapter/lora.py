@@ -19,10 +19,11 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from lowvram.compat.torch_modules import become
 from lowvram.config.errors import require
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.knob import Fact, Kind
-from lowvram.core.layers import require_called
+from lowvram.core.layers import require_replaceable
 from lowvram.core.misfits import ONCE, TAKES_PART
 from lowvram.core.names import check_matches, is_named
 from lowvram.core.rig import Rig, Task
@@ -71,7 +72,7 @@ class Lora(Frozen):
     def apply(self, rig: Rig) -> Rig:
         layers, option = self.targeted(rig.task, rig.model).values(), f"adapter={type(self).__name__.lower()}"
         mend = "name other layers in adapter.targets, or choose adapter=freeze"
-        require_called(rig.model, list(layers), rig.task.uncalled(rig.model), option, mend)
+        require_replaceable(rig.model, list(layers), rig.task.uncalled(rig.model), option, mend)
         self.adapt(rig.task, rig.model)
         return replace(rig, task=Adapted(rig.task, self.adapt))
 
@@ -82,15 +83,16 @@ class Lora(Frozen):
         targets = {name: layer for name, layer in self.targeted(task, model).items() if name not in full}
         require(bool(targets), "adapter.train", self.train, "fewer: no layer is left for an adapter")
         in_blocks = layers_in_blocks(task, model)
-        put_in(model, targets, self.options())
+        inner = put_in(model, targets, self.options())
         for layer in adapted(model).values():
             layer.lora_A[NAME].requires_grad_(self.train_a)
         for layer in full.values():
             layer.requires_grad_()
-        self.quantize(model, [layer for layer in in_blocks.values() if layer not in set(full.values())])
+        frozen = [layer for layer in in_blocks.values() if layer not in set(full.values())]
+        self.quantize([inner.get(layer, layer) for layer in frozen])
         freeze_statistics(model)
 
-    def quantize(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
+    def quantize(self, layers: Collection[nn.Module]) -> None:
         """Quantize the frozen weights of these layers; plain LoRA doesn't."""
 
     def options(self) -> dict[str, Any]:
@@ -150,12 +152,8 @@ class QLora(Lora):
     misfits: ClassVar[Mapping[str, str]] = {**TAKES_PART, **ONCE}
     saves = Kind.PARAMETERS
 
-    def quantize(self, model: nn.Module, layers: Collection[nn.Module]) -> None:
-        quantized: dict[nn.Module, nn.Module] = {}
+    def quantize(self, layers: Collection[nn.Module]) -> None:
         for layer in layers:
             product = product_of(layer)
             assert product is not None
-            quantized[layer] = FourBit(layer, product)
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if module in quantized:
-                model.set_submodule(name, quantized[module])
+            become(layer, FourBit(layer, product))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -16,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowvram.compat.torch_fake import is_fake
+from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm, unsaved_buffers
 from lowvram.compat.torch_trees import tree_map
 from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
+from lowvram.core.layers import has_own_forward
 from lowvram.core.misfits import of_format
+from lowvram.core.places import is_batch_norm
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import Rounding, Stochastic
 from lowvram.core.values import own_tensors
@@ -75,22 +80,23 @@ def to_bf16(model: nn.Module) -> None:
     Running statistics stay in fp32, since a running average in bf16 would stop changing. So do buffers that aren't
     saved: they hold constants, such as the frequencies of rotary positions, which models use in fp32.
     """
-    done: dict[Tensor, Tensor] = {}
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         staying = buffers if "running_var" in buffers else unsaved_buffers(module)
+        if isinstance(module, BatchNorm):
+            if has_own_forward(module) or not is_batch_norm(module):
+                continue  # code of others computes as under autocast: with a weight in fp32
+            module.forward = partial(batch_norm, module)
         for name, tensor in own_tensors(module):
             if name not in staying and tensor.is_floating_point():
-                if tensor not in done:
-                    done[tensor] = in_bf16(tensor)
-                setattr(module, name, done[tensor])
-        if isinstance(module, BatchNorm):
-            module.forward = partial(batch_norm, module)
+                cast_in_place(tensor)
 
 
-def in_bf16(tensor: Tensor) -> Tensor:
-    values = tensor.detach().to(torch.bfloat16)
-    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+def cast_in_place(tensor: Tensor) -> None:
+    """Cast a tensor to bf16. It stays the same object, so that its hooks stay, and whoever holds it."""
+    is_bare = tensor.is_meta and not is_fake(tensor)
+    with without_dispatch_modes() if is_bare else nullcontext():  # else a plan's would make a fake tensor of it
+        tensor.data = tensor.data.to(torch.bfloat16)
 
 
 def with_bf16_inputs(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowvram.compat.torch_modules import become
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.last_layer import known_last_weights
+from lowvram.core.layers import has_own_forward, owns_weight
 from lowvram.core.quiet import quiet
 from lowvram.core.rig import Rig
 
@@ -57,7 +59,8 @@ def under_autocast(forward: Callable[..., Any], device_type: str) -> Callable[..
 
 
 def convert(model: nn.Module, last: Collection[Tensor], emulate: bool = False) -> None:
-    """Replace linear layers by ones that multiply in fp8; parameters and their names stay.
+    """Have linear layers multiply in fp8; parameters, hooks and names stay. Layers whose forward pass may be another
+    one than PyTorch's stay as they are.
 
     Args:
         last: the weights of layers that stay as they are.
@@ -66,12 +69,19 @@ def convert(model: nn.Module, last: Collection[Tensor], emulate: bool = False) -
 
     def is_fit(module: nn.Module, name: str) -> bool:
         del name
-        sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
-        is_last = isinstance(module, nn.Linear) and any(module.weight is weight for weight in last)
-        return not is_last and all(size % MULTIPLE == 0 for size in sizes)
+        if type(module) is not nn.Linear or not owns_weight(module) or has_own_forward(module):
+            return False
+        is_last = any(module.weight is weight for weight in last)
+        return not is_last and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
     with quiet():
         float8 = import_module("torchao.float8")
     # Padded, as the number of tokens is the inner dimension of the weight's gradient and needn't be a multiple.
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    before = dict(model.named_modules(remove_duplicate=False))
     float8.convert_to_float8_training(model, config=config, module_filter_fn=is_fit)
+    for name, layer in before.items():
+        if name and (narrow := model.get_submodule(name)) is not layer:  # torchao leaves hooks with the old one
+            if type(layer) is nn.Linear:
+                become(layer, narrow)
+            model.set_submodule(name, layer)
