@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, time
 from enum import Enum
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from lowvram.config.errors import BadInput, require
 from lowvram.core.rig import IGNORE
-from lowvram.data.chat_template import ChatTemplate, Message, chat_template
-from lowvram.data.columns import mapped_lists, mapped_rows
+from lowvram.data.chat_messages import USUAL_KEYS, Message, checked, is_left_out
+from lowvram.data.chat_template import ChatTemplate, chat_template
+from lowvram.data.columns import distinct_texts, mapped_lists, mapped_rows
 from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
     Data,
@@ -31,17 +31,23 @@ from lowvram.data.source import (
 )
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.data.splits import SplitSource, check_name, evenly_spaced, held_out_rows, read_splits
-from lowvram.data.text_and_label import AS_TIMES, is_text, kind_of
+from lowvram.data.text_and_label import is_text, kind_of
 from lowvram.data.tokenizer import Tokenizer
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"  # the usual names of the columns, as in trl
 CONVERSATIONS = "conversations"  # the same in ShareGPT's format
-USUAL_KEYS = (("role", "content"), ("from", "value"))  # of messages; the second are ShareGPT's
-USUAL_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 COLUMNS = (
     f"a column {MESSAGES}, or {PROMPT} and {COMPLETION}, or others by data.messages or data.prompt and data.completion"
 )
-Tokens = tuple[np.ndarray, np.ndarray]  # (num_tokens,) integers, and whether each is predicted
+TYPES = {"tokens": "int32", "counts": "int8", "unread": "string"}  # of the lists that are made of each row
+
+
+class Tokens(NamedTuple):
+    """The tokens of a row."""
+
+    tokens: np.ndarray  # (num_tokens,) integers
+    counts: np.ndarray  # whether each is predicted
+    unread: frozenset[str] = frozenset()  # what the chat template leaves out
 
 
 class LossOn(Enum):
@@ -102,7 +108,8 @@ class Chat(TextSource):
         length = resolved_size("data.sequence_length", self.sequence_length)
         place = SplitSource(self.name, self.revision, self.config, self.train_split, self.eval_split, None)
         splits, (tokenizer, rules) = read_splits(place, self.eval_samples), tokenizer_and_rules(self.tokenizer, rules)
-        tokens = held_out_rows(*(split and self.tokens(split, tokenizer) for split in splits))
+        made = [split and self.tokens(split, tokenizer) for split in splits]
+        tokens = held_out_rows(*made)
         train, held_out = (
             Answers(split, length, rules.padding, limit)
             for split, limit in zip(tokens, (None, self.eval_samples), strict=True)
@@ -114,7 +121,7 @@ class Chat(TextSource):
         left_out = f"; {train.num_left_out} left out, which have no answer in them" if train.num_left_out else ""
         description = (
             f"conversations of {self.name}: {len(train)} of up to {length} {tokenizer.unit}, {len(held_out)} held out;"
-            f" the loss is on {self.loss_on.name}{left_out}"
+            f" the loss is on {self.loss_on.name}{left_out}{self.unread(splits, made)}"
         )
         return Data(DataSpec(Modality.TOKENS, tokenizer.vocab_size, (length,)), train, held_out, description)
 
@@ -124,20 +131,22 @@ class Chat(TextSource):
         row_tokens = self.reader(dataset, columns, tokenizer)
 
         def make(rows: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-            found = list[Tokens]()
+            found, is_all = list[Tokens](), self.loss_on is LossOn.everything
             for number, *values in zip(numbers, *(rows[column] for column in columns), strict=True):
                 try:
                     found.append(row_tokens(*values))
                 except Unfit as error:
                     allowed = f"a data set of conversations that can be used: in row {number} {error}"
                     raise BadInput("data.name", self.name, allowed) from None
-            tokens, counts = zip(*found, strict=True)
-            is_all = self.loss_on is LossOn.everything
-            return {"tokens": list(tokens), "counts": [np.int8(each | is_all) for each in counts]}
+            return {
+                "tokens": [each.tokens for each in found],
+                "counts": [np.int8(each.counts | is_all) for each in found],
+                "unread": [sorted(each.unread) for each in found],
+            }
 
         how = (self.role, self.content, sorted((self.roles or {}).items()))
-        key = f"chat 2 {columns} {how} {self.loss_on.name} {tokenizer.key}"
-        return mapped_rows(dataset, make, {"tokens": "int32", "counts": "int8"}, key, with_indices=True)
+        key = f"chat 3 {columns} {how} {self.loss_on.name} {tokenizer.key}"
+        return mapped_rows(dataset, make, TYPES, key, with_indices=True)
 
     def columns(self, dataset: Any) -> tuple[str, ...]:
         """The columns that are read: that of the messages, or those of prompts and completions."""
@@ -174,13 +183,22 @@ class Chat(TextSource):
             )
             raise BadInput("data.tokenizer", self.tokenizer, allowed)
         if len(columns) == 1:
-            return lambda messages: template.tokens(self.checked(messages))
+            return lambda messages: conversation(template, self.checked(messages))
         return lambda prompt, completion: completed(template, self.checked(prompt), self.checked(completion))
 
     def checked(self, messages: Any) -> list[Message]:
-        """The messages of a row, each with a role and a content. Raises Unfit for anything else."""
-        named = (self.role, self.content)
-        return checked(messages, [named] if self.role else USUAL_KEYS, {**USUAL_ROLES, **(self.roles or {})})
+        """The messages of a row, each with a role and a text. Raises Unfit for anything else."""
+        found = checked(messages, [(self.role, self.content)] if self.role else USUAL_KEYS, self.roles or {})
+        if self.loss_on is LossOn.everything and any(map(is_left_out, found)):
+            raise Unfit("has an answer of the weight 0, which isn't learnt, and data.loss_on=everything learns all")
+        return found
+
+    def unread(self, splits: Iterable[Any | None], made: Iterable[Any | None]) -> str:
+        """A note for the log on what the data set has and isn't read."""
+        columns = {name for split in splits if split for name in {*split.column_names} - {*self.columns(split)}}
+        keys = {key for split in made if split for key in distinct_texts(split.data.column("unread"))}
+        noted = f"; columns that aren't read: {', '.join(sorted(columns))}" if columns else ""
+        return noted + (f"; the chat template leaves out: {', '.join(sorted(keys))}" if keys else "")
 
 
 def check_column(key: str, column: str, feature: Any) -> None:
@@ -196,44 +214,20 @@ def plain_tokens(tokenizer: Tokenizer, prompt: str, completion: str) -> Tokens:
     tokens, counts = tokenizer.encode_spans(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
     opening, end = tokenizer.opening, tokenizer.separator
     marked = np.concatenate([opening, tokens, end]).astype(np.int32)
-    return marked, np.concatenate([np.zeros(len(opening), bool), counts, np.ones(len(end), bool)])
+    return Tokens(marked, np.concatenate([np.zeros(len(opening), bool), counts, np.ones(len(end), bool)]))
+
+
+def conversation(template: ChatTemplate, messages: list[Message]) -> Tokens:
+    """The tokens of a conversation of which all answers are predicted."""
+    return Tokens(*template.tokens(messages), template.unread(messages))
 
 
 def completed(template: ChatTemplate, prompt: list[Message], completion: list[Message]) -> Tokens:
     """The tokens of a conversation of which only the answers in `completion` are predicted."""
-    tokens, counts = template.tokens([*prompt, *completion])
+    tokens, counts, unread = conversation(template, [*prompt, *completion])
     num_before = sum(template.tokens(prompt)[1])
     counts[np.flatnonzero(counts)[:num_before]] = False  # answers in the prompt
-    return tokens, counts
-
-
-def checked(messages: Any, keys: Sequence[tuple[Any, Any]], roles: Mapping[str, str]) -> list[Message]:
-    """The messages of a row, without the keys that only other messages have.
-
-    Args:
-        keys: of roles and contents; a message may have any pair of them.
-        roles: those of ShareGPT and others, by the names that chat templates know.
-
-    Raises:
-        Unfit: the row is anything else.
-    """
-    found = list[Message]()
-    for message in messages if isinstance(messages, list) else ():
-        kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
-        pair = next(
-            ((role, content) for role, content in keys if isinstance(kept.get(role), str) and content in kept), None
-        )
-        if pair is None:
-            found.clear()
-            break
-        role, content = kept.pop(pair[0]), kept.pop(pair[1])
-        if isinstance(content, date | time):
-            raise Unfit(f"has a content that is a time{AS_TIMES}")
-        found.append({"role": roles.get(role, role), "content": content, **kept})
-    if not found:
-        pairs = " or ".join(f"a {role} and a {content}" for role, content in keys)
-        raise Unfit(f"is no list of messages, each with {pairs} (data.role and data.content name others)")
-    return found
+    return Tokens(tokens, counts, unread)
 
 
 @final

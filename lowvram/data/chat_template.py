@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from lowvram.config.errors import BadInput
 from lowvram.config.texts import first_line
+from lowvram.data.chat_messages import ASSISTANT, CONTENT, ROLE, Message, is_learnt, unread_keys
 from lowvram.data.source import Unfit
 from lowvram.data.tokenizer import Pretrained, Span, Tokenizer
 
-ASSISTANT = "assistant"  # the role whose words are learnt
-Message = dict[str, Any]  # role, content
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # in a template: the assistant's words are between such marks
 
 
@@ -25,10 +24,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Pretrained) -> None:
         self.tokenizer, self.inner = tokenizer, tokenizer.inner
-        self.is_marked = MARKED.search(self.inner.get_chat_template()) is not None
+        self.source: str = self.inner.get_chat_template()
+        self.is_marked = MARKED.search(self.source) is not None
 
     def tokens(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a conversation, (num_tokens,) int32, and whether each is the assistant's.
+        """The tokens of a conversation, (num_tokens,) int32, and whether each is the assistant's and learnt.
 
         Raises:
             Unfit: the template refuses the messages, or the answers can't be told from the rest.
@@ -38,9 +38,8 @@ class ChatTemplate:
                 found = self.inner.apply_chat_template(
                     messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
-                return self.tokenizer.known(np.array(found["input_ids"], np.int32)), np.array(
-                    found["assistant_masks"], bool
-                )
+                is_marked = learnt_marks(np.array(found["assistant_masks"], bool), messages)
+                return self.tokenizer.known(np.array(found["input_ids"], np.int32)), is_marked
             text, answers = self.answers(messages)
         except (Unfit, BadInput):
             raise
@@ -49,10 +48,11 @@ class ChatTemplate:
         return self.tokenizer.encode_spans(text, answers)
 
     def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where in it the assistant's words are, their end mark included."""
+        """The text of a conversation, and where in it the assistant's words are that are learnt, their end mark
+        included."""
         text, spans = self.text(messages), list[Span]()
         for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
+            if is_learnt(message):
                 before = self.text(messages[:number], is_answered=False) if number else ""
                 answered = self.text(messages[: number + 1])
                 if not (answered.startswith(before) and text.startswith(answered)):
@@ -64,9 +64,29 @@ class ChatTemplate:
                 spans.append((len(before), len(answered)))
         return text, spans
 
+    def unread(self, messages: Sequence[Message]) -> frozenset[str]:
+        """What the template leaves out of messages that it takes: further keys, and whole messages, by their roles."""
+        text = self.text(messages)
+        left_out = {message[ROLE] for message in messages if message[CONTENT].strip() not in text}
+        return unread_keys(messages, self.source) | {f"what messages of {role} say" for role in left_out}
+
     def text(self, messages: Sequence[Message], is_answered: bool = True) -> str:
         """The messages as text; if not `is_answered`, with the words that the template puts before an answer."""
         return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=not is_answered)
+
+
+def learnt_marks(is_marked: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+    """Which of the tokens (num_tokens,) that a template marks as the assistant's are learnt. Raises Unfit where an
+    answer isn't, and the marks don't tell which tokens are its own."""
+    answers = [is_learnt(message) for message in messages if message[ROLE] == ASSISTANT]
+    if all(answers):
+        return is_marked
+    starts = is_marked & ~np.concatenate([[False], is_marked[:-1]])
+    if starts.sum() != len(answers):
+        raise Unfit(
+            "has an answer of the weight 0, and the chat template doesn't mark each answer's words at one place"
+        )
+    return is_marked & np.concatenate([[False], answers])[starts.cumsum()]
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

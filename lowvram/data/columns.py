@@ -55,6 +55,13 @@ def list_lengths(column: Any) -> np.ndarray:
     return compute.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def distinct_texts(column: Any) -> list[str]:
+    """The texts in an Arrow column of lists of texts, each once."""
+    import pyarrow.compute as compute
+
+    return compute.list_flatten(column).unique().to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def flat_lists(column: Any) -> Iterator[np.ndarray]:
     """The lists of an Arrow column, one after another, in (length,) pieces of any size: views of the mapped file."""
     for chunk in column.chunks:
