@@ -17,6 +17,7 @@ from lowvram.config.importing import check_args, import_object
 from lowvram.config.texts import first_line
 from lowvram.core.rig import IGNORE
 from lowvram.data.iterable import Iterated, in_their_order, is_iterable, kept
+from lowvram.data.misread import check_image, check_targets
 from lowvram.data.randomness import Key, Stream, seeded
 from lowvram.data.source import Data, FollowedModel, Samples, Source, Texts, Unfit, require_count
 from lowvram.data.spec import (
@@ -34,6 +35,7 @@ from lowvram.data.spec import (
 )
 
 TARGET_NAMES = ("labels", "label", "targets", "target")  # the target's key in a dictionary; the first match counts
+SHOWN = 16  # samples that show what their targets are
 FEW = 1000  # up to this many samples are all read to find the largest label
 # numpy's usual dtypes -> those that models take
 NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
@@ -121,6 +123,9 @@ class External(Source):
     def spec(self, train: UserSamples, layout: Layout) -> DataSpec:
         """What the layout of the first sample says of the data."""
         modality, (_, first) = modality_of(layout), layout.inputs[0]
+        if modality is Modality.IMAGES:
+            check_image(first.shape)
+        check_targets(modality, train.first())
         if modality is Modality.TOKENS:
             return DataSpec(modality, self.num_classes or self.vocab_size or num_labels(train), first.shape)
         if modality in (Modality.MASKED_TOKENS, Modality.PAIRS):
@@ -183,6 +188,11 @@ class UserSamples(Samples):
 
     def __len__(self) -> int:
         return len(self.reader.dataset)
+
+    def first(self) -> Iterator[tuple[Any, Any]]:
+        """Some samples from the start; one of those that can only be read in their order."""
+        num_samples = 1 if self.is_ordered else min(SHOWN, len(self))
+        return (self.reader.read(index, 0) for index in range(num_samples))
 
     def sample(self, index: int, epoch: int) -> tuple[Any, Any]:
         try:
