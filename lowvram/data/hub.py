@@ -22,6 +22,7 @@ from lowvram.data.image_checks import HINT, Check, faults_of
 from lowvram.data.image_rules import ImageRules, image_rules_of
 from lowvram.data.imagefolder import Crop, CroppedImages, RandomCrop, center_crop, held_out_tenth
 from lowvram.data.masking import MASKED_SHARE, masked_source
+from lowvram.data.numbering import numbered
 from lowvram.data.padding import tokenizer_and_rules
 from lowvram.data.source import (
     Data,
@@ -136,7 +137,7 @@ class Hub(TextSource, ImageSource):
             return self.read_images(ImageRules(), seed)
         if self.modality is Modality.TOKENS:
             return self.tokens(*tokenizer_and_rules(self.tokenizer, rules), seed)
-        split = split_by_class(self, *read_splits(self.place, self.eval_samples))
+        split = split_by_class(self, rules.class_names, *read_splits(self.place, self.eval_samples))
         return self.texts(split, *tokenizer_and_rules(self.tokenizer, rules))
 
     def tokens(self, tokenizer: Tokenizer, rules: TextRules, seed: int) -> Data:
@@ -190,7 +191,7 @@ class Hub(TextSource, ImageSource):
 
     def read_images(self, rules: ImageRules, seed: int) -> Data:
         """Each image is a sample with a class."""
-        split = split_by_class(self, *read_splits(self.place, self.eval_samples))
+        split = split_by_class(self, rules.class_names, *read_splits(self.place, self.eval_samples))
         size, name = resolved_size("data.image_size", self.image_size), str(self.image)
         crops = RandomCrop(self.min_area, self.flip, seed), center_crop
         train, held_out = (
@@ -227,7 +228,7 @@ class Hub(TextSource, ImageSource):
         return path if path.is_dir() else path.parent
 
     def described(self, what: str, split: TrainEvalSplit, num_train: int, num_eval: int) -> str:
-        return f"{self.name}: {what}, {len(split.classes)} classes, {num_train} to train on, {num_eval} held out"
+        return f"{self.name}: {what}, {split.num_classes} classes, {num_train} to train on, {num_eval} held out"
 
 
 @final
@@ -251,24 +252,27 @@ class TrainEvalSplit:
 
     train: LabelledRows
     held_out: LabelledRows
-    classes: list[Any]
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return tuple(map(str, self.classes))
+    class_names: tuple[str, ...]  # by number
+    num_classes: int  # of these that the data have
 
 
-def split_by_class(source: Hub, train: Any, held_out: Any | None) -> TrainEvalSplit:
-    """The samples with their classes. Where the data set has no held-out split, a tenth of each class is held out."""
+def split_by_class(source: Hub, of_head: tuple[str, ...] | None, train: Any, held_out: Any | None) -> TrainEvalSplit:
+    """The samples with their classes. Where the data set has no held-out split, a tenth of each class is held out.
+
+    Args:
+        of_head: the names of the classes of the model's trained head, which number the data's.
+    """
     label = str(source.label)
     classes = class_names(train, label)
-    labels = class_numbers(train, label, classes, source.train_split)
+    names, numbers = numbered(classes, of_head)
+    labels = numbers[class_numbers(train, label, classes, source.train_split)]
     if held_out is not None:
-        others = class_numbers(held_out, label, classes, "the held-out split")
+        others = numbers[class_numbers(held_out, label, classes, "the held-out split")]
         return TrainEvalSplit(
             LabelledRows(train, labels, np.arange(len(labels))),
             LabelledRows(held_out, others, np.arange(len(others))),
-            classes,
+            names,
+            len(classes),
         )
     is_held = held_out_tenth([str(row) for row in range(len(labels))], labels)
     allowed = "a data set in which a class has at least 2 samples, so that one can be held out"
@@ -276,7 +280,8 @@ def split_by_class(source: Hub, train: Any, held_out: Any | None) -> TrainEvalSp
     return TrainEvalSplit(
         LabelledRows(train, labels, np.flatnonzero(~is_held)),
         LabelledRows(train, labels, np.flatnonzero(is_held)),
-        classes,
+        names,
+        len(classes),
     )
 
 

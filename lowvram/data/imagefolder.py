@@ -22,6 +22,7 @@ from lowvram.data.image_checks import Check, faults_of
 from lowvram.data.image_listing import ClassFolder, class_folders, external_links, skipped_files
 from lowvram.data.image_rules import ImageRules, image_rules_of
 from lowvram.data.local import existing_path, load_local
+from lowvram.data.numbering import numbered
 from lowvram.data.pixels import decoded, read_bytes
 from lowvram.data.randomness import Stream, generator
 from lowvram.data.source import (
@@ -83,14 +84,16 @@ class ImageFolder(ImageSource):
         folders = class_folders(self.path, self.skip_unreadable, lambda files: faults_of(files, Path, size, self.check))
         files, (train_rows, eval_rows) = read_listing(self.path, folders)
         eval_rows = evenly_spaced(eval_rows, self.eval_samples)
-        crop = RandomCrop(self.min_area, self.flip, seed)
         num_classes = len(files.classes)
+        names, numbers = numbered(files.classes, rules.class_names)
+        files = replace(files, labels=numbers[files.labels])
+        crop = RandomCrop(self.min_area, self.flip, seed)
         description = (
             f"images of {self.path}: {num_classes} classes, {len(train_rows)} to train on,"
             f" {len(eval_rows)} held out, {size}x{size} pixels{skipped_files(folders)}{external_links(folders)}"
         )
         return Data(
-            DataSpec(Modality.IMAGES, num_classes, (3, size, size), class_names=tuple(files.classes)),
+            DataSpec(Modality.IMAGES, len(names), (3, size, size), class_names=names),
             train=CroppedImages(files, train_rows, size, crop, rules),
             eval=CroppedImages(files, eval_rows, size, center_crop, rules),
             description=description,

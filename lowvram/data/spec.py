@@ -48,6 +48,7 @@ class TextRules:
 
     is_pad_fixed           whether texts have to be padded with `pad_id`, whatever the tokenizer makes of texts
     finds_ends_by_padding  whether the model takes the last token that isn't `pad_id` for the end of a text
+    class_names            of a trained head, in the order of its logits; None: there is none
     """
 
     pad_id: int | None = None
@@ -60,6 +61,7 @@ class TextRules:
     vocab_size: int | None = None
     is_pad_fixed: bool = False
     finds_ends_by_padding: bool = False
+    class_names: tuple[str, ...] | None = None
 
     @property
     def padding(self) -> int:

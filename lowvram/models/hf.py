@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -26,7 +25,9 @@ from lowvram.models.hf_heads import (
     READS,
     WRAPPING_KINDS,
     Head,
+    check_classes,
     check_shift,
+    class_names_of,
     finish_classifier,
     head_named_by,
     is_decoder_alone,
@@ -36,7 +37,7 @@ from lowvram.models.hf_heads import (
 )
 from lowvram.models.hf_packed import PACKED_KINDS
 from lowvram.models.hf_pixels import processing_of, write_size
-from lowvram.models.hf_sizes import check_windows, num_positions, shapes_of
+from lowvram.models.hf_sizes import check_texts, check_windows, num_positions, shapes_of
 from lowvram.models.hf_source import (
     check_quantization,
     check_weights,
@@ -59,7 +60,6 @@ from lowvram.models.hf_weights import (
     start_new_head,
 )
 from lowvram.models.hf_widths import Check, Trials
-from lowvram.models.layout import UNREADABLE
 from lowvram.models.remade import Remade, Trained
 from lowvram.models.third_party import ForeignModel
 from lowvram.models.widths import Pruned
@@ -120,6 +120,11 @@ class HfConfig(ForeignModel, Remade):
         return self.config().num_labels if self.has_trained_head() else None
 
     @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of a trained head's classes, in the order of its logits; None if the head starts anew."""
+        return class_names_of(self.config()) if self.has_trained_head() else None
+
+    @property
     def end_id(self) -> int | None:
         """The token that must end each text; None if the model doesn't need one."""
         config = self.config()
@@ -146,12 +151,13 @@ class HfConfig(ForeignModel, Remade):
             self.vocab_size,
             is_pad_fixed=is_typed or not is_decoder_alone(config),
             finds_ends_by_padding=self.modality is Modality.LABELLED_TOKENS and is_decoder_alone(config),
+            class_names=self.class_names,
         )
 
     @property
     def image_rules(self) -> ImageRules:
         """What the model requires of images."""
-        return ImageRules(processing_of(self.name, self.revision).scale)
+        return ImageRules(processing_of(self.name, self.revision).scale, self.class_names)
 
     def reading(self, modality: Modality) -> HfConfig:
         """This configuration, as its head fixes the kind of data."""
@@ -221,23 +227,14 @@ class HfConfig(ForeignModel, Remade):
         if spec.modality is not self.modality:
             allowed = f"a source of {self.modality.value} for model.head={self.chosen_head().name}"
             raise BadInput("data", spec.modality.value, allowed)
-        (self.fit_images if is_image else self.fit_tokens)(config, spec)
+        if is_image:
+            self.fit_images(config, spec)
+        else:
+            check_texts(spec, self.longest(), self.vocab_size)
         if spec.modality in (Modality.LABELLED_TOKENS, Modality.IMAGES):
-            most = f"at most {self.num_classes}, which the trained head knows: model.reset_head=true starts a new one"
-            require(spec.num_classes <= (self.num_classes or math.inf), "the data's classes", spec.num_classes, most)
+            check_classes(self.class_names, spec)
             config.num_labels = self.num_classes or spec.num_classes
         return config
-
-    def fit_tokens(self, config: Any, spec: DataSpec) -> None:
-        """Raises BadInput if the texts are too long for the model, or have too large a vocabulary."""
-        longest, vocab_size = self.longest() or math.inf, self.vocab_size or math.inf
-        most = f"at most {longest}, the model's positions"
-        require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
-        if spec.modality is Modality.PAIRS and spec.layout is not None:
-            (target_length,) = spec.layout.targets.shape
-            require(target_length <= longest, "data.target_length", target_length, most)
-        most = f"at most {vocab_size}, the model's vocabulary: choose its own with data.tokenizer=auto, or bytes"
-        require(spec.num_tokens <= vocab_size, "the data's vocabulary", spec.num_tokens, most)
 
     def fit_images(self, config: Any, spec: DataSpec) -> None:
         """Set the image size to that of the data.
@@ -281,12 +278,8 @@ class HfConfig(ForeignModel, Remade):
 
     def names_apart(self) -> tuple[str, ...]:
         """The weights that the configuration ties to others, and that have values of their own in the files."""
-        if not self.is_pretrained():
-            return ()
-        try:
-            return names_apart(Place(self.name, self.revision).files(), self.model_class(), self.config())
-        except (BadInput, *UNREADABLE):
-            return ()  # of files that can't be read: `build` says so
+        files = Place(self.name, self.revision).files() if self.is_pretrained() else []
+        return names_apart(files, self.model_class(), self.config())
 
     def untied(self, first: str, other: str) -> BadInput:
         return refusal(self.name, first, other)

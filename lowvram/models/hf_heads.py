@@ -14,8 +14,10 @@ from torch import Tensor
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.transformers import class_of
 from lowvram.config.errors import BadInput, require
+from lowvram.data.numbering import are_named
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models.hf_source import transformers
+from lowvram.models.wrappers import few
 
 
 class Head(Enum):
@@ -98,6 +100,25 @@ def check_shift(model: Any, rules: TextRules) -> None:
         theirs, ours = shift(torch.from_numpy(tokens)[None])[0], rules.decoded(tokens, len(tokens))[0]
     allowed = f"a kind whose decoder reads its targets one token late, and not as {model.config.model_type} does"
     require(torch.equal(theirs, ours), "model.head", Head.seq2seq_lm.name, allowed)
+
+
+def class_names_of(config: Any) -> tuple[str, ...]:
+    """The names of a classifier's classes, in the order of its logits."""
+    names = {int(number): str(name) for number, name in config.id2label.items()}
+    return tuple(names.get(number, f"LABEL_{number}") for number in range(config.num_labels))
+
+
+def check_classes(of_head: tuple[str, ...] | None, spec: DataSpec) -> None:
+    """Raises BadInput if data have more classes than a trained head or, where its classes have names, others, or these
+    in another order."""
+    if of_head is None:
+        return
+    anew = "model.reset_head=true starts a new one"
+    most = f"at most {len(of_head)}, which the trained head knows: {anew}"
+    require(spec.num_classes <= len(of_head), "the data's classes", spec.num_classes, most)
+    is_same = spec.class_names in (None, of_head) or not are_named(of_head)
+    allowed = f"among those of the trained head, by name or by number: {few(of_head)}; {anew}"
+    require(is_same, "the data's classes", few(spec.class_names or ()), allowed)
 
 
 def own_pad_id(config: Any) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import require
+from lowvram.data.spec import DataSpec, Modality
 from lowvram.models.hf_source import transformers
 
 # Kinds (model_type) whose first token has the position after that of padding, so that they have fewer positions than
@@ -38,6 +40,18 @@ def num_positions(config: Any) -> int | None:
         return None
     is_shifted = positions is not None and config.model_type in SHIFTED_KINDS
     return positions - config.pad_token_id - 1 if is_shifted else positions
+
+
+def check_texts(spec: DataSpec, num_positions: int | None, vocab_size: int | None) -> None:
+    """Raises BadInput if texts are too long for a model, or have too large a vocabulary; None: any is fine."""
+    longest = num_positions or math.inf
+    most = f"at most {longest}, the model's positions"
+    require(spec.shape[0] <= longest, "data.sequence_length", spec.shape[0], most)
+    if spec.modality is Modality.PAIRS and spec.layout is not None:
+        (target_length,) = spec.layout.targets.shape
+        require(target_length <= longest, "data.target_length", target_length, most)
+    most = f"at most {vocab_size}, the model's vocabulary: choose its own with data.tokenizer=auto, or bytes"
+    require(spec.num_tokens <= (vocab_size or math.inf), "the data's vocabulary", spec.num_tokens, most)
 
 
 def shapes_of(model_class: Any, config: Any) -> dict[str, tuple[int, ...]]:

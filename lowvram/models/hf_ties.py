@@ -4,6 +4,7 @@ the head of a Flan-T5, say, or one that was trained apart from the embedding. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
 from lowvram.models.hf_source import is_folder
+from lowvram.models.layout import UNREADABLE
 from lowvram.models.third_party import names_of_tensors
 from lowvram.models.wrappers import few, plain_names, tell
 
@@ -25,15 +27,13 @@ FOUND: dict[str, tuple[str, ...]] = {}  # by files, class and configuration
 
 def names_apart(files: Sequence[Path], model_class: Any, config: Any) -> tuple[str, ...]:
     """Those names of tied parameters under which files of weights hold other values than under the first name that
-    they have of the same parameter. Files are read once.
-
-    Raises:
-        OSError, SafetensorError: they can't be read.
+    they have of the same parameter. Files are read once; of those that can't be read there are none.
     """
     key = repr((files, model_class, config.to_json_string()))
     if key not in FOUND:
-        FOUND[key] = tuple(find_names_apart(files, model_class, config)) if files else ()
-    return FOUND[key]
+        with suppress(*UNREADABLE):  # whoever then reads the weights says so
+            FOUND[key] = tuple(find_names_apart(files, model_class, config)) if files else ()
+    return FOUND.get(key, ())
 
 
 def find_names_apart(files: Sequence[Path], model_class: Any, config: Any) -> list[str]:

@@ -51,7 +51,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def with_processor(folder: Path, about: Any, kind: str = "vit", file: str = "preprocessor_config.json") -> Path:
-    shutil.copytree(with_weights(kind, num_labels=2), folder)
+    shutil.copytree(with_weights(kind), folder)
     (folder / file).write_text(about if isinstance(about, str) else json.dumps(about))
     return folder
 
