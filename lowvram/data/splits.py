@@ -152,8 +152,10 @@ def load_local_set(place: SplitSource) -> Any:
         options = csv_options(place.name, [path], place.buffer_samples) if builder == "csv" else {}
         return load_dataset(builder, data_files={place.train_split: escaped([path])}, streaming=streaming, **options)
     if any((path / name).is_file() for name in SAVED):
-        saved = load_from_disk(str(path))
+        saved = load_from_disk(str(path.absolute()))
         splits = DatasetDict({place.train_split: saved}) if isinstance(saved, Dataset) else saved
+        files = {name: [file["filename"] for file in split.cache_files] for name, split in splits.items()}
+        check_files(place.name, path, files)
         return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
     plain = not set(str(path.absolute())) & set("[]*?")
     require(

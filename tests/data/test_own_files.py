@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,24 @@ def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "README.md", "configs:\n- config_name: default\n  data_dir: ..\n")
     with pytest.raises(BadInput, match=r"README\.md names '\.\.'"):
         rows_of(folder)
+
+
+def test_a_saved_folder_that_names_files_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("inside", "outside"):
+        Dataset.from_dict({"text": [name] * 9}).save_to_disk(str(tmp_path / name))
+    state_file = tmp_path / "inside" / "state.json"
+    (data,) = (tmp_path / "outside").glob("*.arrow")
+    for place in (f"../outside/{data.name}", str(data)):
+        state_file.write_text(json.dumps({**json.loads(state_file.read_text()), "_data_files": [{"filename": place}]}))
+        with pytest.raises(BadInput, match=r"a folder that consists of its own files: it names '.*outside/"):
+            rows_of(tmp_path / "inside")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(BadInput, match=r"a folder that consists of its own files"):
+            rows_of(Path("inside"))
+    DatasetDict({"train": Dataset.from_dict(ROWS)}).save_to_disk(str(tmp_path / "parts"))
+    (tmp_path / "parts" / "dataset_dict.json").write_text('{"splits": ["train", "../outside"]}')
+    with pytest.raises(BadInput, match=r"a folder that consists of its own files: it names '.*outside/"):
+        rows_of(tmp_path / "parts")
 
 
 def test_a_folder_that_names_files_of_its_own_is_read(tmp_path: Path) -> None:
