@@ -134,8 +134,26 @@ def load_from_hub(place: SplitSource) -> Any:
     with hf_offline():
         builder = load_dataset_builder(place.name, place.config, revision=place.revision)
         check_remote_files(place.name, builder.config.data_files)
+        if builder.name == "csv" and not is_streamed(place):
+            check_downloaded(place.name, builder.config)
         options: dict[str, Any] = AS_THEY_STAND if builder.name == "csv" else {}
         return load_dataset(place.name, place.config, revision=place.revision, streaming=is_streamed(place), **options)
+
+
+def check_downloaded(name: str, config: Any) -> None:
+    """Raises BadInput if a quotation mark of a csv file on the hub, which is kept for `datasets`, joins rows."""
+    from datasets import DownloadManager
+
+    places = [str(file) for files in (config.data_files or {}).values() for file in files]
+    quoting = quoting_of(config)
+    if quoting is None:
+        return
+    try:
+        files = DownloadManager().download([place for place in places if place.startswith("hf://")])
+    except OSError:  # the hub can't be reached: `datasets` has the rows of an earlier run, or says why not
+        return
+    for file in files:
+        check_quotes(name, Path(file), quoting, None)
 
 
 def load_local_set(place: SplitSource) -> Any:

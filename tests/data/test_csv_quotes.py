@@ -7,10 +7,15 @@ import csv
 import gzip
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetDict, DownloadManager
+from datasets.packaged_modules.csv.csv import CsvConfig
 
 from lowvram.config.errors import BadInput
+from lowvram.data.splits import SplitSource, read_splits
 from tests.data.test_csv_files import rows_of, written
 
 pytestmark = pytest.mark.usefixtures("datasets_offline")
@@ -68,6 +73,25 @@ def test_a_mark_that_joins_rows_is_refused_with_its_line(tmp_path: Path) -> None
         path.write_bytes({"gz": gzip.compress, "bz2": bz2.compress}.get(kind[4:], bytes)(data))
         with pytest.raises(BadInput, match=rf"data\.name=.*enclose whole cells: of .* the one in line {line} \("):
             rows_of(folder if "." in kind else path, streamed=number % 3 == 0)
+
+
+def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(_: DownloadManager, places: list[str]) -> list[str]:
+        return [place.replace("hf://datasets/a/b@1", str(tmp_path)) for place in places]
+
+    config: Any = CsvConfig(sep="\t")
+    config.data_files = {"train": ["hf://datasets/a/b@1/a.tsv", "hf://datasets/a/b@1/b.tsv"]}
+    builder, made = SimpleNamespace(name="csv", config=config), DatasetDict({"train": Dataset.from_dict({"a": ["b"]})})
+    monkeypatch.setattr("lowvram.compat.hf_offline.is_reachable", lambda: True)
+    monkeypatch.setattr(DownloadManager, "download", download)
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_, **__: builder)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: made)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.tsv").write_text('text\tlabel\n"Hello ""you"", all"\t1\nthe\t0\n')
+    assert read_splits(SplitSource("a/b", None, None, "train", None, None), 1)[0].to_list() == [{"a": "b"}]
+    (tmp_path / "b.tsv").write_text('text\tlabel\n"Hello\t1\nthe\t0\nfox"\t1\nthe\t1\n')
+    with pytest.raises(BadInput, match=r"data\.name='a/b': .* of .*b\.tsv the one in line 2 \("):
+        read_splits(SplitSource("a/b", None, None, "train", None, None), 1)
 
 
 def test_columns_that_a_readme_names(tmp_path: Path) -> None:
