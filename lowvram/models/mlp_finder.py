@@ -2,7 +2,7 @@
 
 Names don't tell: some models mix tokens in what they call an MLP. So one forward pass on fake tensors shows with what
 shapes each is called. Then each runs on a few tokens, some of them NaN, with all its weights zero: NaN spreads to every
-output that depends on it, whatever the weights.
+output that depends on it, whatever the weights. What NaN doesn't pass through, alone_check.py sees.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.compat.torch_modules import BatchNorm
+from lowvram.compat.torch_trees import tree_flatten
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import token_dim
+from lowvram.models.alone_check import Call, is_same_alone
 from lowvram.models.fake_pass import fake_pass
 
 # As the blocks of Transformers call them. The last is a method of BERT and its relatives, which have no such module.
@@ -59,7 +61,11 @@ def find_mlps(
         module = model.get_submodule(owner)
         kind = f"{type(module)} {module} {method} {[(each.shape, each.dtype) for each in use.like]}"
         if kind not in verdicts:
-            verdicts[kind] = use.is_plain and keeps_tokens_apart(module, method, use.like)
+            verdicts[kind] = (
+                use.is_plain
+                and keeps_tokens_apart(module, method, use.like)
+                and is_same_alone(module, call_of(method, use.like))
+            )
         if verdicts[kind]:
             found.append((owner, method))
     return tuple(found)
@@ -111,6 +117,10 @@ def watch(model: nn.Module, place: Place, uses: dict[Place, Use]) -> None:
         return output
 
     setattr(owner, place[1], watched)
+
+
+def call_of(method: str, inputs: tuple[Tensor, ...]) -> Call:
+    return Call(method, *tree_flatten((inputs, {})), [True] * len(inputs), token_dim(inputs[0]))
 
 
 def keeps_tokens_apart(module: nn.Module, method: str, like: Sequence[Tensor]) -> bool:

@@ -3,7 +3,7 @@
 Two forward passes on fake tensors, of two and of three samples, show which arguments of a block have a row for each
 sample. Then each kind of block runs on two samples, one of them NaN, with all its weights zero: NaN spreads to every
 output that depends on it, whatever the weights. It runs as in an evaluation, where nothing is dropped, and as in
-training, where some compare samples.
+training, where some compare samples. What NaN doesn't pass through, alone_check.py sees.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lowvram.compat.torch_modules import BatchNorm
 from lowvram.compat.torch_trees import tree_flatten, tree_unflatten
 from lowvram.core.generators import same_draws_afterwards
 from lowvram.core.rig import is_per_sample
+from lowvram.models.alone_check import Call, is_same_alone
 from lowvram.models.fake_pass import fake_pass
 from lowvram.models.mlp_finder import with_zeros
 
@@ -58,7 +59,11 @@ def find_separate_blocks(
         module, use = model.get_submodule(name), of_two[name]
         kind = f"{type(module)} {module} {[getattr(leaf, 'shape', leaf) for leaf in use.leaves]}"
         if kind not in verdicts:
-            verdicts[kind] = has_rows(use, of_three[name]) and keeps_samples_apart(module, use)
+            verdicts[kind] = (
+                has_rows(use, of_three[name])
+                and keeps_samples_apart(module, use)
+                and is_same_alone(module, call_of(use))
+            )
         if verdicts[kind]:
             found[name] = 0 if isinstance(use.output, Tensor) else len(use.output)
     return {name: found[name] for name in names if name in found}
@@ -118,6 +123,10 @@ def has_rows_or_is_shared(of_two: Any, of_three: Any) -> bool:
         return True
     is_shared = of_two.shape == of_three.shape and (of_two.dim() < 2 or of_two.shape[0] == 1)
     return is_shared and not of_two.requires_grad
+
+
+def call_of(use: Use) -> Call:
+    return Call("forward", use.leaves, use.nesting, [is_per_sample(leaf, 2) for leaf in use.leaves], 0)
 
 
 def keeps_samples_apart(block: nn.Module, use: Use) -> bool:
