@@ -110,7 +110,9 @@ class Swallowed:
     @property
     def sentence(self) -> str:
         last = self.first + len(self.lines) - 1
-        what = f"makes one cell of the rows up to line {last}" if last > self.first else "is closed within the cell"
+        what = (
+            f"makes one cell of the rows up to line {last}" if last > self.first else "isn't closed where the cell ends"
+        )
         return f"the one in line {self.first} ({self.lines[0].strip()[:SHOWN_LETTERS]!r}) {what}"
 
 

@@ -16,6 +16,7 @@ from lowvram.data.tokenizer import Tokenizer
 AS_TIMES = (
     ", as a json column is read whose texts are all dates: save the rows as csv or parquet, where they stay texts"
 )
+OF_KINDS = ', as a json column is read whose values are of several kinds, such as 1 and "a": make all of them texts'
 SHOWN = 5  # labels that a message names
 NUMBER = r"^[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?$"
 
@@ -30,13 +31,14 @@ def class_names(dataset: Any, label: str) -> list[Any]:
     Raises:
         BadInput: there is no such column, or it holds no classes.
     """
-    from datasets import ClassLabel
+    from datasets import ClassLabel, Value
 
     require_column("data.label", label, dataset)
     feature = dataset.features[label]
     if isinstance(feature, ClassLabel):
         return feature.names
-    require(not is_time(feature), "data.label", label, f"a column of classes; it is {kind_of(feature)}")
+    is_plain = isinstance(feature, Value) and not is_time(feature)
+    require(is_plain, "data.label", label, f"a column of classes; it is {kind_of(feature)}")
     values = [whole(value) for value in dataset.data.column(label).unique().to_pylist()]
     unfit = [value for value in values if not isinstance(value, str | int) or value == ""]
     allowed = "a column of classes: text or whole numbers, in each row"
@@ -75,7 +77,7 @@ def class_numbers(dataset: Any, label: str, classes: list[Any], split: str) -> n
     known = pyarrow.array(range(len(classes)) if is_numbered else classes)
     try:
         numbers = compute.index_in(column.cast(known.type), value_set=known)  # pyright: ignore[reportAttributeAccessIssue]
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
         raise BadInput("data.label", label, f"a column of the same type in all splits ({error})") from None
     if numbers.null_count:
         unknown = column.filter(numbers.is_null()).unique().to_pylist()
@@ -108,7 +110,7 @@ def text_column(dataset: Any, name: str | None, label: str | None) -> str:
 
 def kind_of(feature: Any) -> str:
     """What a column that isn't one of texts is, and what to do about it."""
-    return f"{feature}{AS_TIMES}" if is_time(feature) else str(feature)
+    return f"{feature}{AS_TIMES if is_time(feature) else OF_KINDS if type(feature).__name__ == 'Json' else ''}"
 
 
 def is_time(feature: Any) -> bool:

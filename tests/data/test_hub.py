@@ -130,6 +130,20 @@ def test_what_is_no_class_is_refused(tmp_path: Path, column: list[Any], said: st
         opened(tmp_path / "a.parquet", label="mood")
 
 
+def test_labels_of_several_kinds_are_refused(tmp_path: Path) -> None:
+    for number, kinds in enumerate(([1, "a"], [True, "a"], [[1], "a"], [[1], [2]], [{"a": 1}, {"a": 2}])):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(f"{json.dumps({'text': 'x', 'kind': kind})}\n" for kind in kinds * 4))
+        with pytest.raises(BadInput, match=r"data\.(label='kind': must be a column of classes; it is|name=)"):
+            opened(path, label="kind")
+    (tmp_path / "set").mkdir()
+    for name, kinds in {"train": ["a", "b"], "test": [["a"], ["b"]]}.items():
+        rows = [{"text": "x", "kind": kind} for kind in kinds * 4]
+        Dataset.from_list(rows).to_parquet(str(tmp_path / "set" / f"{name}.parquet"))
+    with pytest.raises(BadInput, match=r"data\.(label='kind': must be a column of the same type in all splits|name=)"):
+        opened(tmp_path / "set", label="kind")
+
+
 def test_labels_outside_the_classes_are_refused(tmp_path: Path) -> None:
     csv_of(MOODS, tmp_path / "train.csv")
     csv_of([*MOODS, {"text": "x", "mood": "odd"}], tmp_path / "test.csv")
