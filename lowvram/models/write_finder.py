@@ -13,10 +13,13 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, UntypedStorage, nn
 
 from lowvram.compat.torch_modes import TorchDispatchMode
+from lowvram.compat.torch_modules import hooks_of
 from lowvram.compat.torch_ops import schema_of
 from lowvram.models.fake_pass import fake_pass, tell_untried
 
-QUIET = ("torch", "lowvram")  # packages whose modules write into no weight, but for the following
+# Packages whose modules write into no weight, but for the following, and by hooks and forward passes that others give
+# to a module.
+QUIET = ("torch", "lowvram")
 LOOKING_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -65,7 +68,8 @@ def find_written(
 
 def may_write(module: nn.Module) -> bool:
     is_others = type(module).__module__.partition(".")[0] not in QUIET
-    return is_others or (isinstance(module, LOOKING_UP) and module.max_norm is not None)
+    runs_others = bool(hooks_of(module)) or "forward" in vars(module)
+    return is_others or runs_others or (isinstance(module, LOOKING_UP) and module.max_norm is not None)
 
 
 def is_written(now: Tensor, before: Tensor, storage: UntypedStorage, writes: Writes) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lowvram
+from lowvram.config.errors import Incompatible
 from lowvram.models.write_finder import Written, find_written
 from tests import restless
 from tests.restless import WIDTH, Mlp, Net
@@ -75,6 +78,36 @@ def test_a_write_elsewhere() -> None:
     assert found(Outside(Mlp)) == ("stem.weight", None)
     looked_up = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))
     assert find_written(looked_up, lambda model, x: model(x), torch.arange(2), []) == ("0.weight", None)
+
+
+def shrink(layer: nn.Linear, *_: Any) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.9)
+
+
+def shrinking(layer: nn.Linear, x: Tensor) -> Tensor:
+    layer.weight.data.mul_(0.9)
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+GIVEN: list[Callable[[nn.Sequential], Any]] = [  # to modules of torch
+    lambda block: block[0].register_forward_pre_hook(shrink),
+    lambda block: block[0].register_forward_hook(shrink),
+    lambda block: block.register_forward_pre_hook(lambda block, _: shrink(block[0])),  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    lambda block: setattr(block[0], "forward", MethodType(shrinking, block[0])),
+]
+
+
+def test_hooks_and_forward_passes_that_others_give_to_modules_of_torch() -> None:
+    for give in GIVEN:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+        assert find_written(model, lambda model, x: model(x), torch.randn(2, WIDTH), [*model]) == (None, None)
+        give(model[1])  # pyright: ignore[reportArgumentType]
+        written = find_written(model, lambda model, x: model(x), torch.randn(2, WIDTH), [*model])
+        assert written.anywhere == "1.0.weight"
+        task = lowvram.task(model, torch.randn(2, WIDTH))
+        with pytest.raises(Incompatible, match=r"stepping=zeroth_order needs that a forward pass .*1\.0\.weight"):
+            lowvram.assemble(task, "stepping=zeroth_order", device="cpu")
 
 
 def test_blocks_that_change_something_else_write_into_no_weight() -> None:
