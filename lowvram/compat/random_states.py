@@ -12,7 +12,8 @@ NUM_BYTES = 4 * (NUM_WORDS + 1)
 
 
 def python_bytes(generator: random.Random) -> bytes:
-    """The position and the words of a generator of exactly the class random.Random, each of 4 bytes.
+    """The position and the words of a generator of the class random.Random, or of one derived from it, each of 4
+    bytes.
 
     The layout of CPython's RandomObject (position, then words, after the object's head), since before 3.11: getstate
     makes 625 numbers. Replaced by a public function, if Python makes one.

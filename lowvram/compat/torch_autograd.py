@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 C: Any = torch._C
+DISPATCH = "__torch_dispatch__"
+PLAIN_DISPATCH = getattr(Tensor, DISPATCH)
 
 
 def current_node() -> Any:
@@ -58,6 +61,16 @@ def without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def has_own_operators(tensor: Tensor) -> bool:
+    """Whether a tensor's class decides what operators do with it, so that there may be no memory behind it: fake
+    tensors, shards, packed numbers.
+
+    Tensor.__torch_dispatch__, since 1.13: the protocol is documented, its neutral value isn't. Replaced by a public
+    check, if torch makes one.
+    """
+    return getattr(type(tensor), DISPATCH) is not PLAIN_DISPATCH
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of; None if it is no view.
 
@@ -74,3 +87,12 @@ def below_autograd() -> AbstractContextManager[object]:
     and compiled code is compiled again for it. Replaced by a public name, if torch makes one.
     """
     return C._AutoDispatchBelowADInplaceOrView()
+
+
+def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost hooks of saved tensors, to save and to read; None if there are none.
+
+    torch._C._autograd._top_saved_tensors_default_hooks, since 2.5 with this argument: torch calls only the innermost
+    hooks, so that others have to call those around them. Replaced by a public name, if torch makes one.
+    """
+    return C._autograd._top_saved_tensors_default_hooks(False)

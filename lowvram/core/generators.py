@@ -22,8 +22,9 @@ from torch import nn
 from lowvram.compat.random_states import numpy_bytes, python_bytes
 from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.core.changes import contents_of
-from lowvram.core.places import Places, containers_in
+from lowvram.core.places import FIXED, Places, containers_in
 
+STATE = ("random", "getrandbits", "getstate", "setstate")  # the methods of random.Random that its state is behind
 NUM_FULL_LOOKS = 64  # at numpy's generator, before only its words are looked at
 
 
@@ -204,13 +205,15 @@ def global_sources() -> list[Source]:
 
 def sources_of(module: nn.Module) -> list[Source]:
     """The generators that a module and those in it hold, also in lists, dictionaries and plain objects, and those that
-    the Python files of their classes hold."""
+    their classes hold, and the Python files of these."""
     modules = list(module.modules())
     contents = [contents_of(container) for _, container in containers_in(Places(module))]
     inner = (value for each in contents for value in (each.values() if isinstance(each, dict) else each))
     files = (sys.modules.get(type(each).__module__) for each in modules)
     own_files = dict.fromkeys(file for file in files if file is not None and not file.__name__.startswith("torch."))
-    held = (value for owner in (*modules, *own_files) for value in list(vars(owner).values()))
+    kinds = {type(each) for each in modules}
+    classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__ if cls.__module__.split(".")[0] not in FIXED)
+    held = (value for owner in (*modules, *classes, *own_files) for value in list(vars(owner).values()))
     return list({id(value): source for value in (*held, *inner) if (source := source_of(value)) is not None}.values())
 
 
@@ -223,7 +226,15 @@ def source_of(value: Any) -> Source | None:
         return OfNumpy(value)
     if numpy is not None and isinstance(value, numpy.RandomState):
         return OfNumpyBefore(value)
-    return OfPython(value) if type(value) is random.Random else None
+    return OfPython(value) if is_pythons(value) else None
+
+
+def is_pythons(value: Any) -> bool:
+    """Whether it is a random.Random whose state is that of its class."""
+    kind = type(value)
+    return isinstance(value, random.Random) and all(
+        getattr(kind, name) is getattr(random.Random, name) for name in STATE
+    )
 
 
 States = list[tuple[Source, Any]]

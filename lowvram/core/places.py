@@ -31,7 +31,7 @@ class Places:
     """Where a module and those in it may keep what a forward pass changes.
 
     BatchNorms of torch are left out: in training they write their running statistics without reading them, so that
-    `StatisticsFrozen` is enough, which copies nothing.
+    `StatisticsFrozen` is enough, which copies nothing. Not where the model uses the statistics otherwise, too.
 
     Args:
         earlier: places of the same module, found before a forward pass that may have added some.
@@ -40,15 +40,34 @@ class Places:
     def __init__(self, module: nn.Module, earlier: Places | None = None) -> None:
         modules = list(module.modules())
         self.norms = [each for each in modules if isinstance(each, BatchNorm) and is_batch_norm(each)]
-        self.with_buffers = [each for each in modules if own_buffers(each) and not is_batch_norm(each)]
+        self._with_buffers = [each for each in modules if own_buffers(each) and not is_batch_norm(each)]
         self.with_values = [each for each in modules if not is_plain_module(each)]
+        self.plain = [each for each in modules if is_plain_module(each)]
+        self.is_watching_norms = False
+        self.used_otherwise: set[int] = set() if earlier is None else earlier.used_otherwise  # ids of norms
         self._shared = list(shared_by({type(each) for each in self.with_values}))
         self.is_shared_changing = earlier is not None and earlier.is_shared_changing
         # Owners and names of tensors that are changed in place.
         self.written: set[tuple[int, Any]] = set() if earlier is None else earlier.written
         # Those that the first forward pass changed through `.data`, of which a tensor's version doesn't tell.
         self.unversioned: set[tuple[int, Any]] = set() if earlier is None else earlier.unversioned
+        # As kernels change statistics, too.
+        statistics = {(id(own_buffers(norm)), name) for norm in self.norms for name in own_buffers(norm)}
+        self.written |= statistics
+        self.unversioned |= statistics
         self.num_looks = 0 if earlier is None else earlier.num_looks
+
+    @property
+    def frozen_norms(self) -> list[BatchNorm]:
+        """Those that are left out."""
+        return [] if self.is_watching_norms else [each for each in self.norms if id(each) not in self.used_otherwise]
+
+    @property
+    def with_buffers(self) -> list[nn.Module]:
+        watched = (
+            self.norms if self.is_watching_norms else [each for each in self.norms if id(each) in self.used_otherwise]
+        )
+        return [*self._with_buffers, *watched]
 
     @property
     def shared(self) -> Sequence[tuple[str, MutableMapping[str, Any]]]:
@@ -123,6 +142,17 @@ def shared_by(kinds: Iterable[type]) -> Iterator[tuple[str, MutableMapping[str, 
     yield from ((cls.__name__, ClassAttributes(cls)) for cls in classes)
     files = {name: sys.modules[name] for name in (cls.__module__ for cls in classes) if name in sys.modules}
     yield from ((name, vars(file)) for name, file in files.items())
+    yield from ((name, ClassAttributes(value)) for file in files.values() for name, value in functions_in(file))
+
+
+def functions_in(file: ModuleType) -> Iterator[tuple[str, type]]:
+    """The autograd functions of a Python file: some leave something in their class for their backward pass."""
+    values = list(vars(file).items())
+    yield from ((name, each) for name, each in values if isinstance(each, type) and is_function_of(each, file))
+
+
+def is_function_of(cls: type, file: ModuleType) -> bool:
+    return issubclass(cls, torch.autograd.Function) and cls.__module__ == file.__name__
 
 
 def is_looked_at(name: str) -> bool:
@@ -156,8 +186,18 @@ class Values(NamedTuple):
 
 
 def values_in(places: Places) -> list[Values]:
-    own = [Values(type(module).__name__, vars(module), False) for module in places.with_values]
-    return [*own, *(Values(what, owner, True) for what, owner in places.shared)]
+    """Also of torch's own modules: their forward pass changes none, but a model may, as `block.drop.p = 0.3` does."""
+    return [*values_with_tensors(places), *map(values_of, places.plain)]
+
+
+def values_with_tensors(places: Places) -> list[Values]:
+    """Those that may hold tensors."""
+    shared = (Values(what, owner, True) for what, owner in places.shared)
+    return [*map(values_of, places.with_values), *shared]
+
+
+def values_of(module: nn.Module) -> Values:
+    return Values(type(module).__name__, vars(module), False)
 
 
 def identity(owner: MutableMapping[Any, Any]) -> int:
@@ -179,7 +219,7 @@ def tensors_in(
         for name, buffer in own_buffers(module).items():
             if buffer is not None and not buffer.is_inference():
                 yield f"{type(module).__name__}.{name}", own_buffers(module), name, buffer
-    for values in values_in(places):
+    for values in values_with_tensors(places):
         for name, value in values.now().items():
             if isinstance(value, Tensor) and not value.is_inference():
                 yield f"{values.what}.{name}", values.owner, name, value

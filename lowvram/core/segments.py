@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowvram.compat.torch_autograd import version_of
 from lowvram.compat.torch_trees import tree_leaves, tree_map_only
-from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept
+from lowvram.config.errors import Incompatible
+from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, tensors_of, with_objects_as_first
 from lowvram.core.repeat import Again, Repeatable
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a block's forward pass, by position and by name
@@ -53,7 +54,7 @@ class Segments:
 
     def recompute(self, block: nn.Module) -> None:
         """Patch a block."""
-        repeatable, forward = Repeatable(block), block.forward
+        repeatable, forward = Repeatable(block, is_checked=True), block.forward
 
         def recomputed(*inputs: Any, **named: Any) -> Any:
             if not has_backward(block, (inputs, named)):
@@ -61,12 +62,14 @@ class Segments:
             tensors = tensors_in((inputs, named))
             segment = self.segment_of(tensors)
             passes = repeatable.passes()
-            call = Call(forward, passes.again, (inputs, named), self.origins_in(segment))
+            repeated = with_objects_as_first(forward, (inputs, named))
+            anchor = (*tensors_of((inputs, named)), *block.parameters())[0]
+            call = Call(repeated, passes.again, (inputs, named), self.origins_in(segment), Surroundings(anchor))
             turn = Turn(segment, segment.begin(call), (inputs, named))
             keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: passes}
             # torch notes whether autocast is on for the devices of what it is given.
-            with inputs_kept(block, tensors):
-                outputs = checkpoint(turn, tensors[0].new_empty(0), **keywords)
+            with inputs_kept(block, (inputs, named)):
+                outputs = checkpoint(turn, anchor.new_empty(0), **keywords)
             for leaf, tensor in enumerate(tree_leaves(outputs)):
                 if isinstance(tensor, Tensor):
                     origin = Origin(turn.number, leaf)
@@ -148,10 +151,10 @@ class Call:
         again: Again,
         arguments: Arguments,
         origin_of: Callable[[Tensor], Origin | None],
+        surroundings: Surroundings,
     ) -> None:
-        self.forward, self.again = forward, again
+        self.forward, self.again, self.surroundings = forward, again, surroundings
         tensors = tensors_in(arguments)
-        self.surroundings = Surroundings(tensors)
         self.inputs = tree_map_only(Tensor, lambda each: Input(origin_of(each), each.requires_grad), arguments)
         origins = (each.origin for each in tree_leaves(self.inputs) if isinstance(each, Input))
         self.origins = {origin for origin in origins if origin is not None}
@@ -175,7 +178,7 @@ class Call:
         """What the call returned, computed again. It has a graph, as torch chooses kernels by what requires a gradient;
         but the graph keeps no tensors."""
         inputs, named = self.arguments(again, kept)
-        with torch.enable_grad(), saved_tensors_hooks(drop, itself), self.surroundings.autocast(), self.again:
+        with torch.enable_grad(), saved_tensors_hooks(drop, refuse), self.surroundings.autocast(), self.again:
             return self.forward(*inputs, **named)
 
 
@@ -216,5 +219,9 @@ def drop(_: Tensor) -> None:
     """A hook of saved tensors that saves nothing."""
 
 
-def itself(value: Any) -> Any:
-    return value
+def refuse(_: None) -> Tensor:
+    """The hook that would read them. Raises Incompatible."""
+    raise Incompatible(
+        "ckpt=sqrt needs blocks without a backward pass inside their forward pass (torch.autograd.grad): choose"
+        " ckpt=every1 or ckpt=none"
+    )

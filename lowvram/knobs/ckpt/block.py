@@ -14,7 +14,7 @@ from lowvram.core.repeat import Repeatable
 
 def recompute(block: nn.Module) -> None:
     """Make one block recompute its activations in the backward pass, bit for bit as they were."""
-    repeatable, forward = Repeatable(block), block.forward
+    repeatable, forward = Repeatable(block, is_checked=True), block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:  # no partial, which torch.compile silently runs eagerly
         if not has_backward(block, (inputs, named)):

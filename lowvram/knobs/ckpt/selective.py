@@ -59,7 +59,7 @@ ATTENTION = {packet.default for packet in AttentionOps.FUSED}
 
 def keep_products(block: nn.Module) -> None:
     """Make one block keep the results of its costly operators, and recompute the others bit for bit."""
-    repeatable, forward = Repeatable(block), block.forward
+    repeatable, forward = Repeatable(block, is_checked=True), block.forward
 
     def recomputed(*inputs: Any, **named: Any) -> Any:
         if not has_backward(block, (inputs, named)):

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from lowvram.config.errors import Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
-from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, recomputed_later
+from lowvram.core.recomputed import Surroundings, has_backward, inputs_kept, itself, recomputed_later
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rounds import followed
-from lowvram.core.segments import itself
 
 
 @final
@@ -150,7 +149,7 @@ class Run:
         self.passes = inner.repeatable.passes()
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        self.surroundings, length = Surroundings(inputs), inputs[0].shape[self.chunks.dim]
+        self.surroundings, length = Surroundings(inputs[0]), inputs[0].shape[self.chunks.dim]
         with self.passes.first, recomputed_later(), self.surroundings.autocast():
             chunks = followed(self.chunks.of(inputs))
             whole = self.chunks.joined((self.without_graph(self.chunks.solid(chunk)) for chunk in chunks), length)
