@@ -138,31 +138,46 @@ def first_swallowed(lines: Iterable[str], quoting: Quoting, num_rows: int | None
     A mark that is closed by another one at a cell's end looks like a quoted cell. Then the lines that it joins each
     have as many cells as the header, and a column of theirs holds what that column of other rows holds.
     """
-    taken, columns, doubtful = list[str](), Columns(0), list[tuple[Swallowed, list[list[str]]]]()
-    rows = quoting.rows(remembered(lines, taken))
+    columns, doubtful = Columns(0), list[tuple[Swallowed, list[list[str]]]]()
+    row_lines = RowLines(lines, quoting.mark)
+    rows = quoting.rows(row_lines)
     try:
         for row in islice(rows, None if num_rows is None else num_rows + 1):  # and the header
-            naive = [quoting.unquoted(line) for line in taken] if len(taken) > 1 or not columns.is_known else []
             if not columns.num_columns:
                 columns = Columns(len(row))
-            elif len(taken) == 1:
-                columns.add(*naive)
-            elif all(len(cells) == columns.num_columns for cells in naive):
-                swallowed = Swallowed(rows.line_num - len(taken) + 1, list(taken))
+            elif len(row_lines.taken) == 1:
+                columns.add(quoting.unquoted(row_lines.taken[0]))
+            elif all(line.count(quoting.separator) == columns.num_columns - 1 for line in row_lines.taken):
+                swallowed, naive = row_lines.joined(), [quoting.unquoted(line) for line in row_lines.taken]
                 if len(row) != columns.num_columns or (columns.is_known and columns.fit(naive)):
                     return swallowed
                 doubtful += [] if columns.is_known else [(swallowed, naive)]
-            taken.clear()
+            row_lines.taken.clear()
+            row_lines.is_plain_skipped = columns.is_known and num_rows is None
     except csv.Error:
-        return Swallowed(rows.line_num - len(taken) + 1, taken)
+        return row_lines.joined()
     return next((swallowed for swallowed, naive in doubtful if columns.fit(naive)), None)
 
 
-def remembered(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
-    """The lines, each also put into `taken`."""
-    for line in lines:
-        taken.append(line)
-        yield line
+@final
+class RowLines:
+    """The lines of a file for a reader of rows, which keeps those of the row that is being read in `taken`."""
+
+    def __init__(self, lines: Iterable[str], mark: str) -> None:
+        self.lines, self.mark = lines, mark
+        self.taken, self.number = list[str](), 0  # the number of the last line, from 1
+        self.is_plain_skipped = False  # whether rows without a mark are left out: that is faster
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self.lines:
+            self.number += 1
+            if not self.is_plain_skipped or self.taken or self.mark in line:
+                self.taken.append(line)
+                yield line
+
+    def joined(self) -> Swallowed:
+        """The lines that are being read as one row."""
+        return Swallowed(self.number - len(self.taken) + 1, list(self.taken))
 
 
 def is_number(text: str) -> bool:
