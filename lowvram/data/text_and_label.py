@@ -40,11 +40,16 @@ def class_names(dataset: Any, label: str) -> list[Any]:
     is_plain = isinstance(feature, Value) and not is_time(feature)
     require(is_plain, "data.label", label, f"a column of classes; it is {kind_of(feature)}")
     values = [whole(value) for value in dataset.data.column(label).unique().to_pylist()]
-    unfit = [value for value in values if not isinstance(value, str | int) or value == ""]
+    unfit = [value for value in values if not is_class(value)]
     allowed = "a column of classes: text or whole numbers, in each row"
     require(not unfit, "data.label", label, f"{allowed}; it has {shown(unfit)}")
     require(len(values) >= 2, "data.label", label, f"a column of at least 2 classes; it has only {shown(values)}")
     return sorted(values, key=in_order(values))
+
+
+def is_class(value: Any) -> bool:
+    """Whether a value is a text that isn't empty, or a whole number of 64 bits."""
+    return -(2**63) <= value < 2**63 if isinstance(value, int) else isinstance(value, str) and value != ""
 
 
 def whole(value: Any) -> Any:

@@ -18,6 +18,8 @@ SHIFTED_KINDS = frozenset(
     {
         "camembert",
         "data2vec-text",
+        "esm",
+        "ibert",
         "layoutlmv3",
         "lilt",
         "longformer",
@@ -38,7 +40,8 @@ def num_positions(config: Any) -> int | None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < 1:  # XLNet's -1: it takes any number
         return None
-    is_shifted = positions is not None and config.model_type in SHIFTED_KINDS
+    learnt = getattr(config, "position_embedding_type", None) in (None, "absolute")  # an ESM may rotate instead
+    is_shifted = positions is not None and learnt and config.model_type in SHIFTED_KINDS
     return positions - config.pad_token_id - 1 if is_shifted else positions
 
 

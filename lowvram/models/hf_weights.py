@@ -4,7 +4,7 @@ what the model has. The library itself starts whatever is missing at random."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from lowvram.compat.hf_offline import hf_offline
 from lowvram.compat.torch_modes import without_dispatch_modes
@@ -20,9 +20,12 @@ from lowvram.compat.transformers import start_anew
 from lowvram.config.errors import BadInput, require
 from lowvram.config.texts import first_line
 from lowvram.models.hf_source import folder, is_folder, local_files, transformers
+from lowvram.models.hf_ties import places_of
 from lowvram.models.layout import names_in, tensors_in
 from lowvram.models.wrappers import few, plain_names, taken_off, tell
 
+ADAPTER = "adapter_config.json"
+SCALES = ("_scale", "_scale_inv")  # end names of what weights of few bits are multiplied with
 INDEX = "model.safetensors.index.json"
 BROKEN = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError)
 
@@ -68,9 +71,13 @@ class Place(NamedTuple):
         Raises:
             BadInput: of `model.name`: the files can't be read.
         """
+        self.check_no_adapter()
         try:
             model, differences = loaded(model_class, config, *self, dtype=dtype)
+            self.check_no_adapter()  # of the hub, whose files are here only now
             paths = self.files()
+            if getattr(config, "quantization_config", None) is None:
+                check_floats(self.name, paths, model)
             renamed = plain_names(names_in(paths), model.state_dict().keys()) if differences.unread else {}
             if renamed:
                 state = tensors_in(paths, renamed)
@@ -82,6 +89,13 @@ class Place(NamedTuple):
                 raise
             allowed = f"a model whose weights fit its configuration: {first_line(error)}"
             raise BadInput("model.name", self.name, allowed) from None
+
+    def check_no_adapter(self) -> None:
+        """Raises BadInput if an adapter lies beside the weights: the library would add it to the model."""
+        where = local_files(self.name, self.revision)
+        allowed = f"a model without an adapter beside it ({ADAPTER}): merge the adapter into the weights, or take"
+        has_adapter = where is not None and (where / ADAPTER).is_file()
+        require(not has_adapter, "model.name", self.name, f"{allowed} {ADAPTER} and its weights out of the folder")
 
     def files(self) -> list[Path]:
         """The files of the weights on this machine: one, or those that the index names."""
@@ -109,6 +123,31 @@ def loaded(
         )
     shapes = {key: f"{tuple(there)} there, {tuple(here)} here" for key, there, here in sorted(info["mismatched_keys"])}
     return model, Differences(sorted(info["missing_keys"]), shapes, sorted(info["unexpected_keys"]))
+
+
+def check_floats(name: str, paths: Sequence[Path], model: Any) -> None:
+    """Tell which weights are floats of 8 bits in files that don't say of a quantization.
+
+    Raises:
+        BadInput: the files have whole numbers for weights, or scales for floats of 8 bits, without saying how they were
+            quantized: the library would take the numbers as they stand.
+    """
+    floats = [each for each, tensor in model.state_dict().items() if tensor.is_floating_point()]
+    places, short = places_of(floats, paths, model), list[str]()
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            names = {*file.keys()}
+            codes = {there: file.get_slice(there).get_dtype() for where, there in places.values() if where == path}
+        for there, code in codes.items():
+            is_short = code.startswith("F8")
+            is_plain = code.startswith(("F", "BF")) and not (is_short and names & {there + end for end in SCALES})
+            allowed = f"a model whose weights are floats, or whose config.json has a quantization_config: {there} is"
+            require(
+                is_plain, "model.name", name, f"{allowed} {code} in its files, and nothing says which numbers are meant"
+            )
+            short += [there] * is_short
+    if short:
+        tell(f"model.name={name}: floats of 8 bits in its files, without a scale, so taken as they stand: {few(short)}")
 
 
 def check_index(name: str, where: Path) -> list[str]:

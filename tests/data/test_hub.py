@@ -121,6 +121,7 @@ def test_a_class_label_has_an_order_of_its_own(tmp_path: Path) -> None:
     [
         ([0.5, 1.5, 0.5], r"a column of classes: text or whole numbers, in each row; it has 0\.5, 1\.5"),
         (["a", None, "b"], r"in each row; it has None"),
+        ([2.0**70, 1.0, 2.0], r"in each row; it has 1180591620717411303424"),
         (["a", "a", "a"], r"at least 2 classes; it has only 'a'"),
     ],
 )

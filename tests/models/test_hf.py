@@ -342,6 +342,36 @@ def test_weights_in_fp8_are_read_and_saved_as_fp32(folder: Path, tmp_path: Path)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
 
+NAME = "bert.encoder.layer.1.output.dense.weight"
+CODES = {
+    "int8": {NAME: torch.ones(16, 32, dtype=torch.int8)},
+    "4 bits in a byte, under another name": {f"module.{NAME}": torch.ones(16, 32, dtype=torch.uint8)},
+    "fp8 with scales": {NAME: torch.ones(16, 32).to(torch.float8_e4m3fn), f"{NAME}_scale": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_that_nothing_explains_are_refused(kind: str, folder: Path) -> None:
+    rewritten(folder, lambda tensors: {name: each for name, each in tensors.items() if name != NAME} | CODES[kind])
+    with pytest.raises(BadInput, match=rf"weights are floats, .*{NAME} is (I8|U8|F8_E4M3) in its files"):
+        built(HfConfig(str(folder)))
+
+
+def test_weights_in_fp8_without_scales_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = {NAME: weights(folder)[NAME].to(torch.float8_e4m3fn)}
+    rewritten(folder, lambda tensors: tensors | codes)
+    assert torch.equal(built(HfConfig(str(folder))).state_dict()[NAME], codes[NAME].float())
+    assert f"floats of 8 bits in its files, without a scale, so taken as they stand: {NAME}" in capsys.readouterr().out
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+    about = {"peft_type": "LORA", "r": 2, "target_modules": ["query"], "base_model_name_or_path": str(folder)}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(BadInput, match=r"without an adapter beside it \(adapter_config\.json\): merge the adapter"):
+        built(HfConfig(str(folder)))
+    built(HfConfig(str(folder), weights=Weights.random))
+
+
 def test_weights_of_another_shape_are_reported(folder: Path) -> None:
     with pytest.raises(BadInput, match="must be a model whose weights fit its configuration"):
         built(HfConfig(str(folder), args={"hidden_size": 32}))

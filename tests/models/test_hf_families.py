@@ -26,7 +26,7 @@ from lowvram.models.hf import Head, HfConfig
 from lowvram.models.hf_sizes import SHIFTED_KINDS
 from lowvram.models.hf_source import local_files, transformers
 from lowvram.tasks import Auto, Problem
-from tests.hugging import FAMILIES, tiny, with_weights
+from tests.hugging import FAMILIES, HEADS, WORDS, tiny, with_weights
 from tests.laboratory import CPU, KNOBS, batches, knobs_of, make_batch, relative_error, train
 from tests.wordy import save_tokenizer
 
@@ -195,6 +195,25 @@ def test_the_longest_text_is_one_that_the_model_has_positions_for(kind: str, lon
     task.call(assemble(task, knobs_of(), CPU).model, make_batch(task.spec, 2).inputs)
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "longest"),
+    [
+        ("ibert", {}, 62),
+        ("esm", {"position_embedding_type": "absolute"}, 62),
+        ("esm", {"position_embedding_type": "rotary"}, 64),
+    ],
+)
+def test_positions_behind_that_of_padding_are_counted(
+    kind: str, more: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    sizes = {**WORDS, **HEADS, "pad_token_id": 1, "mask_token_id": 2, **more}
+    transformers.AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+    config = HfConfig(str(tmp_path), head=Head.masked_lm)
+    assert config.natural_shape() == (longest,)
+    task = Auto().pose(config, DataSpec(Modality.MASKED_TOKENS, 300, (longest,)))
+    task.call(assemble(task, knobs_of(), CPU).model, make_batch(task.spec, 2).inputs)
+
+
 @pytest.mark.slow
 def test_all_kinds_are_known_whose_positions_start_behind_the_padding() -> None:
     auto_classes = transformers.AutoModelForSequenceClassification, transformers.AutoModelForMaskedLM
@@ -207,11 +226,11 @@ def skips_padding(config_class: Any, auto_classes: tuple[Any, ...]) -> bool:
     for auto in auto_classes:
         try:
             with torch.device("meta"):
-                model = auto.from_config(config_class())
+                model = auto.from_config(config_class(vocab_size=300, pad_token_id=1))
         except Exception:
             continue
-        named = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-        return any("position" in name and module.padding_idx is not None for name, module in named)
+        named = [(name, getattr(module, "padding_idx", None)) for name, module in model.named_modules()]
+        return any(name.endswith("position_embeddings") and padding is not None for name, padding in named)
     return False
 
 
