@@ -31,8 +31,8 @@ from lowvram.core.device import choose_device
 from lowvram.core.heaviest import fix_heaviest
 from lowvram.core.knob import Knob
 from lowvram.core.ledger import ledger
+from lowvram.core.model_copies import copied
 from lowvram.core.rig import IGNORE, Method, Part, Rig, Task, named_tensors
-from lowvram.core.shared_memory import copied
 from lowvram.core.step import step
 from lowvram.core.values import Fill
 from lowvram.export.folder import load as load  # part of the API
@@ -114,7 +114,7 @@ class ModuleTask(Task):
     def find_blocks(self) -> FoundBlocks:
         if not self.found_blocks:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.cpu(), self.inputs)
-            self.found_blocks.append(find_blocks(self.make(), self.call, inputs, self.blocks_class))
+            self.found_blocks.append(find_blocks(self.make(), self.call, inputs, self.blocks_class, asks_head=False))
         return self.found_blocks[0]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:

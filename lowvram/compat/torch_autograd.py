@@ -96,3 +96,25 @@ def saving_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | 
     hooks, so that others have to call those around them. Replaced by a public name, if torch makes one.
     """
     return C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def hooks_of_tensor(tensor: Tensor) -> tuple[Any, Any]:
+    """The dictionaries of a tensor's hooks: on its gradient, and after its gradient was accumulated. None where there
+    never was one.
+
+    Tensor._backward_hooks, since before 1.13, and Tensor._post_accumulate_grad_hooks, since 2.1. Replaced by a public
+    name, if torch makes one.
+    """
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def give_hooks(tensor: Tensor, on_gradient: Any, after_accumulation: Any) -> None:
+    """Give a tensor these dictionaries of hooks, as `hooks_of_tensor` returns them.
+
+    Tensor._backward_hooks, since before 1.13, and Tensor._post_accumulate_grad_hooks, since 2.1: torch's own unpickling
+    and copying set them. Replaced by a public name, if torch makes one.
+    """
+    if on_gradient:
+        tensor._backward_hooks = on_gradient
+    if after_accumulation:
+        tensor._post_accumulate_grad_hooks = after_accumulation

@@ -3,9 +3,7 @@ encoder.weight.data.t()` an update of one changes the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lowvram.compat.torch_modes import without_dispatch_modes
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -125,41 +121,3 @@ def laid_out_as(tensors: Iterable[Tensor], empty: Callable[[Tensor], Tensor]) ->
 def as_parameter_like(old: Tensor, new: Tensor) -> Tensor:
     """`new`, as a parameter if `old` is one."""
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-
-
-def copied(model: Model, device: str, with_constants: bool = True) -> Model:
-    """A copy of a model, of any code, with new, empty tensors on a device. Tensors that are tied, or share memory, do
-    so again.
-
-    Args:
-        with_constants: copy tensors that are neither parameters nor buffers as any other; else they keep their values,
-            also under a fake mode.
-    """
-    # torch itself copies no tensor that autograd has computed, such as the weight of an old `weight_norm`.
-    others = [each for module in model.modules() for each in inside(vars(module)) if not isinstance(each, nn.Parameter)]
-    computed = [each for each in others if each.grad_fn is not None]
-    tensors = [each for each in [*model.parameters(), *model.buffers(), *computed] if not is_lazy(each)]
-
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-    # Nor does torch copy its generators.
-    generators = (each for module in model.modules() for each in vars(module).values())
-    memo: dict[int, Any] = {id(each): each.clone_state() for each in generators if isinstance(each, torch.Generator)}
-    if not with_constants:
-        with without_dispatch_modes():
-            memo |= {id(each): each.detach().clone() for each in others}
-    return deepcopy(model, memo | {id(old): new for old, new in laid_out_as(tensors, empty).items()})
-
-
-def inside(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in lists, tuples, dictionaries and plain objects, nested to some depth: a list may hold itself."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple) and depth:
-        for inner in [*value.values()] if isinstance(value, Mapping) else value:
-            yield from inside(inner, depth - 1)
-    elif (
-        depth and not isinstance(value, nn.Module | type) and isinstance(own := getattr(value, "__dict__", None), dict)
-    ):
-        yield from inside(own, depth - 1)

@@ -15,6 +15,7 @@ from lowvram.compat.torch_versions import version
 from lowvram.core import host
 from lowvram.core.extra_state import extra_states, give
 from lowvram.core.ranks import rank
+from lowvram.core.references import replace_tensors
 from lowvram.core.resting import ever_trains
 from lowvram.core.shards import is_sharded, placed, whole
 from lowvram.core.untouched import note_begun
@@ -127,6 +128,7 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 real[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
             setattr(module, name, real[tensor])
+    replace_tensors(model, real)
     return model
 
 

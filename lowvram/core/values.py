@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowvram.compat.torch_fake import is_fake
 from lowvram.core import host
+from lowvram.core.references import aliases, replace_tensors
 from lowvram.core.shards import local, placed
 from lowvram.core.shared_memory import laid_out_as, sharing
 
@@ -29,7 +30,7 @@ def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
     """Give every meta tensor of the model memory on the device and its initial value. Tied tensors stay tied, and
     strides are kept. The order doesn't change the values, as each tensor is filled by its first name."""
     names = first_names(model)
-    real = filled_together(names, fill, device)
+    real = filled_together(model, names, fill, device)
     for module in largest_first(model):
         for name, tensor in own_tensors(module):
             if not tensor.is_meta:
@@ -37,21 +38,29 @@ def materialise(model: nn.Module, fill: Fill, device: torch.device) -> None:
             if tensor not in real:
                 real[tensor] = initial(names[tensor], tensor, fill, device)
             setattr(module, name, real[tensor])
+    replace_tensors(model, real)
     here = [tensor for tensor in [*model.parameters(), *model.buffers()] if not host.holds(tensor)]
     if any(tensor.device.type != device.type for tensor in here):
-        groups = sharing(here)
+        groups = sharing([*here, *aliases(model)])
         moved = laid_out_as((tensor for group in groups for tensor in group), partial(empty_on, device))
         model.to(device)  # a task's model may have come with memory, on another device
         for tensor, memory in moved.items():  # torch has parted those that shared memory
             tensor.data = memory.copy_(tensor).detach()
 
 
-def filled_together(names: Mapping[Tensor, str], fill: Fill, device: torch.device) -> dict[Tensor, Tensor]:
-    """The meta tensors of a model that share memory, with memory and values; they share it again."""
-    groups = sharing(tensor for tensor in names if tensor.is_meta)
+def filled_together(
+    model: nn.Module, names: Mapping[Tensor, str], fill: Fill, device: torch.device
+) -> dict[Tensor, Tensor]:
+    """The meta tensors of a model that share memory, with memory and values; they share it again.
+
+    Args:
+        names: of its parameters and buffers.
+    """
+    groups = sharing(tensor for tensor in [*names, *aliases(model)] if tensor.is_meta)
     real = laid_out_as((tensor for group in groups for tensor in group), partial(empty_on, device))
     for tensor, memory in real.items():
-        memory.copy_(initial(names[tensor], tensor, fill, device))
+        if tensor in names:
+            memory.copy_(initial(names[tensor], tensor, fill, device))
     return real
 
 

@@ -37,7 +37,12 @@ class FoundBlocks(NamedTuple):
 
 
 def find_blocks(
-    model: nn.Module, call: Callable[[nn.Module, Any], Any], inputs: Any, named: str | None = None
+    model: nn.Module,
+    call: Callable[[nn.Module, Any], Any],
+    inputs: Any,
+    named: str | None = None,
+    *,
+    asks_head: bool = True,
 ) -> FoundBlocks:
     """Find the blocks and the head of a model on any device, without changing it. If the model can't run on fake
     tensors, only the blocks are found, and only if `named` names their class.
@@ -46,12 +51,13 @@ def find_blocks(
         call: calls the model on inputs and returns its outputs, or those that the criterion reads.
         inputs: of two samples or more, on the CPU.
         named: the class name of the blocks, if the user gave it.
+        asks_head: whether the head is looked for, which takes two passes more.
 
     Raises:
         BadInput: the model can't be called on such inputs.
     """
     try:
-        record, outputs, head = fake_pass(model, partial(recorded, call), inputs)
+        record, outputs, head = fake_pass(model, partial(recorded, call, asks_head), inputs)
     except BadInput:  # the model can't be called on such data, with or without memory
         raise
     except Exception as error:
@@ -69,13 +75,13 @@ def find_blocks(
 
 
 def recorded(
-    call: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any
+    call: Callable[[nn.Module, Any], Any], asks_head: bool, model: nn.Module, inputs: Any
 ) -> tuple[ForwardRecord, Any, str | None]:
     """What a forward pass shows, its outputs, and the name of the head."""
-    fresh, record = without_memory(model), ForwardRecord(model)
+    fresh, record = without_memory(model) if asks_head else None, ForwardRecord(model)
     outputs = record.watched(call, inputs)
     try:
-        return record, outputs, find_head(fresh, call, inputs)
+        return record, outputs, None if fresh is None else find_head(fresh, call, inputs)
     except Exception:  # of code that we don't know, in evaluation mode: then no head is known
         return record, outputs, None
 

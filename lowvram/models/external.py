@@ -13,7 +13,8 @@ from torch import nn
 
 from lowvram.config.errors import BadInput, require
 from lowvram.config.importing import check_args, import_object
-from lowvram.core.shared_memory import copied
+from lowvram.core.model_copies import copied
+from lowvram.core.references import Unfollowed
 from lowvram.data.spec import DataSpec, Modality, TextRules
 from lowvram.models import layout
 from lowvram.models.third_party import ForeignModel, without_values
@@ -87,7 +88,13 @@ class ExternalConfig(ForeignModel):
     def make(self, spec: DataSpec) -> nn.Module:
         key = f"{self.description} {spec!r}"
         if key not in SKELETONS:
-            SKELETONS[key] = without_values(partial(self.build, spec))
+            try:
+                SKELETONS[key] = without_values(partial(self.build, spec))
+            except Unfollowed as error:
+                allowed = (
+                    f"a model that can be copied: {error}; make that in forward(), or keep it outside of the model"
+                )
+                raise BadInput("model.target", self.target, allowed) from None
         return copied(SKELETONS[key], "meta")
 
     def save(self, model: nn.Module, spec: DataSpec, folder: Path) -> None:

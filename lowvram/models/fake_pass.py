@@ -19,9 +19,9 @@ from lowvram.compat.torch_trees import tree_map_only
 from lowvram.config.texts import first_line
 from lowvram.core.changes import Look
 from lowvram.core.generators import same_draws_afterwards
+from lowvram.core.model_copies import copied
 from lowvram.core.places import Places
 from lowvram.core.ranks import rank
-from lowvram.core.shared_memory import copied
 
 T = TypeVar("T")
 UNTRIED = set[tuple[type, str]]()  # models, and questions about them of which the user knows that nobody has answered

@@ -14,8 +14,8 @@ from lowvram.compat.torch_modes import without_dispatch_modes
 from lowvram.config.errors import BadInput
 from lowvram.core.generators import same_draws_afterwards, seed_all
 from lowvram.core.layers import is_plain_linear
+from lowvram.core.model_copies import copied
 from lowvram.core.rig import Tail
-from lowvram.core.shared_memory import copied
 from lowvram.data.spec import DataSpec
 from lowvram.models.block_finder import FoundBlocks, find_blocks, outermost, repeated_classes
 from lowvram.models.outputs import all_outputs, logits_of

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch import Tensor, UntypedStorage, nn
 
+from lowvram.compat.torch_autograd import current_node
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_trees import tree_leaves
 from lowvram.models.fake_pass import fake_pass, tell_untried
@@ -66,6 +67,8 @@ class Used(TorchDispatchMode):
         self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if current_node() is not None:  # of a call's own gradients, as those of an energy
+            return func(*args, **(kwargs or {}))
         given = (id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
         self.found |= {place for place in given if place in self.weights}.difference(*self.running)
         return func(*args, **(kwargs or {}))

@@ -113,3 +113,25 @@ def test_a_tensor_without_graph_shares_the_version() -> None:
     assert kept[0].grad_fn is None
     assert kept[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
     assert version_of(kept[0]) == before + 1
+
+
+@needed("torch.Tensor._backward_hooks", by="models whose parameters have hooks")
+def test_hooks_of_a_tensor_go_to_another() -> None:
+    from lowvram.compat.torch_autograd import give_hooks, hooks_of_tensor
+
+    old, new = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert hooks_of_tensor(old) == (None, None)
+    seen: list[Tensor] = []
+    handles = [
+        old.register_hook(lambda gradient: gradient * 3),
+        old.register_post_accumulate_grad_hook(seen.append),
+    ]
+    give_hooks(new, *hooks_of_tensor(old))
+    new.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [3, 3]
+    assert [each is new for each in seen] == [True]
+    for handle in handles:
+        handle.remove()
+    new.sum().backward()
+    assert (new.grad.tolist(), len(seen)) == ([4, 4], 1)

@@ -16,8 +16,9 @@ import lowvram
 from lowvram.config.errors import Incompatible
 from lowvram.core.assemble import assemble
 from lowvram.core.knob import Knob, Stage
+from lowvram.core.model_copies import copied
 from lowvram.core.rig import Part, Rig
-from lowvram.core.shared_memory import copied, names_sharing, overlaps
+from lowvram.core.shared_memory import names_sharing, overlaps
 from lowvram.core.step import step
 from lowvram.data.spec import DataSpec, Modality
 from lowvram.models import layout

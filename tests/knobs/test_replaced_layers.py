@@ -177,10 +177,10 @@ class Noted(Mlp):
         weight: Any = self.a.weight
         weight.share = 0.5
         weight.register_hook(lambda gradient: gradient * weight.share)
-        self.weights = [self.b.weight]
+        self.weights, self.same = [self.b.weight], {"memory": self.b.weight.detach()[2:4]}
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.a(x)) @ self.weights[0].t()
+        return x + torch.tanh(self.a(x)) @ self.weights[0].t() * self.same["memory"].sum()
 
 
 def test_in_bf16_norms_with_a_forward_of_their_own_keep_it_and_parameters_their_hooks() -> None:

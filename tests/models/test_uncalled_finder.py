@@ -57,6 +57,7 @@ def found(model: nn.Module) -> frozenset[str]:
 def test_only_what_is_read_otherwise_than_by_a_call() -> None:
     assert found(restless.Net(Reading, 2)) == {"blocks.0.a", "blocks.1.a"}
     assert found(restless.Net(Regularised, 1)) == {"blocks.0.a"}
+    assert found(restless.Net(Back, 1)) == {"blocks.0.a"}
     assert found(restless.Net(Shared, 1)) == frozenset()
     assert found(restless.Net(restless.AttentionDropout, 1)) == {"blocks.0.attention.out_proj"}
 

@@ -25,6 +25,7 @@ from lowvram.core.knob import Exactness, Fact, Kind, Knob, Stage
 from lowvram.core.layers import has_own_forward
 from lowvram.core.misfits import of_format
 from lowvram.core.places import is_batch_norm
+from lowvram.core.references import aliases
 from lowvram.core.rig import Rig
 from lowvram.core.rounding import Rounding, Stochastic
 from lowvram.core.values import own_tensors
@@ -80,6 +81,10 @@ def to_bf16(model: nn.Module) -> None:
     Running statistics stay in fp32, since a running average in bf16 would stop changing. So do buffers that aren't
     saved: they hold constants, such as the frequencies of rotary positions, which models use in fp32.
     """
+    held = aliases(model)
+    owners = [
+        (each, owner) for owner in [*model.parameters(), *model.buffers()] for each in held if in_one(each, owner)
+    ]
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         staying = buffers if "running_var" in buffers else unsaved_buffers(module)
@@ -90,6 +95,16 @@ def to_bf16(model: nn.Module) -> None:
         for name, tensor in own_tensors(module):
             if name not in staying and tensor.is_floating_point():
                 cast_in_place(tensor)
+    for each, owner in owners:
+        if owner.dtype is torch.bfloat16 is not each.dtype:
+            place = each.storage_offset() - owner.storage_offset()
+            each.data = owner.detach().as_strided(each.shape, each.stride(), place)
+
+
+def in_one(held: Tensor, owner: Tensor) -> bool:
+    """Whether a tensor that the model holds is in a parameter's or a buffer's memory, which has nothing else in it."""
+    memory = owner.untyped_storage()
+    return held.untyped_storage() is memory and memory.nbytes() == owner.nbytes and held.dtype is owner.dtype
 
 
 def cast_in_place(tensor: Tensor) -> None:
