@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowvram
+from lowvram.config.errors import Incompatible
 from lowvram.core.generators import seed_all
 from tests.laboratory import relative_error
 from tests.restless import CLASSES, WIDTH, Mlp, Net
@@ -91,6 +92,10 @@ class Adversarial(Net):
 def test_weights_that_a_call_leaves_frozen_get_no_gradient_from_it() -> None:
     assert_same(lambda: FreezesAroundBlocks(Mlp))
     assert_same(lambda: Adversarial(Mlp), KNOBS[:3])
+    with pytest.raises(
+        Incompatible, match=r"a\.weight of Mlp was changed .*: choose stepping=after_backward or tile=none"
+    ):
+        trained(lambda: Adversarial(Mlp), KNOBS[3])
 
 
 class AsksForGraph(Mlp):

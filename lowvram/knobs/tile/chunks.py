@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from lowvram.compat.torch_autograd import version_of
 from lowvram.config.errors import Incompatible
 from lowvram.core.knob import Kind
 from lowvram.core.ledger import announce
@@ -143,6 +144,7 @@ class Run:
         self.is_trained = {
             name: weight.requires_grad for name, weight in self.weights.items()
         }  # the model may change it
+        self.versions = {name: version_of(weight) for name, weight in self.weights.items()}
         self.has_graph = torch.is_grad_enabled()
         self.kept_by: Any = None  # the autograd node that has saved the inputs
         self.surroundings: Surroundings | None = None
@@ -174,6 +176,7 @@ class Run:
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
         """The gradients of inputs and weights; None where none is wanted, or where `inner` doesn't use the tensor."""
         assert self.surroundings is not None
+        self.check_weights()
         inputs = self.kept_by.saved_tensors
         wanted = list(zip(inputs, self.wanted, strict=True))
         found = [torch.zeros_like(tensor) if is_wanted else None for tensor, is_wanted in wanted]
@@ -191,6 +194,17 @@ class Run:
                     if whole is not None and leaf.grad is not None:
                         self.chunks.of_one(whole)[number].copy_(leaf.grad)
         return [*found, *(total.result() for total in sums.values())]
+
+    def check_weights(self) -> None:
+        """Raises Incompatible if a weight isn't any more what it was in the forward pass."""
+        for name, weight in self.weights.items():
+            if version_of(weight) != self.versions[name]:
+                raise Incompatible(
+                    f"{name.removeprefix('owner.')} of {type(self.inner.owner).__name__} was changed after it had been"
+                    " used, and tile has the backward pass use it once more; stepping=in_backward changes a weight once"
+                    " its gradient is computed, also where a pass with it frozen is still to come: choose"
+                    " stepping=after_backward or tile=none"
+                )
 
 
 @final
