@@ -22,6 +22,12 @@ ONCE: Mapping[str, str] = {
     "trying to differentiate twice": "gradients aren't differentiated again, as those of an energy's forces are: leave"
     " it at its neutral option",
 }
+# For knobs that compute blocks again. In the first steps core/witness.py compares more, and names the block.
+AGAIN: Mapping[str, str] = {
+    r"torch\.utils\.checkpoint: (?:A different number|trying to save more|Recomputed values)": "blocks compute the same"
+    " when they are computed again in the backward pass, which a counter in a closure or a generator in another Python"
+    " file may prevent: choose ckpt=none",
+}
 # For knobs with which only some of the model's weights train.
 TAKES_PART: Mapping[str, str] = {
     "does not require grad": "weights that train take part in the loss of every step: let the model leave no blocks"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -71,6 +73,37 @@ def step(model: nn.Module, knobs: str) -> Tensor:
 def test_a_misfit_is_a_refusal(model: type[nn.Module], knobs: str, sentence: str) -> None:
     with pytest.raises(Incompatible, match=f"^{knobs.split()[0]} needs that .*{sentence}.* \\(torch: [^\n]+\\)$"):
         step(model(), knobs)
+
+
+def counting() -> Callable[[], int]:
+    """A function that returns how often it was called: nobody sees that it holds something."""
+    calls = count()
+    return lambda: next(calls)
+
+
+class LateLoss(Block):
+    """Saves more in the sixth step than in its repetition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh().exp() if self.count() == 10 else super().forward(x)
+
+
+def steps(rig: lowvram.Rig, part: lowvram.Part, number: int) -> None:
+    for _ in range(number):
+        lowvram.step(rig, part)
+
+
+def test_a_block_that_later_computes_something_else_again_is_a_misfit() -> None:
+    for knobs in ("ckpt=every1", "ckpt=auto", "ckpt=sqrt ckpt.segment=1", "ckpt=selective"):
+        inputs, targets = torch.randn(3, WIDTH), torch.randn(3)
+        task = lowvram.task(of_blocks(LateLoss), inputs, lambda outputs, y: (outputs.sum(-1) - y).square().sum())
+        rig = lowvram.assemble(task, knobs, "cpu")
+        with pytest.raises(Incompatible, match=f"^{knobs.split()[0]} needs that blocks compute the same .*ckpt=none"):
+            steps(rig, lowvram.Part(inputs, targets), 8)
 
 
 class View(Block):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import AGAIN
 from lowvram.core.rig import Rig
 from lowvram.knobs.ckpt.block import recompute
 
@@ -20,6 +21,7 @@ class RecomputeChosen(Knob):
 
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
+    misfits = AGAIN
 
     def __post_init__(self) -> None:
         numbers = self.blocks or []

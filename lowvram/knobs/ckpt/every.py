@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import AGAIN
 from lowvram.core.rig import Rig
 from lowvram.knobs.ckpt.block import recompute
 from lowvram.knobs.ckpt.chosen import RecomputeChosen
@@ -24,6 +25,7 @@ class RecomputeEvery(Knob):
 
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
+    misfits = AGAIN
 
     def needs(self) -> frozenset[Fact]:
         return frozenset({Fact.EAGER_AUTOGRAD, Fact.BLOCKS, Fact.STEADY_BLOCKS})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lowvram.config.errors import require
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import AGAIN
 from lowvram.core.rig import Rig
 from lowvram.core.segments import Segments
 
@@ -23,6 +24,7 @@ class RecomputeSegments(Knob):
 
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
+    misfits = AGAIN
 
     def __post_init__(self) -> None:
         allowed = "null (the square root of the number of blocks) or at least 1 (every block keeps its input)"

@@ -17,6 +17,7 @@ from lowvram.compat.torch_ops import AttentionOps, schema_of
 from lowvram.config.errors import require
 from lowvram.core.fused import COSTLY
 from lowvram.core.knob import Fact, Kind, Knob, Stage
+from lowvram.core.misfits import AGAIN
 from lowvram.core.recomputed import as_first_called, has_backward, inputs_kept, is_recomputed_later
 from lowvram.core.repeat import Repeatable
 from lowvram.core.rig import Rig
@@ -32,6 +33,7 @@ class Selective(Knob):
 
     stage = Stage.CHECKPOINT
     saves = Kind.ACTIVATIONS
+    misfits = AGAIN
 
     def __post_init__(self) -> None:
         allowed = "between 0 (no block) and 1 (every block)"
