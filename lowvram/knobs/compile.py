@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, final
@@ -22,8 +23,10 @@ from lowvram.compat.torch_compiler import use_eager_random_numbers, use_numpys_g
 from lowvram.compat.torch_modes import TorchDispatchMode
 from lowvram.compat.torch_modules import own_buffers
 from lowvram.compat.torch_ops import CopyOps
+from lowvram.compat.torch_trees import tree_leaves
 from lowvram.config.errors import Incompatible, require
 from lowvram.core.changes import Change, OfEntry
+from lowvram.core.fingerprints import fingerprint
 from lowvram.core.generators import OfTorch, global_sources, restore
 from lowvram.core.knob import Exactness, Fact, Knob, Stage
 from lowvram.core.repeat import First, Repeatable
@@ -31,6 +34,10 @@ from lowvram.core.rig import Rig
 
 # Graphs of the same code: kinds of blocks x train and eval x shapes. torch's default of 8 is too low for a ResNet-50.
 RECOMPILE_LIMIT = 64
+# TorchScript records numbers and texts that a block holds: with others it is recorded anew.
+RECORDED = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+MOST_RECORDINGS = 8
+NUM_COMPARED = 2  # calls of each trace after the one that was recorded
 # Errors by the values of a batch, which the block itself would raise, too. TorchScript's interpreter repeats them.
 OF_VALUES = "index out of range|out of bounds|device-side assert"
 
@@ -164,30 +171,87 @@ class TorchScript(Knob):
 
 @final
 class Traced:
-    """The forward pass of a block as TorchScript: one trace for each combination of train or eval (of each of its
-    modules), grad mode, autocast, and shapes of the inputs."""
+    """The forward pass of a block as TorchScript: one trace for each combination of the numbers and texts that its
+    modules hold (train or eval is among them), grad mode, autocast, and shapes of the inputs."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.block = block
+        self.block, self.repeatable = block, Repeatable(block)
         self.own_forward = vars(block).get("forward")  # of this object alone
         self.traces: dict[Any, Any] = {}
+        self.num_compared: dict[Any, int] = {}
+        self.recorded: list[dict[str, Any]] = []  # what the modules held
         self.changes_buffers = False
         self.last: Callable[[], Pass | None] = lambda: None  # whose graph is alive
 
     def __call__(self, *inputs: Tensor) -> Any:
         autocast = number_format(inputs[0].device.type)
         shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in inputs)
-        training = tuple(module.training for module in self.block.modules())
-        key = (training, torch.is_grad_enabled(), autocast, shapes)
+        held = held_by(self.block)
+        key = (tuple(held.items()), torch.is_grad_enabled(), autocast, shapes)
         if key not in self.traces:
-            self.traces[key] = self.trace(inputs, autocast)
-        if self.changes_buffers and torch.is_grad_enabled() and self.block.training:
-            return self.once(self.traces[key], inputs)
-        return self.traces[key](*inputs)
+            self.note(held)
+            self.traces[key], self.num_compared[key] = self.trace(inputs, autocast), 0
+        elif self.num_compared[key] < NUM_COMPARED and not self.is_keeping_buffers():
+            self.num_compared[key] += 1
+            return self.compared(self.traces[key], inputs, autocast)
+        return self.call(self.traces[key], inputs)
+
+    def call(self, trace: Any, inputs: tuple[Tensor, ...]) -> Any:
+        return self.once(trace, inputs) if self.is_keeping_buffers() else trace(*inputs)
+
+    def is_keeping_buffers(self) -> bool:
+        """Whether a call now would change buffers that TorchScript (2.13) keeps for the backward pass."""
+        return self.changes_buffers and torch.is_grad_enabled() and self.block.training
+
+    def note(self, held: dict[str, Any]) -> None:
+        """Note what is recorded. Raises Incompatible where that changes time and again."""
+        if held not in self.recorded:
+            self.recorded.append(held)
+        if len(self.recorded) > MOST_RECORDINGS:
+            before = self.recorded[-2]
+            name = next((name for name, value in held.items() if before.get(name) != value), "")
+            raise Incompatible(
+                f"compile=torchscript would record {type(self.block).__name__} anew for each value of its {name}, of"
+                f" which there were {MOST_RECORDINGS} (choose compile=blocks or compile=none)"
+            )
+
+    def compared(self, trace: Any, inputs: tuple[Tensor, ...], autocast: torch.dtype | None) -> Any:
+        """Call a trace, and see whether the block would still compute the same: it may read a number that somebody has
+        changed since, such as one of a Python file. A block that draws is left out, as TorchScript may draw otherwise.
+
+        Raises:
+            Incompatible: it wouldn't.
+        """
+        first, again = self.repeatable.passes()
+        with first:
+            outputs = self.call(trace, inputs)
+        if first.drawn:
+            return outputs
+        with again, self.untraced(), as_traced(inputs[0].device.type, autocast, itself):
+            own = self.block(*map(example, inputs))
+        pairs = zip(map(fingerprint, tensors_in(outputs)), map(fingerprint, tensors_in(own)), strict=True)
+        if not all(one is None or other is None or one.is_same(other) for one, other in pairs):
+            raise Incompatible(
+                f"compile=torchscript: {type(self.block).__name__} doesn't compute any more what was recorded, as it"
+                " reads something that has changed since, such as a number in a Python file (choose compile=blocks or"
+                " compile=none)"
+            )
+        return outputs
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Inside it the block runs what it ran before it was traced."""
+        del self.block.forward
+        if self.own_forward is not None:
+            self.block.forward = self.own_forward
+        try:
+            yield
+        finally:
+            self.block.forward = self
 
     def once(self, trace: Any, inputs: tuple[Tensor, ...]) -> Any:
-        """Call a trace that changes buffers. TorchScript (2.13) keeps them for the backward pass, so a second call
-        before that would make it fail. Raises Incompatible for such a call."""
+        """Call a trace that changes buffers which are kept. A second call before the backward pass would make that
+        fail. Raises Incompatible for such a call."""
         last = self.last()
         if last is not None and not last.is_over:
             raise Incompatible(
@@ -207,28 +271,23 @@ class Traced:
         Raises:
             Incompatible: the trace would compute something else than the block.
         """
-        device, first, saved = inputs[0].device, Repeatable(self.block).passes().first, set[torch.dtype]()
+        first, saved = Repeatable(self.block).passes().first, set[torch.dtype]()
         reading = Reading()
         buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
-        examples = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
+        examples = tuple(map(example, inputs))
 
         def note(tensor: Tensor) -> Tensor:
             saved.add(tensor.dtype)
             return tensor
 
-        # Without autocast's cache, as a cached cast of a weight would be recorded as a constant.
-        plain = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
-        del self.block.forward  # so that the tracer, which calls the block, runs what ran before
-        if self.own_forward is not None:
-            self.block.forward = self.own_forward
+        surroundings = as_traced(inputs[0].device.type, autocast, note)
         try:
-            with plain, saved_tensors_hooks(note, itself), warnings.catch_warnings(), first:
+            with self.untraced(), surroundings, warnings.catch_warnings(), first:
                 warnings.simplefilter("ignore")  # deprecation (`apply` says it); constant shapes (in the key)
                 with reading, torch.no_grad():  # not while it is traced, as the tracer reads shapes in this way, too
                     self.block(*examples)
                 trace = torch.jit.trace(self.block, examples, check_trace=False)
         finally:
-            self.block.forward = self
             restore(first.drawn)
             self.changes_buffers |= any(not torch.equal(buffer, value) for buffer, value in buffers)
             with torch.no_grad():
@@ -254,6 +313,35 @@ class Traced:
                 f"compile=torchscript can't record {type(self.block).__name__}: {', '.join(reasons)} (choose"
                 " compile=blocks or compile=none)"
             )
+
+
+def held_by(block: nn.Module) -> dict[str, Any]:
+    """The numbers and texts that a block's modules hold, each with its type: 1 isn't True."""
+    return {
+        f"{place}.{name}".lstrip("."): (type(value), value)
+        for place, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, RECORDED)
+        or (isinstance(value, tuple) and all(isinstance(each, RECORDED) for each in value))
+    }
+
+
+def tensors_in(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def example(tensor: Tensor) -> Tensor:
+    """An input of the same values, without the graph that leads to it."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def as_traced(device_type: str, autocast: torch.dtype | None, note: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The surroundings of a trace: without autocast's cache, as a cached cast of a weight would be recorded as a
+    constant, and without the saved tensor hooks of other knobs."""
+    plain = torch.autocast(device_type, autocast, enabled=autocast is not None, cache_enabled=False)
+    with plain, saved_tensors_hooks(note, itself):
+        yield
 
 
 class Reading(TorchDispatchMode):

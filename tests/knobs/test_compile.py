@@ -417,3 +417,73 @@ def test_a_traced_model_evaluates_and_says_that_torchscript_is_retired(capsys: p
         model.eval()
     with torch.no_grad():
         assert torch.equal(rig.forward(batch), plain.forward(batch))
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that its model sets."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x)) * self.scale
+
+
+class OfFile(Scaled):
+    """The same with a number that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Any = lambda: SCALES.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x)) * self.held()
+
+
+class Scales:
+    __slots__ = ("scale",)
+
+
+SCALES = Scales()
+
+
+class Scaling(nn.Module):
+    """Sets the number anew in each forward pass, one after the other of some."""
+
+    def __init__(self, block: type[Scaled], num_scales: int) -> None:
+        super().__init__()
+        self.blocks, self.num_scales, self.num_calls = nn.ModuleList([block(), block()]), num_scales, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        SCALES.scale = 0.5 ** (self.num_calls % self.num_scales)
+        for block in self.blocks:
+            if type(block) is Scaled:
+                block.scale = SCALES.scale
+            x = block(x)
+        return x
+
+
+def scaled_losses(block: type[Scaled], num_scales: int, option: str, num_steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Scaling(block, num_scales)
+    inputs, targets = torch.randn(6, 4), torch.arange(6) % 4
+    rig = lowvram.assemble(lowvram.task(model, inputs), f"compile={option} optimizer=sgd optimizer.lr=0.1", "cpu")
+    return [float(lowvram.step(rig, lowvram.Part(inputs, targets))[0]) for _ in range(num_steps)]
+
+
+def test_a_block_is_recorded_anew_for_other_numbers() -> None:
+    wanted, found = (scaled_losses(Scaled, 3, option, 7) for option in ("none", "torchscript"))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(
+        Incompatible, match=r"would record Scaled anew for each value of its scale, of which there were 8"
+    ):
+        scaled_losses(Scaled, 20, "torchscript", 12)
+
+
+def test_a_block_that_no_longer_computes_what_was_recorded_is_refused() -> None:
+    with pytest.raises(Incompatible, match=r"^compile=torchscript: OfFile doesn't compute any more what was recorded"):
+        scaled_losses(OfFile, 3, "torchscript", 4)
