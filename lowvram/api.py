@@ -45,6 +45,7 @@ from lowvram.models.outputs import all_outputs, logits_of
 from lowvram.models.restless_finder import find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
+from lowvram.models.stray_finder import find_stray
 from lowvram.models.uncalled_finder import find_uncalled
 from lowvram.models.write_finder import find_written
 from lowvram.planning.devices import load_device
@@ -146,6 +147,9 @@ class ModuleTask(Task):
 
     def uncalled(self, model: nn.Module) -> frozenset[str]:
         return find_uncalled(model, self.call, self.samples(2))
+
+    def stray(self, model: nn.Module) -> str | None:
+        return find_stray(model, self.call, self.samples(2), self.blocks(model))
 
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         return find_written(model, self.call, self.samples(2), self.blocks(model))

@@ -30,6 +30,7 @@ from lowvram.models.outputs import all_outputs
 from lowvram.models.restless_finder import Deeds, find_deeds
 from lowvram.models.sample_finder import find_separate_blocks
 from lowvram.models.shape_finder import find_same_shape
+from lowvram.models.stray_finder import find_stray
 from lowvram.models.uncalled_finder import find_uncalled
 from lowvram.models.write_finder import Written, find_written
 
@@ -83,6 +84,7 @@ BYTES = ", whose images can be made float32 in the data set (image.float() / 255
 FEW_TOKENS = 16  # of each sample, in forward passes that only show how blocks are called
 FOUND_SEPARATE: dict[str, dict[str, int]] = {}  # by the description of a problem
 FOUND_SAME_SHAPE: dict[str, dict[str, int]] = {}  # by the description of a problem
+FOUND_STRAYS: dict[str, str | None] = {}
 FOUND_UNCALLED: dict[str, frozenset[str]] = {}
 FOUND_WRITTEN: dict[str, Written] = {}
 FOUND_DRAWS: dict[str, str | None] = {}  # by the description of a problem
@@ -165,6 +167,11 @@ class Problem(Task):
         if self.description not in FOUND_UNCALLED:
             FOUND_UNCALLED[self.description] = find_uncalled(model, self.call, self.short_inputs(2))
         return FOUND_UNCALLED[self.description]
+
+    def stray(self, model: nn.Module) -> str | None:
+        if self.description not in FOUND_STRAYS:
+            FOUND_STRAYS[self.description] = find_stray(model, self.call, self.short_inputs(2), self.blocks(model))
+        return FOUND_STRAYS[self.description]
 
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         if self.description not in FOUND_WRITTEN:

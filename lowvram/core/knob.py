@@ -90,7 +90,7 @@ class Fact(Enum):
     SAME_PARAMS = "the same parameters train in every step"
     SEPARATE_UPDATES = "the update of a parameter depends on no other parameter"
     SEPARATE_MEMORY = "no two weights share memory"
-    SHARDABLE = "each weight can be sharded"
+    SHARDABLE = "each weight can be sharded, and is read through its module alone"
     REAL_WEIGHTS = "no weight is complex"
     FULL_LOGITS = "the logits of a part exist whole"
 

@@ -187,6 +187,12 @@ class Task(ABC):
         del model
         return frozenset()
 
+    def stray(self, model: nn.Module) -> str | None:
+        """How a forward pass reads a weight otherwise than through the weight's own module, while that and its block
+        compute, as a clause for messages; None if it reads none so, or that isn't known."""
+        del model
+        return None
+
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         """The names of a weight that a forward pass writes into, and of one that it writes into while a block computes;
         None if there is none, or that isn't known."""

@@ -54,6 +54,10 @@ def written(name: str | None) -> str | None:
     return None if name is None else f"it writes into {name}: {remedy}"
 
 
+def stray(clause: str | None) -> str | None:
+    return None if clause is None else f"{clause}: leave offload=none and sharding=none, or choose sharding=ddp"
+
+
 def unshardable(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
     """Why FSDP2 can't shard a weight of the model, block by block, and what to do; None if it can."""
     num_blocks_with = Counter(weight for block in blocks for weight in set(block.parameters()))
@@ -84,6 +88,7 @@ REASONS_BY_TRIAL: dict[Fact, Reason] = {
         lambda _, model: layer_norms(model) or rms_norms(model), "this model has none: leave norms=input"
     ),
     Fact.NO_RANDOMNESS: lambda task, model: task.drawn_by(model) or None,
+    Fact.SHARDABLE: lambda task, model: unshardable(model, task.blocks(model)) or stray(task.stray(model)),
     Fact.STEADY_WEIGHTS: lambda task, model: written(task.written(model)[0]),
     Fact.STEADY_BLOCKS: lambda task, model: written(task.written(model)[1]),
 }
@@ -115,7 +120,6 @@ REASONS: dict[Fact, Reason] = REASONS_BY_TRIAL | {
         "this task has a teacher, whose predictions count, too: choose logits=chunked",
     ),
     Fact.REAL_WEIGHTS: complex_weight,
-    Fact.SHARDABLE: lambda task, model: unshardable(model, task.blocks(model)),
     Fact.SEPARATE_MEMORY: shared_memory,
 }
 BY_TRIAL = frozenset(REASONS_BY_TRIAL)

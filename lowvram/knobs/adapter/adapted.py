@@ -81,6 +81,9 @@ class Adapted(Task):
     def uncalled(self, model: nn.Module) -> frozenset[str]:
         return self.plain.uncalled(model)
 
+    def stray(self, model: nn.Module) -> str | None:
+        return self.plain.stray(model)
+
     def written(self, model: nn.Module) -> tuple[str | None, str | None]:
         return self.plain.written(model)
 
